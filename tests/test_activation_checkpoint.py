@@ -1,8 +1,8 @@
 """Activation checkpointing, ours and torch's, alone and under both annotations: the numbers of one process."""
 
 import copy
+import functools
 import inspect
-import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ from tests.parity import (
     inputs_of,
     mean_over_ranks,
 )
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 STEPS = 3
 
@@ -139,12 +139,13 @@ def train(kind: str, place: str, order: str, api: str) -> Run:
     return Run(losses, {fqn: param.clone() for fqn, param in iter_full_params(model)})
 
 
-def reference(world_size: int) -> Run:
+@functools.cache
+def reference() -> Run:
     model = seeded(Stacked, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
-        args, kwargs = global_inputs(model, step, world_size)
+        args, kwargs = global_inputs(model, step, 2)
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         optimizer.step()
@@ -153,16 +154,9 @@ def reference(world_size: int) -> Run:
     return Run(losses, model.state_dict())
 
 
-def train_everywhere(kind: str, api: str) -> dict[tuple[str, str], Run]:
-    return {(place, order): train(kind, place, order, api) for place, order in itertools.product(PLACES, ORDERS)}
-
-
-@pytest.mark.parametrize(*pairs_of(kind=KINDS, api=APIS, world_size=[2, 3]))
-def test_every_kind_at_every_place_trains_as_one_process(kind: str, api: str, world_size: int) -> None:
-    expected = reference(world_size)
-    runs: list[dict[Any, Run]] = run_threads(train_everywhere, world_size, kind, api)
-    for case in runs[0]:
-        assert_equal_runs([run[case] for run in runs], expected)
+@pytest.mark.parametrize(*pairs_of(kind=KINDS, place=PLACES, order=ORDERS, api=APIS))
+def test_every_kind_at_every_place_trains_as_one_process(kind: str, place: str, order: str, api: str) -> None:
+    assert_equal_runs(run_threads(train, 2, kind, place, order, api), reference())
 
 
 # One process
@@ -309,35 +303,17 @@ def test_a_second_run_that_differs_is_an_error_unless_nobody_checks() -> None:
     x = torch.ones(BATCH, DIM, requires_grad=True)
     with pytest.raises(CheckpointError, match="different metadata"):
         checkpoint(Changing())(x).sum().backward()
+    with pytest.raises(CheckpointError, match="Operations executed during recomputation"):
+        checkpoint(Changing(), debug=True)(x).sum().backward()
     checkpoint(Changing(), determinism_check="none")(x).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((BATCH, DIM), 2.0))
 
 
-def test_debug_names_the_operations_of_both_runs() -> None:
-    x = torch.ones(BATCH, DIM, requires_grad=True)
-    with pytest.raises(CheckpointError, match="Operations executed during recomputation"):
-        checkpoint(Changing(), debug=True)(x).sum().backward()
-
-
-class WithTail(nn.Module):
-    """Does something after the last tensor that backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(DIM, DIM)
-        self.tail_runs = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.lin(x)
-        self.tail_runs += 1
-        return y
-
-
-@pytest.mark.parametrize(("early_stop", "runs"), [(True, 1), (False, 2)])
-def test_the_second_run_may_stop_early(early_stop: bool, runs: int) -> None:
-    module = checkpoint(WithTail(), early_stop=early_stop)
+@pytest.mark.parametrize(("early_stop", "ended"), [(True, 1), (False, 2)])
+def test_the_second_run_may_stop_early(early_stop: bool, ended: int) -> None:
+    module = checkpoint(Counted(), early_stop=early_stop)
     module(random_input(0, BATCH, DIM)).sum().backward()
-    assert module.tail_runs == runs
+    assert (module.begun, module.ended) == (2, ended)
 
 
 def test_a_module_may_be_called_several_times_in_a_forward_and_backward_several_times() -> None:
@@ -347,16 +323,10 @@ def test_a_module_may_be_called_several_times_in_a_forward_and_backward_several_
         loss = loss_of(module(module(module(x))))
         loss.backward(retain_graph=True)
         loss.backward()
-        results.append(gradients(module))
-    assert module.begun == 9
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def test_double_backward_works() -> None:
-    results = []
-    for module in (seeded(Counted, 0), checkpoint(seeded(Counted, 0))):
-        x = random_input(0, BATCH, DIM).requires_grad_()
-        (grad,) = torch.autograd.grad(loss_of(module(x)), x, create_graph=True)
+        assert module.begun == (9 if "checkpoint" in get_registry(module) else 3)
+        # A backward of gradients.
+        y = random_input(1, BATCH, DIM).requires_grad_()
+        (grad,) = torch.autograd.grad(loss_of(module(y)), y, create_graph=True)
         grad.square().sum().backward()
         results.append(gradients(module))
     torch.testing.assert_close(results[0], results[1])
@@ -433,23 +403,34 @@ def test_unannotate_refuses_a_forward_that_was_replaced() -> None:
     assert all("checkpoint" in get_registry(one) for one in module)
 
 
-def test_what_cannot_be_checkpointed_is_refused() -> None:
-    once = checkpoint(Counted())
-    with pytest.raises(ConfigError, match="already on this module"):
-        checkpoint(once)
-    with pytest.raises(ConfigError, match="without a forward"):
-        checkpoint(nn.ModuleList([Counted()]))
-    with pytest.raises(ConfigError, match="use_reentrant is True"):
-        checkpoint(Counted(), use_reentrant=True)
-    with pytest.raises(ConfigError, match="has no argument preserve_rng"):
-        checkpoint(Counted(), preserve_rng=False)
-    with pytest.raises(ConfigError, match="debug is True beside a context_fn"):
-        checkpoint(Counted(), debug=True, context_fn=lambda: (nullcontext(), nullcontext()))
-    outer = nn.Sequential(Counted())
-    with pytest.raises(ConfigError, match="a module and one inside it"):
-        checkpoint([outer, outer[0]])
-    assert not get_registry(outer) and not get_registry(outer[0])
-    assert "forward" not in vars(outer)
+NO_CONTEXTS: dict[str, Any] = {"debug": True, "context_fn": lambda: (nullcontext(), nullcontext())}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (lambda: checkpoint(Counted()), {}, "already on this module"),
+        (lambda: nn.ModuleList([Counted()]), {}, "without a forward"),
+        (Counted, {"use_reentrant": True}, "use_reentrant is True"),
+        (Counted, {"preserve_rng": False}, "has no argument preserve_rng"),
+        (Counted, NO_CONTEXTS, "debug is True beside a context_fn"),
+        (lambda: [outer := nn.Sequential(Counted()), outer[0]], {}, "a module and one inside it"),
+    ],
+)
+def test_what_cannot_be_checkpointed_is_refused(make: Callable[[], Any], options: dict[str, Any], text: str) -> None:
+    given = make()
+    before = [
+        [*vars(module)] for one in ([given] if isinstance(given, nn.Module) else given) for module in one.modules()
+    ]
+    with pytest.raises(ConfigError, match=text):
+        checkpoint(given, **options)
+    after = [
+        [*vars(module)] for one in ([given] if isinstance(given, nn.Module) else given) for module in one.modules()
+    ]
+    assert before == after
+
+
+def test_modules_of_a_list_are_checkpointed_apart() -> None:
     apart = checkpoint([Counted(), Counted()], use_reentrant=False)
     assert all("checkpoint" in get_registry(one) for one in apart)
 
@@ -467,10 +448,21 @@ def test_functional_call_is_refused_where_gradients_are_recorded() -> None:
 # Under the annotations
 
 
-def runs_of_blocks(api: str, place: str, order: str) -> dict[str, int]:
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (["stack.0"], (2, 1)),
+        (["stack"], (2, 2)),
+        (["stack", "stack.0"], (3, 2)),  # once more for each checkpoint around it
+    ],
+)
+@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
+@on_ranks(2)
+def test_a_checkpointed_module_runs_twice_and_others_once(
+    api: str, order: str, places: list[str], expected: tuple[int, int]
+) -> None:
     model = Stacked()
     model.stack = nn.Sequential(Counted(), Counted())
-    places = {"same": ["stack.0"], "outside": ["stack"], "nested": ["stack", "stack.0"]}[place]
     if order == "after":
         ours(model, places)
     for name in ANNOTATED:
@@ -478,39 +470,24 @@ def runs_of_blocks(api: str, place: str, order: str) -> dict[str, int]:
     if order == "before":
         ours(model, places)
     loss_of(model(random_input(0, BATCH, DIM))).backward()
-    return {fqn: block.begun for fqn, block in model.stack.named_children()}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("api", APIS)
-def test_a_checkpointed_module_runs_twice_and_others_once(api: str, order: str) -> None:
-    for place, expected in (
-        ("same", {"0": 2, "1": 1}),
-        ("outside", {"0": 2, "1": 2}),
-        ("nested", {"0": 3, "1": 2}),  # once more for each checkpoint around it
-    ):
-        assert run_threads(runs_of_blocks, 2, api, place, order) == [expected] * 2
-
-
-def collectives(places: Sequence[str]) -> dict[str, int]:
-    model = Stacked()
-    for name in ANNOTATED:
-        fully_shard(model.get_submodule(name), reshard_after_forward=True)
-    ours(model, places)
-    x = random_input(0, BATCH, DIM)
-    model(x).sum().backward()
-    state = fully_shard.state(model)
-    assert state is not None and state.root is not None
-    counting = CountingTransport.install(state.root)
-    model(x).sum().backward()
-    return counting.counts()
+    assert tuple(block.begun for block in model.stack) == expected
 
 
 @pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
 def test_a_checkpoint_costs_no_collective(place: str) -> None:
-    plain = run_threads(collectives, 2, ())
-    assert plain[0]["all_gather"] == 6
-    assert run_threads(collectives, 2, PLACES[place]) == plain
+    counts = []
+    for places in ((), PLACES[place]):
+        model = Stacked()
+        for name in ANNOTATED:
+            fully_shard(model.get_submodule(name), reshard_after_forward=True)
+        ours(model, places)
+        x = random_input(0, BATCH, DIM)
+        model(x).sum().backward()
+        counting = CountingTransport.install(fully_shard.state(model).root)
+        model(x).sum().backward()
+        counts.append(counting.counts())
+    assert counts[0] == counts[1] and counts[0]["all_gather"] == 6
 
 
 class Aside(nn.Module):
@@ -526,50 +503,40 @@ class Aside(nn.Module):
         return x + y
 
 
-def train_aside(order: str) -> dict[str, torch.Tensor]:
-    block = seeded(Aside, 0)
-    for api in (checkpoint, fully_shard) if order == "after" else (fully_shard, checkpoint):
+@pytest.mark.parametrize("apis", [(checkpoint, fully_shard), (fully_shard, checkpoint)])
+@on_ranks(2)
+def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(apis: Any) -> None:
+    block, plain = (seeded(Aside, 0) for _ in range(2))
+    for api in apis:
         api(block)
-    losses: list[torch.Tensor] = []
-    output = block(random_input(dist.get_rank(), BATCH, DIM), losses)
-    # Backward gets to the loss first.
-    (output.square().mean() + losses[0] * 2).backward()
-    return {fqn: param.grad.full_tensor() for fqn, param in block.named_parameters()}
 
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(order: str) -> None:
-    plain = seeded(Aside, 0)
-    for rank in range(2):
+    def loss(one: nn.Module, rank: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        output = plain(random_input(rank, BATCH, DIM), losses)
-        ((output.square().mean() + losses[0] * 2) / 2).backward()
-    for grads in run_threads(train_aside, 2, order):
-        assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+        output = one(random_input(rank, BATCH, DIM), losses)
+        # Backward gets to the loss first.
+        total: torch.Tensor = output.square().mean() + losses[0] * 2
+        return total
+
+    loss(block, dist.get_rank()).backward()
+    ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
+    grads = {fqn: param.grad.full_tensor() for fqn, param in block.named_parameters()}
+    assert_equal_params(grads, gradients(plain), tolerance=1e-6)
 
 
-def copy_and_undo(api: str) -> list[dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> None:
+    plain = seeded(Stacked, 0)
+    loss_of(plain(torch.cat([random_input(rank, BATCH, DIM) for rank in range(2)]))).backward()
     model = checkpoint(seeded(Stacked, 0))
     for name in ANNOTATED:
         APIS[api](model.get_submodule(name))
     ours(model, ["stack.0"])
-    twin = copy.deepcopy(model)
-    results = []
-    for one in (model, twin):
+    for one in (model, copy.deepcopy(model)):
         loss_of(one(random_input(dist.get_rank(), BATCH, DIM))).backward()
         assert unannotate(one) is one
         assert not any(get_registry(below) or "forward" in vars(below) for below in one.modules())
-        results.append(gradients(one))
-    return results
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> None:
-    plain = seeded(Stacked, 0)
-    loss_of(plain(torch.cat([random_input(rank, BATCH, DIM) for rank in range(2)]))).backward()
-    for results in run_threads(copy_and_undo, 2, api):
-        for grads in results:
-            assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+        assert_equal_params(gradients(one), gradients(plain), tolerance=1e-6)
 
 
 # Compiled
@@ -595,8 +562,7 @@ def compiled_gradients(api: str | None, order: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
 def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_process(api: str, order: str) -> None:
     plain = seeded(Stacked, 0)
     loss_of(plain(torch.cat([random_input(10 + rank, BATCH, DIM) for rank in range(2)]))).backward()
@@ -604,14 +570,10 @@ def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_pr
         assert_equal_params(grads, gradients(plain), tolerance=1e-6)
 
 
-def compiled_with_debug() -> str:
+@on_ranks(1, run=run_ranks)
+def test_debug_is_refused_by_the_compiler() -> None:
     warnings.simplefilter("ignore")
     torch.compiler.reset()
     run = torch.compile(checkpoint(Counted(), debug=True), backend="eager")
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="debug=True cannot be compiled"):
         run(random_input(0, BATCH, DIM))
-    return str(caught.value)
-
-
-def test_debug_is_refused_by_the_compiler() -> None:
-    assert "debug=True cannot be compiled" in run_ranks(compiled_with_debug, 1)[0]

@@ -1,6 +1,7 @@
 """Communication hooks of both annotations: which one holds, the numbers that it gives, and what goes wrong on one rank."""
 
 import copy
+import functools
 import itertools
 import random
 import re
@@ -38,7 +39,6 @@ from composable import (
     unannotate,
 )
 from composable.comm.hang_watchdog import explained
-from composable.errors import SignatureError
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, MLPBlock, random_input, seeded
 from tests.pairwise import pairs_of
@@ -122,15 +122,16 @@ def close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], eps: fl
 # Buckets
 
 
-def walk_buffers(seed: int, cap_mb: float) -> None:
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 2) for seed in range(8)])
+@on_ranks()
+def test_a_buffer_holds_its_gradients_one_behind_the_other(seed: int) -> None:
     """Let a hook for the wrapper go through each buffer by the sizes of its gradients, as below the wrapper."""
     draw = random.Random(seed)
     sizes = [draw.choice([1, 3, 5, 8, 13, 64, 70]) for _ in range(6)]
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
-    dtype = draw.choice(dtypes)
+    dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
     layers = [nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(sizes)]
     layers[draw.randrange(5)].weight.requires_grad_(draw.random() < 0.5)
-    model = replicate(nn.Sequential(*layers), bucket_cap_mb=cap_mb)
+    model = replicate(nn.Sequential(*layers), bucket_cap_mb=25.0 if seed % 4 < 2 else 0.0001)
     seen: list[int] = []
 
     def walk(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -153,32 +154,21 @@ def walk_buffers(seed: int, cap_mb: float) -> None:
         (torch.view_as_real(out) if out.is_complex() else out).sum().backward()
         assert sum(seen) == sum(param.numel() * (2 if dtype.is_complex else 1) for param in trainable)
         for param in trainable:
-            assert param.grad is not None
             assert torch.equal(param.grad, torch.full_like(param, 7 + 7j if dtype.is_complex else 7))
 
 
-@pytest.mark.parametrize("cap_mb", [25.0, 0.0001])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_buffer_holds_its_gradients_one_behind_the_other(seed: int, cap_mb: float) -> None:
-    run_threads(walk_buffers, 1 + seed % 2, seed, cap_mb)
-
-
 # States
-
-
-def factors() -> tuple[float, float]:
-    state = default_state()
-    return state.gradient_predivide_factor, state.gradient_postdivide_factor
 
 
 FACTORS = {1: (1, 1), 2: (2, 1), 3: (2, 1.5), 4: (2, 2), 5: (2, 2.5), 6: (4, 1.5), 7: (2, 3.5), 8: (4, 2), 9: (2, 4.5)}
 
 
 @pytest.mark.parametrize("world_size", FACTORS)
-def test_the_two_factors_multiply_to_the_number_of_ranks(world_size: int) -> None:
-    for pre, post in run_threads(factors, world_size):
-        assert (pre, post) == FACTORS[world_size]
-        assert pre * post == world_size
+@on_ranks()
+def test_the_two_factors_multiply_to_the_number_of_ranks() -> None:
+    state = default_state()
+    found = state.gradient_predivide_factor, state.gradient_postdivide_factor
+    assert found == FACTORS[dist.get_world_size()] and found[0] * found[1] == dist.get_world_size()
 
 
 def test_a_state_without_a_group_is_a_value_error() -> None:
@@ -199,21 +189,21 @@ def train_with(annotation: str, place: str, dtype: torch.dtype, hook: Callable[.
     return grads_of(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("annotation", "place", "dtype"),
+    ("annotation", "place", "dtype", "world_size"),
     [
-        *(("fully_shard", place, dtype) for place in ("root", "subtree", "handle") for dtype in DTYPES),
-        *(("replicate", "root", dtype) for dtype in (*DTYPES, torch.complex64)),
+        *(
+            ("fully_shard", *case)
+            for case in pairs_of(place=["root", "subtree", "handle"], dtype=DTYPES, world_size=[2, 1, 3])[1]
+        ),
+        *(("replicate", "root", dtype, 2 + number % 2) for number, dtype in enumerate((*DTYPES, torch.complex64))),
     ],
 )
-def test_the_hooks_without_casts_change_no_number(
-    annotation: str, place: str, dtype: torch.dtype, world_size: int
-) -> None:
-    plain = run_threads(train_with, world_size, annotation, place, dtype, None)[0]
-    for grads in run_threads(train_with, world_size, annotation, place, dtype, mean_hook):
-        # Dividing by a power of two rounds nothing; by three, and three summands in another order, do.
-        close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
+@on_ranks()
+def test_the_hooks_without_casts_change_no_number(annotation: str, place: str, dtype: torch.dtype) -> None:
+    plain, hooked = (train_with(annotation, place, dtype, hook) for hook in (None, mean_hook))
+    # Dividing by a power of two rounds nothing; by three, and three summands in another order, do.
+    close(hooked, plain, 0 if dist.get_world_size() < 3 else 4 * torch.finfo(dtype).eps)
 
 
 def compressed(annotation: str, way: str, low: torch.dtype) -> dict[str, torch.Tensor]:
@@ -249,32 +239,26 @@ def emulated(low: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
         world_size=[1, 2, 3],
     )
 )
-def test_compressed_gradients_are_those_that_one_process_emulates(
-    annotation: str, way: str, low: torch.dtype, world_size: int
-) -> None:
-    expected = emulated(low, world_size)
-    for grads in run_threads(compressed, world_size, annotation, way, low):
-        # The sum of three depends on the order, which is the transport's.
-        close(grads, expected, 0 if world_size < 3 else 2 * torch.finfo(low).eps)
-        assert all(grad.dtype is torch.float32 for grad in grads.values())
-        if world_size < 3:
-            assert all(torch.equal(grad.to(low).float(), grad) for grad in grads.values())
+@on_ranks()
+def test_compressed_gradients_are_those_that_one_process_emulates(annotation: str, way: str, low: torch.dtype) -> None:
+    world_size, grads = dist.get_world_size(), compressed(annotation, way, low)
+    # The sum of three depends on the order, which is the transport's.
+    close(grads, emulated(low, world_size), 0 if world_size < 3 else 2 * torch.finfo(low).eps)
+    assert all(grad.dtype is torch.float32 for grad in grads.values())
+    if world_size < 3:
+        assert all(torch.equal(grad.to(low).float(), grad) for grad in grads.values())
 
 
-def compressed_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
-    state = LowPrecisionState(dist.group.WORLD)
-    whole = torch.arange(4) * torch.tensor(1 + 2j) * (1 + dist.get_rank())
+@on_ranks(2)
+def test_complex_gradients_are_compressed_in_both_parts() -> None:
+    state, rank = LowPrecisionState(dist.group.WORLD), dist.get_rank()
+    whole = torch.arange(4) * torch.tensor(1 + 2j) * (1 + rank)
     shard = torch.empty(2, dtype=whole.dtype)
     bf16_compress_hook(state, whole.clone(), shard)
     bf16_compress_hook(state, whole)
-    return whole, shard
-
-
-def test_complex_gradients_are_compressed_in_both_parts() -> None:
-    for rank, (whole, shard) in enumerate(run_threads(compressed_by_hand, 2)):
-        expected = torch.arange(4) * torch.tensor(1.5 + 3j)
-        torch.testing.assert_close(whole, expected, rtol=0, atol=0)
-        torch.testing.assert_close(shard, expected[2 * rank : 2 * rank + 2], rtol=0, atol=0)
+    expected = torch.arange(4) * torch.tensor(1.5 + 3j)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=0)
+    torch.testing.assert_close(shard, expected[2 * rank : 2 * rank + 2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
@@ -291,44 +275,41 @@ def test_hooks_talk_in_real_process_groups(annotation: str) -> None:
 # What a hook is called with, and how often
 
 
-def count_calls(annotation: str, unused: str) -> tuple[list[tuple[int, ...]], dict[str, int], int]:
-    options = {} if annotation == "replicate" else {"options": HandleOptions(unused_gradients=unused)}
-    model = annotate(make_net(), annotation, **options)
-    calls = []
+@pytest.mark.parametrize(("unused", "world_size"), [("none", 1), ("none", 2), ("zero", 3)])
+@on_ranks()
+def test_a_hook_takes_the_place_of_every_reduce_scatter(unused: str) -> None:
+    model = annotate(make_net(), "fully_shard", options=HandleOptions(unused_gradients=unused))
+    calls: list[tuple[int, int]] = []
 
-    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        calls.append((grad.numel(), -1 if output is None else output.numel()))
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+        calls.append((grad.numel(), output.numel()))
         mean_hook(state, grad, output)
 
     register_comm_hook(model, default_state(), hook)
-    if annotation == "replicate":
-        backward(model, dist.get_rank())
-        backward(model, dist.get_rank())
-        return calls, {}, len(replicate.state(model).reducer.buckets)
     counting = CountingTransport.install(fully_shard.state(model).lazy_init())
     backward(model, dist.get_rank())
-    return calls, counting.counts(), len(fully_shard.state(model)._all_handles)
+    assert len(calls) == len(fully_shard.state(model)._all_handles) == 4
+    assert all(whole == dist.get_world_size() * part for whole, part in calls)
+    assert "reduce_scatter" not in counting.counts() and counting.counts()["all_gather"] > 0
 
 
-@pytest.mark.parametrize("unused", ["none", "zero"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_hook_takes_the_place_of_every_reduce_scatter(world_size: int, unused: str) -> None:
-    for calls, counts, handles in run_threads(count_calls, world_size, "fully_shard", unused):
-        assert len(calls) == handles == 4
-        assert all(whole == world_size * part for whole, part in calls)
-        assert "reduce_scatter" not in counts and counts["all_gather"] > 0
+@on_ranks(2)
+def test_a_replicated_module_calls_a_hook_for_each_bucket_without_an_output() -> None:
+    model = annotate(make_net(), "replicate")
+    calls: list[torch.Tensor | None] = []
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        calls.append(output)
+        mean_hook(state, grad, output)
+
+    register_comm_hook(model, default_state(), hook)
+    for _ in range(2):
+        backward(model, dist.get_rank())
+    # One bucket for all before the order is known, then those of the limit.
+    assert {*calls} == {None} and len(calls) > len(replicate.state(model).reducer.buckets) > 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_replicated_module_calls_a_hook_for_each_bucket_without_an_output(world_size: int) -> None:
-    for calls, _, buckets in run_threads(count_calls, world_size, "replicate", "none"):
-        assert all(part == -1 for _, part in calls)
-        # One bucket for all before the order is known, then those of the limit.
-        assert len(calls) > buckets > 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@on_ranks(2)
 def test_each_buffer_of_a_handle_is_reduced_by_itself_and_an_empty_one_not_at_all() -> None:
     results = []
     seen: list[torch.dtype] = []
@@ -341,28 +322,23 @@ def test_each_buffer_of_a_handle_is_reduced_by_itself_and_an_empty_one_not_at_al
             register_comm_hook(model, default_state(), noting(seen, lambda grad: grad.dtype))
         backward(model, dist.get_rank())
         results.append(grads_of(model))
-    seen, plain, hooked = seen, *results
     assert sorted(map(str, seen)) == ["torch.float32", "torch.float64"]
-    close(hooked, plain, 0)
+    close(*results, 0)
 
 
-def in_low_precision(is_hooked: bool) -> tuple[set[torch.dtype], dict[str, torch.Tensor]]:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    model = annotate(make_net(), "fully_shard", mp_policy=policy)
+@on_ranks(2)
+def test_a_hook_gets_gradients_in_the_dtype_of_the_reduction() -> None:
     seen: list[torch.dtype] = []
-    if is_hooked:
-        register_comm_hook(model, default_state(), noting(seen, lambda grad: grad.dtype))
-    backward(model, dist.get_rank())
-    return {*seen}, grads_of(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_hook_gets_gradients_in_the_dtype_of_the_reduction(world_size: int) -> None:
-    _, plain = run_threads(in_low_precision, world_size, False)[0]
-    for seen, grads in run_threads(in_low_precision, world_size, True):
-        assert seen == {torch.bfloat16}
-        assert all(grad.dtype is torch.float32 for grad in grads.values())
-        close(grads, plain, 2 * torch.finfo(torch.bfloat16).eps)
+    results = []
+    for is_hooked in (False, True):
+        model = annotate(make_net(), "fully_shard", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        if is_hooked:
+            register_comm_hook(model, default_state(), noting(seen, lambda grad: grad.dtype))
+        backward(model, dist.get_rank())
+        results.append(grads_of(model))
+    assert {*seen} == {torch.bfloat16}
+    assert all(grad.dtype is torch.float32 for grad in results[1].values())
+    close(*reversed(results), 2 * torch.finfo(torch.bfloat16).eps)
 
 
 class Tower(nn.Module):
@@ -374,25 +350,21 @@ class Tower(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(DIM, 3) for _ in range(2))
 
 
-def late(is_hooked: bool) -> tuple[int, dict[str, torch.Tensor]]:
-    model = seeded(Tower, 0)
-    fully_shard(model.trunk)
-    for head in model.heads:
-        fully_shard(head)
-    calls: list[int] = []
-    if is_hooked:
-        register_comm_hook(model, default_state(), noting(calls))
-    for index, head in enumerate(model.heads):
-        features = model.trunk(batch_of(dist.get_rank(), step=index))
-        head(features).square().mean().backward()
-    return len(calls), grads_of(model)
-
-
+@on_ranks(2)
 def test_every_reduction_of_a_module_that_has_several_goes_through_the_hook() -> None:
-    _, plain = run_threads(late, 2, False)[0]
-    for calls, grads in run_threads(late, 2, True):
-        assert calls == 4
-        close(grads, plain, 0)
+    results, calls = [], []
+    for is_hooked in (False, True):
+        model = seeded(Tower, 0)
+        for module in (model.trunk, *model.heads):
+            fully_shard(module)
+        if is_hooked:
+            register_comm_hook(model, default_state(), noting(calls))
+        for index, head in enumerate(model.heads):
+            features = model.trunk(batch_of(dist.get_rank(), step=index))
+            head(features).square().mean().backward()
+        results.append(grads_of(model))
+    assert len(calls) == 4
+    close(*results, 0)
 
 
 # Which registration holds
@@ -428,14 +400,16 @@ def ancestors(fqn: str) -> list[str]:
     return [".".join(parts[:stop]) for stop in range(len(parts), -1, -1)]
 
 
-def precedence(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, int]]:
-    """Return gradients with one hook on all, with random hooks, and the factor due to each, by brute force."""
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(6)])
+@on_ranks()
+def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
+    """Compare gradients with one hook on all, and with random hooks, by the factor due to each, by brute force."""
     rng = random.Random(seed)
     tree = seeded(lambda: random_tree(rng, 3), seed)
     nodes = [fqn for fqn, module in tree.named_modules() if isinstance(module, Node)]
     # From the inside out. What replicate leaves to others further in is theirs.
-    annotated = {fqn: rng.choice(["fully_shard", "replicate"]) for fqn in nodes[1:] if rng.random() < 0.6}
-    annotated[""] = "fully_shard"
+    annotated = {fqn: rng.choice([fully_shard, replicate]) for fqn in nodes[1:] if rng.random() < 0.6}
+    annotated[""] = fully_shard
     registered: dict[str, int] = {}
     places = [fqn for fqn, _ in tree.named_modules() if rng.random() < 0.5]
     rng.shuffle(places)
@@ -444,49 +418,29 @@ def precedence(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     for is_random in (False, True):
         model = copy.deepcopy(tree)
         for fqn in sorted(annotated, key=lambda fqn: -len(ancestors(fqn))):
-            {"fully_shard": fully_shard, "replicate": replicate}[annotated[fqn]](model.get_submodule(fqn))
+            annotated[fqn](model.get_submodule(fqn))
         if not is_random:
             register_comm_hook(model, default_state(), mean_hook)
         for number, fqn in enumerate(places if is_random else []):
-            factor = 2 ** (number + 1)
-            has_some = any(fqn in ancestors(other) for other in annotated)
-
-            def hook(
-                state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None, factor: int = factor
-            ) -> None:
-                scaled_hook(factor, state, grad, output)
-
-            if not has_some:
+            hook, part = functools.partial(scaled_hook, 2 ** (number + 1)), model.get_submodule(fqn)
+            if not any(fqn in ancestors(other) for other in annotated):
                 with pytest.raises(UsageError, match="found no annotated module"):
-                    register_comm_hook(model.get_submodule(fqn), default_state(), hook)
+                    register_comm_hook(part, default_state(), hook)
                 continue
-            handle = register_comm_hook(model.get_submodule(fqn), default_state(), hook)
-            registered[fqn] = factor
+            handle = register_comm_hook(part, default_state(), hook)
             if is_taken_off[fqn]:
                 handle.remove()
-                del registered[fqn]
+            else:
+                registered[fqn] = 2 ** (number + 1)
         backward(model, dist.get_rank())
         grads.append(grads_of(model))
-    factors = {}
+    plain, hooked = grads
     for fqn, _ in tree.named_parameters():
         owner = next(one for one in ancestors(fqn) if one in annotated)
-        factors[fqn] = next((registered[one] for one in ancestors(owner) if one in registered), 1)
-    return grads[0], grads[1], factors
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
-    for plain, hooked, factors in run_threads(precedence, 1 + seed % 3, seed):
+        factor = next((registered[one] for one in ancestors(owner) if one in registered), 1)
         # Where nothing is registered, the library's own sum may have another order.
-        eps = 4 * torch.finfo(torch.float32).eps
-        for fqn, factor in factors.items():
-            wanted = plain[fqn] * factor
-            close({fqn: hooked[fqn]}, {fqn: wanted}, eps if factor == 1 else 0)
-
-
-def test_the_random_trees_have_what_is_to_be_tested() -> None:
-    factors = [run_threads(precedence, 1, seed)[0][2] for seed in range(12)]
-    assert sum(len(set(one.values())) > 2 for one in factors) > 3
+        eps = 4 * torch.finfo(torch.float32).eps if factor == 1 else 0
+        close({fqn: hooked[fqn]}, {fqn: plain[fqn] * factor}, eps)
 
 
 # How long a registration lasts
@@ -518,9 +472,8 @@ def test_a_copy_has_the_hook_with_a_copy_of_its_state(annotation: str) -> None:
     places = {one.module for unit in units for one in unit.comm_hooks}
     twins_calls = {one.state.calls for unit in units for one in unit.comm_hooks}
     expected = {twin} if annotation == "replicate" else {twin, twin.blocks}
-    assert [first > 0, after_twin == first, state.calls == first, places == expected, max(twins_calls) > first] == [
-        True
-    ] * 5
+    assert after_twin == state.calls == first > 0
+    assert places == expected and max(twins_calls) > first
 
 
 @on_ranks(2)
@@ -531,12 +484,12 @@ def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_hol
     register_comm_hook(model, default_state(), noting(calls))
     twin = copy.deepcopy(model.blocks)
     twin(torch.ones(2, DIM + 1)).sum().backward()
-    part = len(calls)
+    assert len(calls) == 2
     handle = register_comm_hook(twin, default_state(), reduce_scatter_hook)
     twin(torch.ones(2, DIM + 1)).sum().backward()
     handle.remove()
     twin(torch.ones(2, DIM + 1)).sum().backward()
-    assert (part == 2, len(calls) == 4) == (True, True)
+    assert len(calls) == 4
 
 
 @on_ranks(2)
@@ -565,8 +518,7 @@ def test_a_hook_stays_when_another_root_adopts_its_handle() -> None:
     model.zero_grad()
     fully_shard(model)
     backward(model, dist.get_rank())
-    assert len(calls) == 2
-    assert len(set(calls)) == 1
+    assert len(calls) == 2 and len(set(calls)) == 1
 
 
 @pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
@@ -578,15 +530,12 @@ def test_unannotate_takes_hooks_off(annotation: str) -> None:
     backward(model, dist.get_rank())
     before = len(calls)
     unannotate(model)
-    annotate(model.requires_grad_(), annotation) if annotation == "replicate" else None
-    if annotation == "fully_shard":
-        model.zero_grad()
-        annotate(model, annotation)
+    model.zero_grad()
+    annotate(model, annotation)
     backward(model, dist.get_rank())
     handle.remove()  # It is off.
     register_comm_hook(model, default_state(), mean_hook)
-    before, after = before, len(calls)
-    assert before == after > 0
+    assert len(calls) == before > 0
 
 
 @pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
@@ -611,21 +560,15 @@ def test_what_waits_for_a_hook_is_reduced_before_the_hook_is_taken_off(way: str)
     assert "fix: call reduce_gradients() on the model first" in text
 
 
-def removed_twice() -> dict[str, torch.Tensor]:
+@on_ranks(3)
+def test_what_is_removed_leaves_the_librarys_own_reduction() -> None:
     model = annotate(make_net(), "fully_shard")
     outer = register_comm_hook(model, default_state(), mean_hook)
     inner = register_comm_hook(model.blocks, None, fp16_compress_wrapper(lambda state, grad, output=None: None))
-    inner.remove()
-    inner.remove()
-    outer.remove()
+    for handle in (inner, inner, outer):
+        handle.remove()
     backward(model, dist.get_rank())
-    return grads_of(model)
-
-
-def test_what_is_removed_leaves_the_librarys_own_reduction() -> None:
-    plain = run_threads(train_with, 3, "fully_shard", "root", torch.float32, None)[0]
-    for grads in run_threads(removed_twice, 3):
-        close(grads, plain, 0)
+    close(grads_of(model), train_with("fully_shard", "root", torch.float32, None), 0)
 
 
 # Errors
@@ -635,139 +578,93 @@ def bucket_hook(state: Any, bucket: Any) -> None:
     raise AssertionError("never called")
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], str]] = {
-    "a hook of DDP on a sharded module": (
-        lambda model: register_comm_hook(model, None, bucket_hook),
-        ConfigError,
-        "takes a state and a bucket only",
+def register_twice(model: Any, state: Any, hook: Callable[..., Any]) -> None:
+    for module in model:
+        register_comm_hook(module, state, hook)
+
+
+def register_in_backward(model: nn.Module) -> None:
+    out = model(batch_of(0))
+    out.register_hook(lambda grad: register_comm_hook(model, None, mean_hook) and None)
+    out.sum().backward()
+
+
+OF_TORCH = default_hooks.fp16_compress_wrapper
+REFUSED: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: register_comm_hook(m, None, bucket_hook), "ConfigError.*takes a state and a bucket only"),
+    (lambda m: register_comm_hook(m, default_state(), allreduce_hook), "ConfigError.*takes a state and gradients only"),
+    (
+        lambda m: register_comm_hook(replicate(make_net()), default_state(), reduce_scatter_hook),
+        "ConfigError.*the hook needs an output",
     ),
-    "an all-reduce on a sharded module": (
-        lambda model: register_comm_hook(model, default_state(), allreduce_hook),
-        ConfigError,
-        "takes a state and gradients only",
+    (
+        lambda m: register_comm_hook(m, None, lambda a, b, c, d: None),
+        "ConfigError.*cannot be called with a state and gradients",
     ),
-    "an output that a replicated module has not": (
-        lambda model: register_comm_hook(replicate(make_net()), default_state(), reduce_scatter_hook),
-        ConfigError,
-        "the hook needs an output",
+    (lambda m: register_twice([m, m], default_state(), mean_hook), "UsageError.*registered already"),
+    (lambda m: register_comm_hook(nn.Linear(2, 2), None, mean_hook), "UsageError.*found no annotated module"),
+    (
+        lambda m: register_comm_hook(m, DefaultState(own_group()), mean_hook),
+        "ConfigError.*the state of the hook has ranks",
     ),
-    "a hook of four arguments": (
-        lambda model: register_comm_hook(model, None, lambda a, b, c, d: None),
-        ConfigError,
-        "cannot be called with a state and gradients",
+    (
+        lambda m: register_comm_hook(m, None, dist.BuiltinCommHookType.FP16_COMPRESS),
+        "SignatureError.*fix: pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState",
     ),
-    "a second one": (
-        lambda model: [register_comm_hook(model, default_state(), mean_hook) for _ in range(2)],
-        UsageError,
-        "registered already",
-    ),
-    "a plain module": (
-        lambda model: register_comm_hook(nn.Linear(2, 2), None, mean_hook),
-        UsageError,
-        "found no annotated module",
-    ),
-    "a state of other ranks": (
-        lambda model: register_comm_hook(model, DefaultState(own_group()), mean_hook),
-        ConfigError,
-        "the state of the hook has ranks",
-    ),
-    "torch's own that its wrapper has by a number": (
-        lambda model: register_comm_hook(model, None, dist.BuiltinCommHookType.FP16_COMPRESS),
-        ConfigError,
-        "fix: pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState",
-    ),
-    "torch's own that upcasts what its wrapper has cast": (
-        lambda model: register_comm_hook(
+    (
+        lambda m: register_comm_hook(
             replicate(make_net()), None, mixed_precision_hooks._reducer_allreduce_and_upcast_hook
         ),
-        ConfigError,
-        r"fix: leave it out, and annotate with replicate\(model, mp_policy=",
+        r"ConfigError.*fix: leave it out, and annotate with replicate\(model, mp_policy=",
     ),
-    "no state": (
-        lambda model: register_comm_hook(model, None, reduce_scatter_hook),
-        ConfigError,
-        "reduce_scatter_hook got None as its state",
+    (
+        lambda m: register_comm_hook(m, None, reduce_scatter_hook),
+        "ConfigError.*reduce_scatter_hook got None as its state",
     ),
-    "no state for a wrapped hook": (
-        lambda model: register_comm_hook(
-            model, None, bf16_compress_wrapper(fp16_compress_wrapper(reduce_scatter_hook))
+    (
+        lambda m: register_comm_hook(m, None, bf16_compress_wrapper(fp16_compress_wrapper(reduce_scatter_hook))),
+        "ConfigError.*reduce_scatter_hook got None as its state",
+    ),
+    (
+        lambda m: register_comm_hook(replicate(make_net()), default_state(), OF_TORCH(allreduce_hook)),
+        "ConfigError.*fp16_compress_wrapper of torch got a hook of gradients, allreduce_hook",
+    ),
+    (
+        lambda m: register_comm_hook(
+            replicate(make_net()), default_state(), default_hooks.bf16_compress_wrapper(OF_TORCH(mean_hook))
         ),
-        ConfigError,
-        "reduce_scatter_hook got None as its state",
+        "ConfigError.*fp16_compress_wrapper of torch got a hook of gradients, mean_hook",
     ),
-    "torch's wrapper around a hook of gradients": (
-        lambda model: register_comm_hook(
-            replicate(make_net()), default_state(), default_hooks.fp16_compress_wrapper(allreduce_hook)
+    (lambda m: fp16_compress_wrapper(default_hooks.allreduce_hook), "ConfigError.*allreduce_hook takes a bucket"),
+    (lambda m: bf16_compress_wrapper(OF_TORCH(default_hooks.allreduce_hook)), "ConfigError.*takes a bucket"),
+    (lambda m: register_comm_hook(m, None, 3), "SignatureError.*hook is 3"),  # type: ignore[arg-type]
+    # A memory of buckets serves one module.
+    (
+        lambda m: register_comm_hook(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
+        "ConfigError.*is to serve 2 replicated modules",
+    ),
+    (
+        lambda m: register_twice(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
+        "ConfigError.*is to serve 2 replicated modules",
+    ),
+    (
+        lambda m: register_comm_hook(m, default_state(), fp16_compress_hook),
+        "ConfigError.*fp16_compress_hook got a composable.comm_hooks.DefaultState as its state",
+    ),
+    (lambda m: register_twice(around_a_group(), default_state(), mean_hook), "ConfigError.*neither is the nearer"),
+    (
+        # What torch.compile has wrapped has no length.
+        lambda m: register_twice(
+            [torch.compile(one, backend="eager") for one in around_a_group()], default_state(), mean_hook
         ),
-        ConfigError,
-        "fp16_compress_wrapper of torch got a hook of gradients, allreduce_hook",
+        "ConfigError.*neither is the nearer",
     ),
-    "two of torch's wrappers around a hook of gradients": (
-        lambda model: register_comm_hook(
-            replicate(make_net()),
-            default_state(),
-            default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_wrapper(mean_hook)),
-        ),
-        ConfigError,
-        "fp16_compress_wrapper of torch got a hook of gradients, mean_hook",
+    (register_in_backward, "UsageError.*a backward is running"),
+    (
+        lambda m: [m.set_gradient_divide_factor(3), register_comm_hook(m, default_state(), mean_hook)],
+        "UsageError.*a gradient divide factor and a communication hook",
     ),
-    "a wrapper around a hook of DDP": (
-        lambda model: fp16_compress_wrapper(default_hooks.allreduce_hook),
-        ConfigError,
-        "allreduce_hook takes a bucket",
-    ),
-    "no function": (lambda model: register_comm_hook(model, None, 3), SignatureError, "hook is 3"),  # type: ignore[arg-type]
-    "a wrapper around a wrapper of torch": (
-        lambda model: bf16_compress_wrapper(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-        ConfigError,
-        "takes a bucket",
-    ),
-    "a memory of buckets for two modules below one": (
-        lambda model: register_comm_hook(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
-        ConfigError,
-        "is to serve 2 replicated modules",
-    ),
-    "a memory of buckets for two modules, one by one": (
-        lambda model: register_twice(two_replicated(), power_state()),
-        ConfigError,
-        "is to serve 2 replicated modules",
-    ),
-    "a state without a dtype": (
-        lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
-        ConfigError,
-        "fp16_compress_hook got a composable.comm_hooks.DefaultState as its state",
-    ),
-    "neither the nearer": (
-        lambda model: [register_comm_hook(one, default_state(), mean_hook) for one in around_a_group()],
-        ConfigError,
-        "neither is the nearer",
-    ),
-    "neither the nearer, of what torch.compile has wrapped": (
-        lambda model: [
-            register_comm_hook(one, default_state(), mean_hook)
-            for one in [torch.compile(one, backend="eager") for one in around_a_group()]  # they have no length
-        ],
-        ConfigError,
-        "neither is the nearer",
-    ),
-    "inside a backward": (
-        lambda model: (
-            [
-                out.register_hook(lambda grad: register_comm_hook(model, None, mean_hook) and None),
-                out.sum().backward(),
-            ]
-            if (out := model(batch_of(0))) is not None
-            else None
-        ),
-        UsageError,
-        "a backward is running",
-    ),
-    "a divisor beside a hook": (
-        lambda model: [model.set_gradient_divide_factor(3), register_comm_hook(model, default_state(), mean_hook)],
-        UsageError,
-        "a gradient divide factor and a communication hook",
-    ),
-}
+]
 
 
 def power_state() -> powerSGD_hook.PowerSGDState:
@@ -776,11 +673,6 @@ def power_state() -> powerSGD_hook.PowerSGDState:
 
 def two_replicated() -> nn.Sequential:
     return nn.Sequential(*(replicate(nn.Linear(DIM, DIM)) for _ in range(2)))
-
-
-def register_twice(model: nn.Sequential, state: powerSGD_hook.PowerSGDState) -> None:
-    for module in model:
-        register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
 
 
 @on_ranks(2)
@@ -798,20 +690,15 @@ def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
     nearer(torch.ones(1, DIM)).sum().backward()
 
 
-def states_that_come_and_go() -> list[int]:
+@on_ranks(1)
+def test_states_whose_hooks_are_gone_leave_nothing_behind() -> None:
     model = replicate(nn.Linear(DIM, DIM))
-    reducer = replicate.state(model).reducer
     found, states = [], [power_state() for _ in range(20)]
     for state in states:
         handle = register_comm_hook(model, state, powerSGD_hook.powerSGD_hook)
         model(torch.ones(1, DIM)).sum().backward()
         handle.remove()
-        found.append(weakref.getweakrefcount(reducer))
-    return found
-
-
-def test_states_whose_hooks_are_gone_leave_nothing_behind() -> None:
-    (found,) = run_threads(states_that_come_and_go, 1)
+        found.append(weakref.getweakrefcount(replicate.state(model).reducer))
     assert found == [found[0]] * 20
 
 
@@ -827,34 +714,26 @@ def own_group() -> dist.ProcessGroup:
     return groups[dist.get_rank()]
 
 
-def refused(name: str) -> str:
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[text for _, text in REFUSED])
+@on_ranks(2)
+def test_what_cannot_work_is_refused_with_place_and_fix(number: int) -> None:
     model = fully_shard(make_net())
-    call, kind, text = REFUSED[name]
-    with pytest.raises(kind, match=text) as caught:
+    call, expected = REFUSED[number]
+    with pytest.raises(ComposableError) as caught:
         call(model)
+    text = f"{type(caught.value).__name__}: {caught.value}"
+    assert re.search(expected, text, re.DOTALL), text
+    assert f"\n  at:  rank {dist.get_rank()}" in text and "\n  fix: " in text
     backward(model, dist.get_rank())
-    return str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_with_place_and_fix(name: str) -> None:
-    for rank, text in enumerate(run_threads(refused, 2, name)):
-        assert f"\n  at:  rank {rank}" in text and "\n  fix: " in text
-
-
-def wrong_on_one_rank() -> str:
+@on_ranks(2)
+def test_a_hook_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     model = fully_shard(make_net())
-    hook = bucket_hook if dist.get_rank() else mean_hook
-    with pytest.raises(ConfigError) as caught:
-        register_comm_hook(model, default_state(), hook)
+    with pytest.raises(ConfigError, match="at:  rank 1, module"):
+        register_comm_hook(model, default_state(), bucket_hook if dist.get_rank() else mean_hook)
     assert not fully_shard.state(model)._handles[0].comm_hooks
     backward(model, dist.get_rank())
-    return str(caught.value)
-
-
-def test_a_hook_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
-    texts = run_threads(wrong_on_one_rank, 2)
-    assert texts[0] == texts[1] and "at:  rank 1, module" in texts[0]
 
 
 @pytest.mark.parametrize("way", ["none on the last", "another on the last"])
@@ -878,76 +757,51 @@ BAD_RESULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 }
 
 
-def bad_result(annotation: str, way: str, ranks: list[int]) -> str:
-    model = annotate(make_net(), annotation)
-    is_bad = dist.get_rank() in ranks
-
-    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
-        mean_hook(state, grad, output)
-        return BAD_RESULTS[way][0](grad if output is None else output) if is_bad else None
-
-    handle = register_comm_hook(model, default_state(), hook)
+def assert_told(model: nn.Module, annotation: str, state: Any, hook: Callable[..., Any]) -> str:
+    """Return the error of a backward with a hook; once it is off, nothing is left of it."""
+    handle = register_comm_hook(model, state, hook)
     with pytest.raises(ComposableError) as caught:
         backward(model, dist.get_rank())
     model.zero_grad()
     handle.remove()
-    # Nothing is left of it.
     backward(model, dist.get_rank())
-    plain = annotate(make_net(), annotation)
-    backward(plain, dist.get_rank())
-    close(grads_of(model), grads_of(plain), 0)
+    close(grads_of(model), train_with(annotation, "root", torch.float32, None), 0)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-@pytest.mark.parametrize("way", BAD_RESULTS)
-def test_a_result_that_cannot_be_is_an_error_on_every_rank_that_names_rank_module_and_fix(
-    way: str, ranks: list[int]
-) -> None:
-    for rank, text in enumerate(run_threads(bad_result, 2, "fully_shard", way, ranks)):
-        assert re.search(BAD_RESULTS[way][1], text)
+@pytest.mark.parametrize(*pairs_of(annotation=["fully_shard", "replicate"], way=BAD_RESULTS, ranks=[(0, 1), (1,)]))
+@on_ranks(2)
+def test_a_result_that_cannot_be_is_an_error_on_every_rank(annotation: str, way: str, ranks: tuple[int, ...]) -> None:
+    change, expected = BAD_RESULTS[way]
+    rank = dist.get_rank()
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
+        mean_hook(state, grad, output)
+        return change(grad if output is None else output) if rank in ranks else None
+
+    text = assert_told(annotate(make_net(), annotation), annotation, default_state(), hook)
+    if annotation == "replicate" and rank not in ranks:
+        assert "rank 1 got no averages of the right dtype and shape" in text
+    else:
+        assert re.search(expected, text)
+    if annotation == "fully_shard":
         assert f"at:  rank {rank if rank in ranks else 1}, module 'last' (Linear)\n  fix: fill" in text
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1]])
-@pytest.mark.parametrize("way", BAD_RESULTS)
-def test_a_result_that_cannot_be_in_a_replicated_module_is_an_error_on_every_rank(way: str, ranks: list[int]) -> None:
-    for rank, text in enumerate(run_threads(bad_result, 2, "replicate", way, ranks)):
-        if rank in ranks:
-            assert re.search(BAD_RESULTS[way][1], text)
-        else:
-            assert "rank 1 got no averages of the right dtype and shape" in text
-
-
-def return_no_future(ranks: list[int]) -> str:
-    model = annotate(make_net(), "replicate")
-
+@on_ranks(2)
+def test_a_hook_that_returns_no_future_is_an_error_on_every_rank(ranks: list[int]) -> None:
     def hook(state: None, bucket: Any) -> Any:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return 1 if dist.get_rank() in ranks else future
 
-    handle = register_comm_hook(model, None, hook)
-    with pytest.raises(ComposableError) as caught:
-        backward(model, dist.get_rank())
-    handle.remove()
-    model.zero_grad()
-    backward(model, dist.get_rank())
-    plain = annotate(make_net(), "replicate")
-    backward(plain, dist.get_rank())
-    close(grads_of(model), grads_of(plain), 0)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_a_hook_that_returns_no_future_is_an_error_on_every_rank(ranks: list[int]) -> None:
-    for rank, text in enumerate(run_threads(return_no_future, 2, ranks)):
-        if rank in ranks:
-            assert (
-                text.startswith("the communication hook returned 1\n") and "fix: return a torch.futures.Future" in text
-            )
-        else:
-            assert "rank 1 got no averages of the right dtype and shape" in text
+    text = assert_told(annotate(make_net(), "replicate"), "replicate", None, hook)
+    if dist.get_rank() in ranks:
+        assert text.startswith("the communication hook returned 1\n")
+        assert "fix: return a torch.futures.Future" in text
+    else:
+        assert "rank 1 got no averages of the right dtype and shape" in text
 
 
 @pytest.mark.parametrize("returned", [int, torch.Tensor, None, Any, "Future", torch.futures.Future[torch.Tensor]])
@@ -988,8 +842,7 @@ def raising(annotation: str, ranks: list[int], is_late: bool) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@pytest.mark.parametrize(("annotation", "is_late"), [("fully_shard", True), ("replicate", False)])
 def test_a_hook_that_raises_on_one_rank_is_an_error_on_every_rank_and_no_hang(annotation: str, is_late: bool) -> None:
     first, second = run_ranks(raising, 2, annotation, [1], is_late)
     assert "out of luck" in second
@@ -1032,9 +885,8 @@ def raising_in_a_future(of: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("of", [0, 1])
-def test_what_a_bucket_hooks_future_raises_on_one_rank_names_rank_and_hook_on_all(of: int) -> None:
-    (_, first, last), (_, second, other_last) = run_ranks(raising_in_a_future, 2, of)
+def test_what_a_bucket_hooks_future_raises_on_one_rank_names_rank_and_hook_on_all() -> None:
+    (_, first, last), (_, second, other_last) = run_ranks(raising_in_a_future, 2, 1)
     assert "hook with NoneType raised ValueError: out of luck" in second and "at:  rank 1" in second
     assert "rank 1 got no averages of the right dtype and shape from the communication hook" in first
     assert "raising_in_a_future.<locals>.hook with NoneType" in first

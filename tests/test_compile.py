@@ -4,7 +4,6 @@ The compiler keeps its graphs, its counters and what it knows of each frame for 
 """
 
 import inspect
-import itertools
 import subprocess
 import sys
 import warnings
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import accelerate_optimizer, fully_shard, no_sync, replicate
+from composable import fully_shard, no_sync, replicate
 from composable.ground.torch_private import opaque
 from tests.models import DIM, MLPBlock, random_input, seeded
+from tests.pairwise import pairs_of
 from tests.world import on_ranks, run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -70,19 +70,13 @@ class Compiled(NamedTuple):
 
 def annotate(model: nn.Module, how: str) -> None:
     blocks = model.get_submodule("blocks" if not hasattr(model, "_orig_mod") else "_orig_mod.blocks")
-    if how == "fully_shard":
-        for block in blocks.children():
-            fully_shard(block)
-        fully_shard(model)
-    elif how == "policy":
+    if how == "policy":
         fully_shard(model, policy={MLPBlock, Checkpointed, Recursive})
-    elif how == "replicate":
-        replicate(model)
-    else:
-        assert how == "replicate blocks"
-        for block in blocks.children():
-            replicate(block)
-        replicate(model)
+        return
+    api = fully_shard if how == "fully_shard" else replicate
+    for block in blocks.children() if how != "replicate" else ():
+        api(block)
+    api(model)
 
 
 def compile_it(model: Net, how: str, backend: Any) -> nn.Module:
@@ -148,7 +142,6 @@ def compiled_as_one_process(
     *,
     keeps: bool = False,
     loops: bool = False,
-    accelerated: bool = False,
 ) -> Compiled:
     """Train a compiled model; every gradient and weight must be those of one process on the samples of all ranks.
 
@@ -160,7 +153,6 @@ def compiled_as_one_process(
         block: Of which the model is made.
         keeps: A first micro batch runs in ``no_sync``.
         loops: The model loops over its blocks.
-        accelerated: The optimizer is.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     watch = Watch(backend)
@@ -174,8 +166,6 @@ def compiled_as_one_process(
         run = compile_it(model, how, watch) if how != "step" else model
     optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    if accelerated:
-        accelerate_optimizer(optimizer, run)
 
     def step(x: torch.Tensor) -> None:
         run(x).square().mean().backward()
@@ -202,18 +192,12 @@ def compiled_as_one_process(
 ANNOTATIONS = ["fully_shard", "policy", "replicate", "replicate blocks"]
 
 
-def cases(*hows: str) -> list[tuple[str, str, str, str]]:
-    """Return every annotation, way and order, each under one backend, such that any two values meet."""
-    backends = itertools.cycle(["eager", "aot_eager", "aot_eager", "eager"])
-    return [
-        (annotation, how, when, next(backends))
-        for annotation in ANNOTATIONS
-        for how in hows
-        for when in ("before", "after")
-    ]
+def cases(*hows: str) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Return cases in which any two of annotation, way, order and backend meet."""
+    return pairs_of(annotation=ANNOTATIONS, how=hows, when=["before", "after"], backend=["eager", "aot_eager"])
 
 
-@pytest.mark.parametrize(("annotation", "how", "when", "backend"), cases("block.compile", "torch.compile(block)"))
+@pytest.mark.parametrize(*cases("block.compile", "torch.compile(block)"))
 def test_a_compiled_block_is_one_clean_graph_with_the_numbers_of_one_process(
     annotation: str, how: str, when: str, backend: str
 ) -> None:
@@ -221,7 +205,7 @@ def test_a_compiled_block_is_one_clean_graph_with_the_numbers_of_one_process(
     assert run_ranks(compiled_as_one_process, 2, annotation, how, when, backend) == [Compiled(1, 0, [])] * 2
 
 
-@pytest.mark.parametrize(("annotation", "how", "when", "backend"), cases("model.compile", "torch.compile(model)"))
+@pytest.mark.parametrize(*cases("model.compile", "torch.compile(model)"))
 def test_a_compiled_model_breaks_at_annotated_blocks_only_and_has_the_numbers_of_one_process(
     annotation: str, how: str, when: str, backend: str
 ) -> None:
@@ -230,7 +214,7 @@ def test_a_compiled_model_breaks_at_annotated_blocks_only_and_has_the_numbers_of
     assert run_ranks(compiled_as_one_process, 2, annotation, how, when, backend) == [expected] * 2
 
 
-@pytest.mark.parametrize("annotation", ANNOTATIONS)
+@pytest.mark.parametrize("annotation", ["policy", "replicate blocks"])
 def test_a_compiled_training_step_looks_into_none_of_our_code(annotation: str) -> None:
     for compiled in run_ranks(compiled_as_one_process, 2, annotation, "step"):
         assert compiled.graphs > 0
@@ -251,7 +235,6 @@ def test_a_compiled_function_goes_through_the_parameters(annotation: str) -> Non
 @pytest.mark.parametrize(
     ("annotation", "block", "how"),
     [
-        ("policy", Checkpointed, "block.compile"),
         ("replicate blocks", Checkpointed, "torch.compile(model)"),
         ("replicate blocks", Recursive, "model.compile"),  # Its blocks meet their own hooks: no clean graph.
         ("policy", Recursive, "torch.compile(model)"),
@@ -266,10 +249,6 @@ def test_a_model_that_loops_over_annotated_blocks_compiles_the_blocks() -> None:
     # The compiler leaves a frame alone where a graph would end inside a loop.
     for compiled in run_ranks(compiled_as_one_process, 2, "policy", "torch.compile(model)", loops=True):
         assert compiled.graphs == 1
-
-
-def test_an_accelerated_optimizer_steps_compiled_models() -> None:
-    run_ranks(compiled_as_one_process, 2, "policy", "block.compile", accelerated=True)
 
 
 @on_ranks(2, run=run_ranks)

@@ -212,7 +212,6 @@ def refused(kind: str, way: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("fully_shard", "enable"),
         ("fully_shard", "config"),
         ("hook", "enable"),
         ("unused", "config"),
@@ -221,7 +220,6 @@ def refused(kind: str, way: str) -> str:
         ("static", "config"),
         ("delayed", "enable"),
         ("precision", "enable"),
-        ("copies", "enable"),
         ("copies", "config"),
         ("buffers", "enable"),
         ("sparse", "config"),

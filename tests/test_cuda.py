@@ -16,6 +16,7 @@ from composable import ModuleWrapPolicy, fully_shard
 from composable.comm import Pending, Transport
 from composable.engine.scheduler import Scheduler
 from tests.models import BLOCK_CLASSES, loss_of, make_model
+from tests.pairwise import pairs_of
 from tests.parity import full, inputs_of
 
 pytestmark = pytest.mark.cuda
@@ -84,9 +85,11 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("name", ["mlp", "gpt", "gpt_tied", "frozen_mixed", "called_twice"])
+@pytest.mark.parametrize(
+    *pairs_of(
+        name=["mlp", "gpt", "gpt_tied", "frozen_mixed", "called_twice"], reshard=[None, False], slow=[True, False]
+    )
+)
 @pytest.mark.usefixtures("nccl")
 def test_training_on_a_gpu_equals_a_plain_module(name: str, reshard: bool | None, slow: bool) -> None:
     plain = make_model(name).cuda()

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from composable import (
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.test_algorithms import adam, torch_optim, train_alone, train_with
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 # Hooks
 
@@ -113,7 +114,8 @@ def test_quantised_gradients_are_those_below_the_wrapper(name: str) -> None:
     assert 0 < difference < 0.05 * exact[0][1][0].abs().max()
 
 
-def try_other_hooks() -> None:
+@on_ranks(2, run=run_ranks)
+def test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit
         from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
@@ -125,27 +127,15 @@ def try_other_hooks() -> None:
             make(default_hooks.allreduce_hook, as_ddp(model), zero)
 
 
-def test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper() -> None:
-    run_ranks(try_other_hooks, 2)
-
-
-def overlapped(kind: str) -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_an_overlapped_optimizer_registers_with_a_view() -> None:
     model = replicate(make_model("mlp"))
     optimizer = torch_optim("_as_overlapped_optim")(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-    if kind == "register_fsdp":
-        with pytest.raises(NotImplementedError):
-            optimizer.register_fsdp(model)
-        optimizer.register_ddp(as_ddp(model))
-    else:
-        optimizer.register_ddp(as_ddp(model))
-    return train_with(None, model)
-
-
-@pytest.mark.parametrize("kind", ["register_ddp", "register_fsdp"])
-def test_an_overlapped_optimizer_registers_with_a_view(kind: str) -> None:
+    with pytest.raises(NotImplementedError):
+        optimizer.register_fsdp(model)
+    optimizer.register_ddp(as_ddp(model))
     expected = train_alone(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 2)
-    for params in run_threads(overlapped, 2, kind):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    assert_equal_params(train_with(None, model), expected, tolerance=1e-6)
 
 
 # Uneven inputs
@@ -181,8 +171,9 @@ def train_unevenly(counts: list[int], *, as_wrapper: bool, divides_by_all: bool)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("divides_by_all", [True, False])
-@pytest.mark.parametrize("counts", [[2, 5], [5, 2], [4, 4], [6, 0], [1, 3, 5], [5, 1, 1]])
+@pytest.mark.parametrize(
+    ("counts", "divides_by_all"), [([5, 2], False), ([6, 0], True), ([1, 3, 5], False), ([5, 1, 1], True)]
+)
 def test_ranks_with_uneven_inputs_train_as_below_the_wrapper(counts: list[int], divides_by_all: bool) -> None:
     ours, theirs = (
         run_ranks(train_unevenly, len(counts), counts, as_wrapper=one, divides_by_all=divides_by_all)
@@ -246,29 +237,23 @@ def compare_epochs(seeds: range) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, seed=seed: f"{seed}: {text}")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_after_epochs_of_random_length_are_those_below_the_wrapper(world_size: int) -> None:
-    run_ranks(compare_epochs, world_size, range(10 * world_size, 10 * world_size + 10))
+def test_gradients_after_epochs_of_random_length_are_those_below_the_wrapper() -> None:
+    run_ranks(compare_epochs, 3, range(10))
 
 
-def train_two_epochs(as_joinable: str) -> list[float]:
+@pytest.mark.parametrize("as_joinable", [as_ddp, joinable])
+@on_ranks(2)
+def test_what_the_others_averaged_is_no_gradient_of_a_rank_without_inputs(as_joinable: Callable[..., Any]) -> None:
     model = replicate(nn.Linear(5, 5, bias=False))
     found = []
     for _ in range(2):
-        with Join([as_ddp(model) if as_joinable == "as_ddp" else joinable(model)]):
+        with Join([as_joinable(model)]):
             for _ in range(3 + 2 * dist.get_rank()):
                 model(torch.full((1, 5), 50.0)).sum().backward()
                 found.append(float(model.weight.grad[0, 0]))
                 model.zero_grad()
         assert model.weight.grad is None
-    return found
-
-
-@pytest.mark.parametrize("as_joinable", ["as_ddp", "joinable"])
-def test_what_the_others_averaged_is_no_gradient_of_a_rank_without_inputs(as_joinable: str) -> None:
-    short, long = run_threads(train_two_epochs, 2, as_joinable)
-    assert short == [50.0] * 6
-    assert long == [50.0, 50.0, 50.0, 25.0, 25.0] * 2
+    assert found == [[50.0] * 6, [50.0, 50.0, 50.0, 25.0, 25.0] * 2][dist.get_rank()]
 
 
 def join_with_zero(*, is_sharded: bool) -> dict[str, torch.Tensor]:
@@ -310,10 +295,12 @@ def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> Non
     torch.testing.assert_close(table.weight.grad.to_dense(), expected)
 
 
-def join_with_several_backwards_a_step() -> torch.Tensor:
+@on_ranks(2)
+def test_a_rank_without_inputs_follows_what_others_do_before_the_last_backward_of_a_step() -> None:
     model: Any = replicate(nn.Linear(2, 1, bias=False))
     with torch.no_grad():
         model.weight.zero_()
+    # Two backwards in a step: in the first step of both ranks, in the second of one of them.
     with Join([as_ddp(model)]):
         for step in range(2 + 2 * dist.get_rank()):
             model.set_is_last_backward(step % 2 == 1)
@@ -322,13 +309,7 @@ def join_with_several_backwards_a_step() -> torch.Tensor:
                 with torch.no_grad():
                     model.weight -= model.weight.grad
                 model.zero_grad()
-    return model.weight.detach().clone()
-
-
-def test_a_rank_without_inputs_follows_what_others_do_before_the_last_backward_of_a_step() -> None:
-    # Two backwards in a step: in the first step of both ranks, in the second of one of them.
-    for weight in run_threads(join_with_several_backwards_a_step, 2):
-        torch.testing.assert_close(weight, torch.full((1, 2), -3.0))
+    torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), -3.0))
 
 
 @on_ranks(2)
@@ -343,9 +324,11 @@ def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow()
     torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
 
 
-def join_in_another_group() -> dict[str, torch.Tensor]:
-    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    model = replicate(make_model("mlp"), process_group=own)
+@on_ranks(2)
+def test_a_view_follows_its_module_to_another_group() -> None:
+    model = replicate(
+        make_model("mlp"), process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    )
     view = as_ddp(model)
     update_process_group(model, dist.new_group([0, 1]))
     assert view.process_group.size() == 2
@@ -353,12 +336,9 @@ def join_in_another_group() -> dict[str, torch.Tensor]:
     with Join([view]):
         for _ in range(2 + dist.get_rank()):
             train_with(optimizer, model, steps=1)
-    return full_params(model)
-
-
-def test_a_view_follows_its_module_to_another_group() -> None:
-    first, second = run_threads(join_in_another_group, 2)
-    assert_equal_params(first, second, tolerance=0)
+    for param in model.parameters():
+        dist.all_gather(both := [torch.empty_like(param) for _ in range(2)], param.detach())
+        assert torch.equal(*both)
 
 
 @on_ranks(1)

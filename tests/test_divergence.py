@@ -25,7 +25,7 @@ from composable import (
     set_divergence_timeout,
 )
 from composable.ground.torch_private import store_of_default_group
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 LIMIT_S = 0.3
 WIDTH = 4
@@ -167,21 +167,19 @@ def check(texts: list[str]) -> str:
     return message
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("way", SHARDED)
-def test_ranks_of_a_sharded_module_that_diverge_are_all_told(way: Callable[[Model], None], world_size: int) -> None:
-    message = check(run_ranks(diverge, world_size, "sharded", way))
+def test_ranks_of_a_sharded_module_that_diverge_are_all_told(way: Callable[[Model], None]) -> None:
+    message = check(run_ranks(diverge, 2 + SHARDED.index(way) % 2, "sharded", way))
     assert "module 'layers." in message and " of Model" in message and "test_divergence.py" in message
 
 
-@pytest.mark.parametrize("way", [skips_a_module, skips_backward, catches_its_exception])
+@pytest.mark.parametrize("way", [skips_backward, catches_its_exception])
 def test_so_are_ranks_whose_collectives_have_no_tags(way: Callable[[Model], None]) -> None:
     check(run_ranks(diverge, 2, "ordered", way))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all(world_size: int) -> None:
-    message = check(run_ranks(diverge, world_size, "replicate", catches_its_exception))
+def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all() -> None:
+    message = check(run_ranks(diverge, 3, "replicate", catches_its_exception))
     assert "has left forward 3 of Model: ValueError: a bad batch; now at" in message
     assert "all-reduce of bucket 1 of 1, gradients of 'layers.2.bias', 'layers.2.weight'" in message
 
@@ -235,9 +233,8 @@ def call_fully_shard_wrongly_on_one_rank() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_call_that_raises_on_one_rank_is_told_to_those_that_wait_in_their_first_forward(world_size: int) -> None:
-    message = check(run_ranks(call_fully_shard_wrongly_on_one_rank, world_size))
+def test_a_call_that_raises_on_one_rank_is_told_to_those_that_wait_in_their_first_forward() -> None:
+    message = check(run_ranks(call_fully_shard_wrongly_on_one_rank, 3))
     assert "the other ranks in the comparison of plans before the first forward" in message
     assert "has left fully_shard by ConfigError: 3 is not a policy" in message
 
@@ -311,14 +308,16 @@ def be_slow(annotation: str, where: str) -> list[str]:
     return records.texts
 
 
-@pytest.mark.parametrize("where", ["between", "inside"])
-@pytest.mark.parametrize("annotation", ["sharded", "ordered", "replicate"])
+@pytest.mark.parametrize(
+    ("annotation", "where"),
+    [("sharded", "inside"), ("ordered", "between"), ("replicate", "between"), ("replicate", "inside")],
+)
 def test_a_rank_that_is_merely_slow_is_no_error_and_is_logged(annotation: str, where: str) -> None:
     texts, _ = run_ranks(be_slow, 2, annotation, where)
     assert any("waits for the all-" in text for text in texts)
 
 
-@pytest.mark.parametrize("annotation", ["sharded", "ordered", "replicate"])
+@pytest.mark.parametrize("annotation", ["sharded", "replicate"])
 def test_a_rank_that_handles_an_exception_between_forward_and_backward_is_said_to(annotation: str) -> None:
     texts, _ = run_ranks(be_slow, 2, annotation, "handling")
     told = "rank 1: has ended forward 2 of Model; handles ValueError: a bad loss; now at test_divergence.py"
@@ -363,11 +362,10 @@ def follow(seed: int) -> str:
     return f"done {how}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_whatever_one_rank_does_differently_all_are_told_or_none(world_size: int) -> None:
+def test_whatever_one_rank_does_differently_all_are_told_or_none() -> None:
     ends = set()
     for seed in range(12):
-        (end,) = set(run_ranks(follow, world_size, seed))
+        (end,) = set(run_ranks(follow, 2 + seed % 2, seed))
         ends.add(end)
         assert end.startswith(("DesyncError", "done")), (seed, end)
     assert sum(end.startswith("DesyncError") for end in ends) > 2
@@ -379,27 +377,23 @@ def test_a_limit_that_is_none_is_refused(value: object) -> None:
         set_divergence_timeout(value)  # type: ignore[arg-type]
 
 
-def frozen_or_half() -> list[str]:
-    texts = []
-    for change in ("bfloat16", "frozen"):
-        model = Model()
-        if dist.get_rank() == 1 and change == "bfloat16":
-            model.bfloat16()
-        elif dist.get_rank() == 1:
-            model.layers[2].requires_grad_(False)
-        fully_shard(model, policy={nn.Linear})
-        with pytest.raises(DesyncError) as caught:
-            model(inputs())
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_plans_that_differ_in_a_parameter_name_it_and_what_differs() -> None:
-    half, frozen = run_threads(frozen_or_half, 2)[0]
-    assert "rank 0: parameter 'layers.0.weight' [4, 4] float32, requires_grad=True" in half
-    assert "rank 1: parameter 'layers.0.weight' [4, 4] bfloat16, requires_grad=True" in half
-    assert "rank 0: parameter 'layers.2.weight' [4, 4] float32, requires_grad=True" in frozen
-    assert "rank 1: parameter 'layers.2.weight' [4, 4] float32, requires_grad=False" in frozen
+@pytest.mark.parametrize(
+    ("name", "there", "here"),
+    [
+        ("layers.0.weight", "float32, requires_grad=True", "bfloat16, requires_grad=True"),
+        ("layers.2.weight", "float32, requires_grad=True", "float32, requires_grad=False"),
+    ],
+)
+@on_ranks(2)
+def test_plans_that_differ_in_a_parameter_name_it_and_what_differs(name: str, there: str, here: str) -> None:
+    model = Model()
+    if dist.get_rank() == 1:
+        model.bfloat16() if "bfloat16" in here else model.layers[2].requires_grad_(False)
+    fully_shard(model, policy={nn.Linear})
+    with pytest.raises(DesyncError) as caught:
+        model(inputs())
+    for rank, what in enumerate((there, here)):
+        assert f"rank {rank}: parameter {name!r} [4, 4] {what}" in str(caught.value)
 
 
 @on_ranks(2, run=run_ranks)
@@ -457,8 +451,9 @@ def goes_on_after_its_exception(strategy: str, transport: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "transport"), [("FULL_SHARD", "process_group"), ("HYBRID_SHARD", "point_to_point")]
+)
 def test_ranks_that_go_on_after_an_exception_of_one_are_all_told_in_every_step(strategy: str, transport: str) -> None:
     told = run_ranks(goes_on_after_its_exception, 4, strategy, transport)
     others = ["nothing", "DesyncError", "DesyncError", "DesyncError"]
@@ -496,22 +491,22 @@ def goes_aside(aside: str) -> str:
 
 
 # Without tags, gloo ends a process in which collectives of different sizes meet.
-@pytest.mark.parametrize("aside", ["module", "module checkpoint", "hook", "module checkpoint hook"])
+@pytest.mark.parametrize("aside", ["module", "hook", "module checkpoint hook"])
 def test_a_rank_that_alone_runs_a_module_a_checkpoint_or_a_backward_in_a_hook_is_named(aside: str) -> None:
     for text in run_ranks(goes_aside, 3, aside):
         assert "rank 1: waits for the all-gather of module" in text or "rank 1: waits for the reduce" in text, text
         assert "will never come" in text
 
 
-def call_in_between(extra: str, transport: str) -> str:
+def call_in_between() -> str:
     """Train, while a second thread of one rank makes a call in the same process group that nobody else makes."""
     set_divergence_timeout(LIMIT_S)
-    model = fully_shard(Model(), policy={nn.Linear}, options=HandleOptions(transport=transport))
+    model = fully_shard(Model(), policy={nn.Linear}, options=HandleOptions(transport="process_group"))
     model(inputs()).sum().backward()
     has_called = threading.Event()
 
     def call() -> None:
-        work = dist.barrier(async_op=True) if extra == "barrier" else dist.broadcast(torch.ones(4), 0, async_op=True)
+        work = dist.broadcast(torch.ones(4), 0, async_op=True)
         has_called.set()
         with pytest.raises(RuntimeError):
             work.wait()
@@ -527,9 +522,7 @@ def call_in_between(extra: str, transport: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("extra", ["barrier", "broadcast"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_all_wait_in_one_group_after_a_call_of_a_second_thread_are_told(extra: str, world_size: int) -> None:
-    message = check(run_ranks(call_in_between, world_size, extra, "process_group"))
+def test_ranks_that_all_wait_in_one_group_after_a_call_of_a_second_thread_are_told() -> None:
+    message = check(run_ranks(call_in_between, 3))
     assert "all of them wait in one process group, where other calls came between" in message
     assert "waits for the all-gather of module 'layers.0' (Linear), in forward 2 of Model" in message

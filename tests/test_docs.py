@@ -112,25 +112,9 @@ def run_blocks(sources: list[str]) -> tuple[list[str], list[str]]:
 
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
-    "checkpoints",
-    "cluster",
-    "comm_hooks",
-    "cuts",
-    "experts",
-    "from_fsdp1",
-    "from_fsdp2",
-    "life_of_a_parameter",
-    "memory",
-    "meshes",
-    "mixed_precision",
-    "optimizers",
-    "plan",
-    "ragged",
-    "recipes",
-    "replicate",
-    "torch",
-    "trainers",
-    "uneven_inputs",
+    *("checkpoints", "cluster", "comm_hooks", "cuts", "experts", "from_fsdp1", "from_fsdp2", "life_of_a_parameter"),
+    *("memory", "meshes", "mixed_precision", "optimizers", "plan", "ragged", "recipes", "replicate", "torch"),
+    *("trainers", "uneven_inputs"),
 ]
 ON_FOUR_RANKS = ("experts", "meshes")
 # What a page shows in small is logged, once in a process; nothing else is.

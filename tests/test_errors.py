@@ -39,22 +39,18 @@ def test_an_error_travels_between_processes(kind: type[ComposableError], builtin
     assert str(copy) == "what\n  at:  where\n  fix: how"
 
 
-def test_located_adds_the_place_to_a_bare_error() -> None:
-    with pytest.raises(ConfigError, match="at:  rank 1") as caught, located("rank 1"):
-        raise ConfigError("bad", fix="good")
-    assert caught.value.fix == "good"
-
-
-def test_located_goes_before_a_place_without_a_rank() -> None:
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (None, "rank 1"),
+        ("module 'out'", "rank 1, module 'out'"),
+        ("rank 0, module 'out'", "rank 0, module 'out'"),
+    ],
+)
+def test_located_adds_the_rank_where_none_is_named(at: str | None, expected: str) -> None:
     with pytest.raises(ConfigError) as caught, located("rank 1"):
-        raise ConfigError("bad", at="module 'out'")
-    assert caught.value.at == "rank 1, module 'out'"
-
-
-def test_located_keeps_a_place_that_names_a_rank() -> None:
-    with pytest.raises(ConfigError) as caught, located("rank 1"):
-        raise ConfigError("bad", at="rank 0, module 'out'")
-    assert caught.value.at == "rank 0, module 'out'"
+        raise ConfigError("bad", at=at, fix="good")
+    assert (caught.value.at, caught.value.fix) == (expected, "good")
 
 
 def test_a_process_outside_a_process_group_has_no_rank() -> None:

@@ -3,7 +3,7 @@
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,6 +62,18 @@ def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
     return loss
 
 
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def assert_grads_of_one_process(model: nn.Module) -> None:
+    """Compare the gradients of an MLP after ``step(model)`` with those of one process on the batches of all ranks."""
+    plain = make_model("mlp")
+    loss_of(plain(*global_inputs(plain, 0, dist.get_world_size())[0])).backward()
+    found = grads_of(model)
+    assert_equal_params(found, {fqn: grad for fqn, grad in grads_of(plain).items() if fqn in found}, tolerance=1e-6)
+
+
 def record_events(root: Root) -> list[str]:
     """Return a list that unshard and reshard are written down in as they happen."""
     events: list[str] = []
@@ -86,7 +98,8 @@ def record_events(root: Root) -> list[str]:
 # Handles, their order, and the state
 
 
-def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[str]]:
+def handles_and_events(way: str) -> tuple[list[str], list[str], list[list[str]], list[str]]:
+    """Return the handles of the whole module, all handles, the names in each, and what a step does with them."""
     model = make_model("mlp")
     annotate(model, way)
     root = root_of(model)
@@ -99,20 +112,17 @@ def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[
 WAYS = ("hand", "policy", "mixed")
 
 
+@on_ranks(2)
 def test_policy() -> None:
     """Every way of annotating gives the same handles with the same names in the same order."""
-    by_way = {way: run_threads(handle_names, 2, way)[0] for way in WAYS}
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert by_way["policy"][0] == names
-    assert by_way["mixed"][0] == ["", "blocks.0", "blocks.2"]
-    assert by_way["hand"][0] == [""]
-    for way in by_way:
-        assert by_way[way][1] == names
-        assert by_way[way][2] == by_way["policy"][2], way
-    assert by_way["policy"][2][:2] == [
-        ["inp.weight", "inp.bias", "out.weight", "out.bias"],
-        ["up.weight", "up.bias", "down.weight", "down.bias"],
-    ]
+    for way, own in (("policy", names), ("mixed", ["", "blocks.0", "blocks.2"]), ("hand", [""])):
+        found = handles_and_events(way)
+        assert found[:2] == (own, names)
+        assert found[2] == [
+            ["inp.weight", "inp.bias", "out.weight", "out.bias"],
+            *[["up.weight", "up.bias", "down.weight", "down.bias"]] * 3,
+        ]
 
 
 class Parts(nn.Module):
@@ -137,51 +147,39 @@ class Parts(nn.Module):
         return self.sub2(self.sub1(self.lin(x)))
 
 
-def fully_sharded_names(way: str) -> list[str]:
+def annotated_parts(way: str) -> tuple[list[str], list[str]]:
+    """Return the modules that are fully sharded, and those that have hooks."""
     model = Parts()
     if way == "wrapper":
         wrapped = FullyShardedDataParallel(
             model, auto_wrap_policy=TorchWrapPolicy({Parts.Part}), use_orig_params=True, device_id=torch.device("cpu")
         )
-        return [clean_tensor_name(name) for name, one in wrapped.named_modules() if isinstance(one, type(wrapped))]
-    if way == "policy":
+        return [clean_tensor_name(fqn) for fqn, one in wrapped.named_modules() if isinstance(one, type(wrapped))], []
+    if way == "list":
+        # One handle: of the modules that need it, those that lie in no other run it.
+        fully_shard([model.sub1, model.sub2, model.lin])
+    elif way == "policy":
         fully_shard(model, policy={Parts.Part})
     else:
-        fully_shard(model.sub1)
-        fully_shard(model.sub2)
-        fully_shard(model)
+        for part in (model.sub1, model.sub2, model):
+            fully_shard(part)
     found = _traversal_utils._get_fully_sharded_module_to_states(model)
-    return [name for name, module in model.named_modules() if module in found]
+    return (
+        [fqn for fqn, module in model.named_modules() if module in found],
+        [fqn for fqn, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks],
+    )
 
 
 def test_by_hand_by_policy_and_by_torchs_wrapper_the_same_modules_are_fully_sharded() -> None:
     for way in ("hand", "policy"):
-        assert run_threads(fully_sharded_names, 2, way)[0] == ["", "sub1", "sub2"]
-    assert run_ranks(fully_sharded_names, 2, "wrapper")[0] == ["", "sub1", "sub2"]
+        assert run_threads(annotated_parts, 2, way)[0][0] == ["", "sub1", "sub2"]
+    assert run_ranks(annotated_parts, 2, "wrapper")[0][0] == ["", "sub1", "sub2"]
 
 
-def hooked_modules(way: str) -> list[str]:
-    model = Parts()
-    before = {name: len(one._forward_pre_hooks) + len(one._forward_hooks) for name, one in model.named_modules()}
-    if way == "list":
-        # One handle: of the modules that need it, those that lie in no other run it.
-        fully_shard([model.sub1, model.sub2, model.lin])
-    elif way == "hand":
-        fully_shard(model.sub1)
-        fully_shard(model.sub2)
-    else:
-        fully_shard(model, policy={Parts.Part})
-    return [
-        name
-        for name, one in model.named_modules()
-        if len(one._forward_pre_hooks) + len(one._forward_hooks) != before[name]
-    ]
-
-
+@on_ranks(1)
 def test_only_fully_sharded_modules_have_hooks() -> None:
-    assert run_threads(hooked_modules, 1, "policy") == [["", "sub1", "sub2"]]
-    assert run_threads(hooked_modules, 1, "hand") == [["sub1", "sub2"]]
-    assert run_threads(hooked_modules, 1, "list") == [["lin", "sub1", "sub2"]]
+    assert annotated_parts("policy")[1] == annotated_parts("hand")[1] == ["", "sub1", "sub2"]
+    assert annotated_parts("list")[1] == ["lin", "sub1", "sub2"]
 
 
 @on_ranks(2)
@@ -201,7 +199,7 @@ def test_asking_for_the_roots_decides_them_first() -> None:
     assert fully_shard.state(whole[0].sub1)._is_root is False
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @on_ranks(1)
 def test_names_of_a_list_are_prefixed_by_position_and_known_from_the_root(seed: int) -> None:
     rng = random.Random(seed)
@@ -226,83 +224,51 @@ def test_names_of_a_list_are_prefixed_by_position_and_known_from_the_root(seed: 
     assert all(params[handle.from_root(param.fqn)] is param.sharded for param in handle.params)
 
 
-def names_of_a_tie() -> list[str]:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-            self.body[2].weight = self.body[0].weight
-
-    messages = []
-    for first, second in ((0, 2), (2, 0)):
-        body = Outer().body  # whoever holds the model
-        model = nn.ModuleDict({"body": body})
-        fully_shard(body[first])
-        for what in (body[second], [body[second], body[1]], body):
-            with pytest.raises(ConfigError) as caught:
-                fully_shard(what)
-            messages.append(str(caught.value))
-        del model
-    return messages
-
-
-def test_a_tie_names_both_parameters_from_the_outermost_module() -> None:
-    for index, message in enumerate(run_threads(names_of_a_tie, 1)[0]):
-        first, second = ("0", "2") if index < 3 else ("2", "0")
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 0)])
+@on_ranks(1)
+def test_a_tie_names_both_parameters_from_the_outermost_module(first: int, second: int) -> None:
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    body[2].weight = body[0].weight
+    model = nn.ModuleDict({"body": body})
+    fully_shard(body[first])
+    for what in (body[second], [body[second], body[1]], model["body"]):
+        with pytest.raises(ConfigError) as caught:
+            fully_shard(what)
+        message = str(caught.value)
         assert f"parameter 'body.{second}.weight' is tied to 'body.{first}.weight', which an earlier" in message
         assert f"at:  rank 0, parameter 'body.{second}.weight' [4, 4] float32" in message
 
 
+@on_ranks(2)
 def test_unshard_reshard_order() -> None:
     """Every way of annotating unshards and reshards in one order: that of the model, and back."""
-    by_way = {way: run_threads(handle_names, 2, way)[1][3] for way in WAYS}
-    events = by_way["policy"]
-    assert by_way == dict.fromkeys(WAYS, events)
+    events, *others = [handles_and_events(way)[3] for way in WAYS]
+    assert others == [events] * 2
     forward = [f"{what} blocks.{i}" for i in range(3) for what in ("unshard", "reshard")]
     assert events[: 1 + len(forward)] == ["unshard ", *forward]
     tail = events[1 + len(forward) :]
     assert [event for event in tail if event.startswith("unshard")] == [f"unshard blocks.{i}" for i in (2, 1, 0)]
-    assert [event for event in tail if event.startswith("reshard")] == [
-        "reshard blocks.2",
-        "reshard blocks.1",
-        "reshard blocks.0",
-        "reshard ",
-    ]
+    backward = ["reshard blocks.2", "reshard blocks.1", "reshard blocks.0", "reshard "]
+    assert [event for event in tail if event.startswith("reshard")] == backward
 
 
-def what_the_root_caches() -> dict[str, object]:
+@on_ranks(2)
+def test_the_root_caches_all_states_and_handles() -> None:
     model = make_model("mlp")
     annotate(model, "hand")
     root = root_of(model)
     states = _traversal_utils._get_fsdp_states(model)
-    places = {"": model, "blocks.0": model.blocks[0], "inp": model.inp}
     with pytest.raises(AttributeError, match="only the state where forward starts"):
         _ = states[1]._all_handles
-    return {
-        "states": [states.index(state) for state in states[0]._all_states],
-        "handles": [handle.fqn for handle in states[0]._all_handles],
-        "handles of the traversal": [handle.fqn for handle in _traversal_utils._get_fsdp_handles(model)],
-        "states that are the root": [state._is_root for state in states],
-        "states that know the root": [state.root is root for state in states],
-        "modules with a state": [name for name, module in places.items() if fully_shard.state(module) is not None],
-        "modules with methods": [name for name, module in places.items() if isinstance(module, FSDPModule)],
-        "class": type(model).__name__,
-    }
-
-
-def test_the_root_caches_all_states_and_handles() -> None:
+    assert [states.index(state) for state in states[0]._all_states] == [0, 1, 2, 3]
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
-    for found in run_threads(what_the_root_caches, 2):
-        assert found == {
-            "states": [0, 1, 2, 3],
-            "handles": names,
-            "handles of the traversal": names,
-            "states that are the root": [True, False, False, False],
-            "states that know the root": [True] * 4,
-            "modules with a state": ["", "blocks.0"],
-            "modules with methods": ["", "blocks.0"],
-            "class": "FSDPMLP",
-        }
+    assert [handle.fqn for handle in states[0]._all_handles] == names
+    assert [handle.fqn for handle in _traversal_utils._get_fsdp_handles(model)] == names
+    assert [state._is_root for state in states] == [True, False, False, False]
+    assert all(state.root is root for state in states)
+    for module, is_annotated in ((model, True), (model.blocks[0], True), (model.inp, False)):
+        assert (fully_shard.state(module) is not None) is isinstance(module, FSDPModule) is is_annotated
+    assert type(model).__name__ == "FSDPMLP"
 
 
 @on_ranks(2)
@@ -328,71 +294,48 @@ def test_no_step_but_the_first_walks_the_tree() -> None:
     assert first and not second
 
 
-def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str], int]:
-    model = make_model("mlp")
-    names = [name for name, _ in model.named_parameters()]
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
+    model, plain = make_model("mlp"), make_model("mlp")
     annotate(model, way)
     before = list(model.parameters())
     step(model)
-    after = list(model.parameters())
-    assert all(old is new for old, new in zip(before, after, strict=True))
-    assert [name for name, _ in model.named_parameters()] == names
-    assert list(model.state_dict()) == names
-    return (
-        sorted({type(param).__name__ for param in after}),
-        [tuple(param.shape) for param in after],
-        sorted({type(value).__name__ for value in model.state_dict().values()}),
-        sum(param.to_local().numel() for param in after),
-    )
-
-
-@pytest.mark.parametrize("way", ["hand", "policy", "mixed"])
-def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
-    model = make_model("mlp")
-    results = run_threads(parameters_of, 2, way)
-    shapes = [tuple(param.shape) for param in model.parameters()]
-    for kinds, found, saved, _ in results:
-        assert kinds == ["RaggedDTensor"] and saved == ["RaggedDTensor"] and found == shapes
-    assert sum(numel for *_, numel in results) == sum(param.numel() for param in model.parameters())
+    shapes = {fqn: param.shape for fqn, param in plain.named_parameters()}
+    for found in (dict(model.named_parameters()), model.state_dict()):
+        assert {fqn: one.shape for fqn, one in found.items()} == shapes and [*found] == [*shapes]
+        assert {type(one).__name__ for one in found.values()} == {"RaggedDTensor"}
+    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
+    dist.all_reduce(numel := torch.tensor(sum(param.to_local().numel() for param in before)))
+    assert numel == sum(shape.numel() for shape in shapes.values())
 
 
 # Collectives
 
 
-def collectives_of(way: str, reshard: bool | None, steps: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
+@pytest.mark.parametrize(
+    *pairs_of(transport=["process_group", "point_to_point"], reshard=[None, True, False], world_size=[1, 2, 3])
+)
+@on_ranks()
+def test_collectives_and_bytes_of_a_step_equal_theory(transport: str, reshard: bool | None) -> None:
+    steps, options = 3, HandleOptions(transport=transport)
     model = make_model("gpt")
-    fully_shard(
-        model,
-        policy=ModuleWrapPolicy(BLOCK_CLASSES),
-        reshard_after_forward=reshard,
-        options=HandleOptions(transport=way),
-    )
-    root = root_of(model)
-    counting = CountingTransport.install(root)
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard, options=options)
+    counting = CountingTransport.install(root_of(model))
     for seed in range(steps):
         step(model, seed)
-    state = fully_shard.state(model)
-    assert state is not None
-    return counting.counts(), counting.bytes(), list(state.plan.expected_collectives())
-
-
-@pytest.mark.parametrize(
-    *pairs_of(way=["process_group", "point_to_point"], reshard=[None, True, False], world_size=[1, 2, 3])
-)
-def test_collectives_and_bytes_of_a_step_equal_theory(way: str, reshard: bool | None, world_size: int) -> None:
-    steps = 3
-    for counts, bytes_by_op, expected in run_threads(collectives_of, world_size, way, reshard, steps):
-        assert counts == {
-            "all_gather": steps * sum(one.all_gathers for one in expected),
-            "reduce_scatter": steps * sum(one.reduce_scatters for one in expected),
-        }
-        assert bytes_by_op == {
-            "all_gather": steps * sum(one.all_gather_bytes for one in expected),
-            "reduce_scatter": steps * sum(one.reduce_scatter_bytes for one in expected),
-        }
-        # Three handles (root and two blocks), of which the root is kept by default.
-        gathers = {None: 5, True: 6, False: 3}[reshard]
-        assert counts == {"all_gather": steps * gathers, "reduce_scatter": steps * 3}
+    expected = list(fully_shard.state(model).plan.expected_collectives())
+    counts = {
+        "all_gather": steps * sum(one.all_gathers for one in expected),
+        "reduce_scatter": steps * sum(one.reduce_scatters for one in expected),
+    }
+    # Three handles (root and two blocks), of which the root is kept by default.
+    gathers = {None: 5, True: 6, False: 3}[reshard]
+    assert counting.counts() == counts == {"all_gather": steps * gathers, "reduce_scatter": steps * 3}
+    assert counting.bytes() == {
+        "all_gather": steps * sum(one.all_gather_bytes for one in expected),
+        "reduce_scatter": steps * sum(one.reduce_scatter_bytes for one in expected),
+    }
 
 
 class Padding(TorchDispatchMode):
@@ -413,9 +356,10 @@ class Padding(TorchDispatchMode):
         return result
 
 
-def padding_of_a_step(features: int) -> tuple[int, int, list[str]]:
-    model = nn.Linear(features, features)
-    fully_shard(model)
+@pytest.mark.parametrize(("features", "world_size", "is_padded"), [(4, 2, False), (5, 4, True)])
+@on_ranks()
+def test_nothing_is_set_to_zero_in_a_step_but_padding(features: int, is_padded: bool) -> None:
+    model = fully_shard(nn.Linear(features, features))
     batch = torch.ones(2, features)
     model(batch).sum().backward()
     model.zero_grad()
@@ -423,53 +367,32 @@ def padding_of_a_step(features: int) -> tuple[int, int, list[str]]:
         model(batch).sum().backward()
     (flat,) = fully_shard.state(model)._handles[0].buffers
     padding_numel = flat.plan.layout.numel - sum(param.numel() for param in model.parameters())
-    return padding_numel, seen.zeroed_numel, seen.pads
+    assert (padding_numel > 0) is is_padded
+    assert (seen.zeroed_numel, seen.pads) == (padding_numel, [])
 
 
-@pytest.mark.parametrize(("features", "world_size", "is_padded"), [(4, 2, False), (5, 4, True)])
-def test_nothing_is_set_to_zero_in_a_step_but_padding(features: int, world_size: int, is_padded: bool) -> None:
-    for padding_numel, zeroed_numel, pads in run_threads(padding_of_a_step, world_size, features):
-        assert (padding_numel > 0) is is_padded
-        assert (zeroed_numel, pads) == (padding_numel, [])
-
-
-def frozen_collectives() -> dict[str, int]:
-    model = make_model("frozen_mixed")
-    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
-    root = root_of(model)
-    counting = CountingTransport.install(root)
-    step(model)
-    return counting.counts()
-
-
+@on_ranks(2)
 def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
-    # Five blocks, two of them with a frozen and a trainable buffer; the first block, all frozen, gets no gradient.
-    counts = run_threads(frozen_collectives, 2)[0]
-    assert counts == {"all_gather": 7 + 6, "reduce_scatter": 3}
-
-
-def eval_collectives(kind: str) -> list[dict[str, int] | bool]:
-    model = make_model("mlp")
-    annotate(model, "hand")
-    root = root_of(model)
-    counting = CountingTransport.install(root)
-    args, _ = inputs_of(model, 0, dist.get_rank())
-    if kind == "no_grad":
-        model.eval()
-        with torch.no_grad():
-            model(*args)
-    else:
-        model.requires_grad_(requires_grad=False)
-        model(*args)
-    found = [counting.counts(), any(handle.is_unsharded for handle in root.handles)]
-    model.requires_grad_()
+    model = fully_shard(make_model("frozen_mixed"), policy=ModuleWrapPolicy(BLOCK_CLASSES))
+    counting = CountingTransport.install(root_of(model))
     step(model)
-    return found
+    # Five blocks, two of them with a frozen and a trainable buffer; the first block, all frozen, gets no gradient.
+    assert counting.counts() == {"all_gather": 7 + 6, "reduce_scatter": 3}
 
 
 @pytest.mark.parametrize("kind", ["no_grad", "frozen"])
+@on_ranks(2)
 def test_inference_gathers_once_and_leaves_nothing_unsharded(kind: str) -> None:
-    assert run_threads(eval_collectives, 2, kind)[0] == [{"all_gather": 4}, False]
+    model = make_model("mlp").requires_grad_(kind == "no_grad")
+    annotate(model, "hand")
+    root = root_of(model)
+    counting = CountingTransport.install(root)
+    with torch.set_grad_enabled(kind != "no_grad"):
+        model(*inputs_of(model, 0, dist.get_rank())[0])
+    assert counting.counts() == {"all_gather": 4}
+    assert not any(handle.is_unsharded for handle in root.handles)
+    model.requires_grad_()
+    step(model)
 
 
 # State dicts
@@ -500,71 +423,53 @@ def test_state_dicts_are_torchs_own_with_hooks_around(way: str) -> None:
 # Explicit control
 
 
-def control() -> list[object]:
+@on_ranks(2)
+def test_unshard_and_reshard_by_hand() -> None:
     model = make_model("mlp")
     annotate(model, "policy")
     block = model.blocks[0]
-    facts: list[object] = []
+
+    def kind() -> str:
+        return type(block.up.weight).__name__
+
     assert block.unshard() is None
-    facts.append([type(param).__name__ for param in block.parameters()])
-    facts.append(torch.equal(block.up.weight, make_model("mlp").blocks[0].up.weight))
+    assert [type(param) for param in block.parameters()] == [nn.Parameter] * 4
+    assert torch.equal(block.up.weight, make_model("mlp").blocks[0].up.weight)
     block.reshard()
-    facts.append(type(block.up.weight).__name__)
-    pending = block.unshard(async_op=True)
-    pending.wait()
-    facts.append(type(block.up.weight).__name__)
+    assert kind() == "RaggedDTensor"
+    block.unshard(async_op=True).wait()
+    assert kind() == "Parameter"
     step(model)
-    facts.append(type(block.up.weight).__name__)
+    assert kind() == "RaggedDTensor"
     model.set_reshard_after_forward(False)
-    args, _ = inputs_of(model, 1, dist.get_rank())
-    loss = loss_of(model(*args))
+    loss = loss_of(model(*inputs_of(model, 1, dist.get_rank())[0]))
     handle = handle_of_module(block)
-    assert handle is not None
-    facts.append((handle.is_unsharded, type(block.up.weight).__name__))
+    assert handle is not None and handle.is_unsharded and kind() == "RaggedDTensor"
     loss.backward()
-    facts.append(type(block.up.weight).__name__)
-    plain = type(model.blocks[:2])
-    facts.append(plain.__name__)
-    return facts
+    assert kind() == "RaggedDTensor"
+    assert type(model.blocks[:2]) is nn.ModuleList
 
 
-def test_unshard_and_reshard_by_hand() -> None:
-    for facts in run_threads(control, 2):
-        assert facts == [
-            ["Parameter"] * 4,
-            True,
-            "RaggedDTensor",
-            "Parameter",
-            "RaggedDTensor",
-            (True, "RaggedDTensor"),
-            "RaggedDTensor",
-            "ModuleList",
-        ]
-
-
-def prefetch(forward: list[int], backward: list[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_prefetch_follows_the_users_lists() -> None:
     model = make_model("mlp")
     annotate(model, "policy")
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[i] for i in forward])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[i] for i in backward])
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([third, second])
+    third.set_modules_to_backward_prefetch([first, second])
     root = root_of(model)
     counting = CountingTransport.install(root)
     step(model)
     keys = {handle.buffers[0].routes.gather_path.key: position for position, handle in enumerate(root.handles)}
-    order = [keys[key] for op, key, _ in counting.records if op == "all_gather"]
-    return order, {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-def test_prefetch_follows_the_users_lists() -> None:
-    order, _ = run_threads(prefetch, 2, [2, 1], [0, 1])[0]
     # Handles: 0 is the root, 1 to 3 are the blocks; without lists the first step knows no order in forward.
-    assert order == [0, 1, 3, 2, 3, 1, 2]
+    assert [keys[key] for op, key, _ in counting.records if op == "all_gather"] == [0, 1, 3, 2, 3, 1, 2]
 
 
 # Hooks, views, groups, ignored
 
 
-def user_hooks() -> list[str]:
+@on_ranks(2)
+def test_user_hooks_run_and_see_unsharded_parameters() -> None:
     model = make_model("mlp")
     events: list[str] = []
     block = model.blocks[0]
@@ -574,11 +479,7 @@ def user_hooks() -> list[str]:
     block.register_full_backward_hook(lambda module, gi, go: events.append(f"full {gi[0].shape == go[0].shape}"))
     block.up.register_forward_hook(lambda module, args, out: out * 1)
     step(model)
-    return events
-
-
-def test_user_hooks_run_and_see_unsharded_parameters() -> None:
-    assert run_threads(user_hooks, 2)[0] == ["pre Parameter", "post", "full True"]
+    assert events == ["pre Parameter", "post", "full True"]
 
 
 class InPlaceOnView(nn.Module):
@@ -603,88 +504,49 @@ class InPlaceOnView(nn.Module):
         return self.second(y.view(-1, 16))
 
 
-def in_place_on_view() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = InPlaceOnView()
-    fully_shard(model, policy={InPlaceOnView.Chunked})
-    # The gradient of the input needs the weight in backward.
-    x = (torch.ones(2, 8) * (1 + dist.get_rank())).requires_grad_()
-    loss_of(model(x)).backward()
-    return {"x": x.grad, **{fqn: full(param.grad) for fqn, param in model.named_parameters()}}
-
-
+@on_ranks(2)
 def test_an_in_place_change_of_a_returned_view_is_harmless() -> None:
-    torch.manual_seed(0)
-    model = InPlaceOnView()
-    x = torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]).requires_grad_()
+    rank, plain = dist.get_rank(), seeded(InPlaceOnView, 0)
+    whole = torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]).requires_grad_()
+    loss_of(plain(whole)).backward()
+    model = fully_shard(seeded(InPlaceOnView, 0), policy={InPlaceOnView.Chunked})
+    # The gradient of the input needs the weight in backward.
+    x = (torch.ones(2, 8) * (1 + rank)).requires_grad_()
     loss_of(model(x)).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for rank, grads in enumerate(run_threads(in_place_on_view, 2)):
-        # Each rank's loss is the mean of its half of the batch.
-        torch.testing.assert_close(grads.pop("x"), 2 * x.grad[2 * rank : 2 * rank + 2])
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    # Each rank's loss is the mean of its half of the batch.
+    torch.testing.assert_close(x.grad, 2 * whole.grad[2 * rank : 2 * rank + 2])
+    assert_equal_params(grads_of(model), grads_of(plain), tolerance=1e-6)
 
 
-def grouped() -> tuple[dict[str, torch.Tensor], int, dict[str, int]]:
+@on_ranks(2)
+def test_a_list_of_modules_shares_one_handle() -> None:
     model = make_model("mlp")
     fully_shard([model.inp, model.out])
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard(model)
     assert fully_shard.state(model.inp) is fully_shard.state(model.out)
-    root = root_of(model)
-    counting = CountingTransport.install(root)
+    counting = CountingTransport.install(root_of(model))
     step(model)
-    counts = counting.counts()
-    grads = {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-    with torch.no_grad():
-        model(*inputs_of(model, 0, 0)[0])
-    model.blocks[0](*inputs_of(model, 0, 0)[0])
-    leaking = [handle.fqn for handle in root.handles if handle.is_unsharded]
-    return grads, len(leaking), counts
+    assert counting.counts() == {"all_gather": 6, "reduce_scatter": 3}
 
 
-def test_a_list_of_modules_shares_one_handle() -> None:
-    model = make_model("mlp")
-    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads, _, counts in run_threads(grouped, 2):
-        assert_equal_params(grads, expected, tolerance=1e-6)
-        assert counts == {"all_gather": 6, "reduce_scatter": 3}
-
-
-def ignored() -> tuple[list[str], list[str], bool]:
+@pytest.mark.parametrize("kind", [list, iter])
+@on_ranks(2)
+def test_ignored_parameters_and_modules_stay_as_they_are(kind: Callable[[Any], Any]) -> None:
     model = make_model("mlp")
     kept = model.out.weight
-    fully_shard(model, policy={MLPBlock}, ignored_params={model.out.weight}, ignored_modules=[model.blocks[1]])
+    fully_shard(model, policy={MLPBlock}, ignored_params=kind([kept]), ignored_modules=kind([model.blocks[1]]))
     step(model)
     plain = [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
-    with_grad = [name for name, param in model.named_parameters() if param.grad is not None]
-    return plain, with_grad, model.out.weight is kept
-
-
-def test_ignored_parameters_and_modules_stay_as_they_are() -> None:
-    plain, with_grad, is_same = run_threads(ignored, 2)[0]
     assert plain == [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")] + [
         "out.weight"
     ]
-    assert len(with_grad) == 16 and is_same
+    assert len(grads_of(model)) == 16 and model.out.weight is kept
 
 
-def ignored_by_iterators() -> list[str]:
-    model = make_model("mlp")
-    fully_shard(
-        model, policy={MLPBlock}, ignored_params=model.out.parameters(), ignored_modules=iter([model.blocks[1]])
-    )
-    step(model)
-    return [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
-
-
-def test_what_is_ignored_may_come_from_an_iterator() -> None:
-    names = [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")]
-    assert run_threads(ignored_by_iterators, 2)[1] == [*names, "out.weight", "out.bias"]
-
-
-def one_list_for_all_calls(ignored_numbers: Sequence[int]) -> tuple[list[str], dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("ignored_numbers", [[], [1, 2]])
+@on_ranks(2)
+def test_one_list_of_ignored_modules_serves_the_calls_on_all_parts(ignored_numbers: list[int]) -> None:
     model = make_model("mlp")
     ignored = [model.blocks[number].up for number in ignored_numbers] + [nn.Linear(2, 2)]
     for block in model.blocks:
@@ -692,20 +554,10 @@ def one_list_for_all_calls(ignored_numbers: Sequence[int]) -> tuple[list[str], d
     fully_shard(model, ignored_modules=ignored)
     step(model)
     plain = [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
-    return plain, {
-        name: full(param.grad) for name, param in model.named_parameters() if isinstance(param, RaggedDTensor)
-    }
-
-
-@pytest.mark.parametrize("ignored_numbers", [[], [0], [1, 2], [0, 1, 2]])
-def test_one_list_of_ignored_modules_serves_the_calls_on_all_parts(ignored_numbers: list[int]) -> None:
-    model = make_model("mlp")
-    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
-    names = [f"blocks.{number}.up.{name}" for number in ignored_numbers for name in ("weight", "bias")]
-    expected = {fqn: param.grad for fqn, param in model.named_parameters() if fqn not in names}
-    for plain, grads in run_threads(one_list_for_all_calls, 2, ignored_numbers):
-        assert plain == names
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    assert plain == [f"blocks.{number}.up.{name}" for number in ignored_numbers for name in ("weight", "bias")]
+    for name in plain:
+        model.get_parameter(name).grad = None
+    assert_grads_of_one_process(model)
 
 
 class Codec(nn.Module):
@@ -714,11 +566,10 @@ class Codec(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.rand(3))
         self.parts = nn.ModuleList(Codec(depth - 1) for _ in range(2 if depth else 0))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.linear(x)) * self.scale.sum()
+        x = torch.tanh(self.linear(x))
         for part in self.parts:
             x = x + part.encode(x)
         return x
@@ -729,56 +580,36 @@ class Codec(nn.Module):
         return torch.sin(self.linear(x)) + shift
 
 
-def train_codec(model: Codec, xs: Sequence[torch.Tensor]) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for x in xs:
-        model.decode(model.encode(x), shift=0.5).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(reshard: bool | None) -> None:
+    model, plain = (seeded(lambda: Codec(2), 0) for _ in range(2))
+    for part in (model.parts[0].parts[1], model.parts[1], model):
+        fully_shard(part, reshard_after_forward=reshard)
+        register_fsdp_forward_method(part, "encode")
+        register_fsdp_forward_method(part, "decode")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for number in range(3):
+        xs = [random_input(10 * number + rank, 3, 4) for rank in range(2)]
+        for one, x, optimizer in zip((model, plain), (xs[dist.get_rank()], torch.cat(xs)), optimizers, strict=True):
+            one.decode(one.encode(x), shift=0.5).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_params(full_params(model), full_params(plain), tolerance=1e-6)
 
 
-def codec_inputs(rank: int) -> list[torch.Tensor]:
-    return [random_input(10 * step + rank, 3, 4) for step in range(3)]
-
-
-def train_sharded_codec(seed: int) -> dict[str, torch.Tensor]:
-    rng = random.Random(seed)
-    model = seeded(lambda: Codec(2), 0)
-    for part in reversed(list(model.modules())):
-        if isinstance(part, Codec) and (part is model or rng.random() < 0.5):
-            fully_shard(part, reshard_after_forward=rng.choice([None, True, False]))
-            register_fsdp_forward_method(part, "encode")
-            register_fsdp_forward_method(part, "decode")
-    train_codec(model, codec_inputs(dist.get_rank()))
-    return full_params(model)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(seed: int) -> None:
-    model = seeded(lambda: Codec(2), 0)
-    train_codec(model, [torch.cat(xs) for xs in zip(codec_inputs(0), codec_inputs(1), strict=True)])
-    for params in run_threads(train_sharded_codec, 2, seed):
-        assert_equal_params(params, full_params(model), tolerance=1e-5)
-
-
-def use_unregistered() -> list[str]:
-    found = []
-    model = Codec(1)
-    fully_shard(model)
+@on_ranks(2)
+def test_a_method_that_is_not_registered_is_an_error_that_says_how() -> None:
+    model = fully_shard(Codec(1))
     for use in (model.encode, model.linear, model.parts[0].encode):
         with pytest.raises(UsageError, match="used outside the forward of its module") as caught:
             use(torch.ones(2, 4))
-        found.append(f"{caught.value.at} {caught.value.fix}")
-    return found
+        assert "linear.bias'" in caught.value.at
+        assert "register_fsdp_forward_method(module, name)" in caught.value.fix
 
 
-def test_a_method_that_is_not_registered_is_an_error_that_says_how() -> None:
-    for text in run_threads(use_unregistered, 2)[0]:
-        assert "linear.bias'" in text
-        assert "register_fsdp_forward_method(module, name)" in text
-
-
-def unfrozen() -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_parameters_frozen_at_annotation_train_once_they_are_unfrozen() -> None:
     model = make_model("mlp")
     model.blocks[1].requires_grad_(requires_grad=False)
     annotate(model, "policy")
@@ -786,15 +617,8 @@ def unfrozen() -> dict[str, torch.Tensor]:
     model.zero_grad()
     model.requires_grad_()
     step(model)
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-def test_parameters_frozen_at_annotation_train_once_they_are_unfrozen() -> None:
-    model = make_model("mlp")
-    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_threads(unfrozen, 2):
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    assert len(grads_of(model)) == len(list(model.parameters()))
+    assert_grads_of_one_process(model)
 
 
 class FrozenLoop(nn.Module):
@@ -830,7 +654,9 @@ def refuse_once(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(refuse, prepend=True)
 
 
-def hook_raises(where: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("where", ["first", "root", "block"])
+@on_ranks(2)
+def test_the_step_after_an_exception_in_a_users_hook_is_right(where: str) -> None:
     """A user's hook that runs before ours raises: ours has not started that module's forward."""
     model = make_model("mlp")
     annotate(model, "policy")
@@ -842,16 +668,7 @@ def hook_raises(where: str) -> dict[str, torch.Tensor]:
         step(model)
     model.zero_grad()
     step(model)
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("where", ["first", "root", "block"])
-def test_the_step_after_an_exception_in_a_users_hook_is_right(where: str) -> None:
-    model = make_model("mlp")
-    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_threads(hook_raises, 2, where):
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    assert_grads_of_one_process(model)
 
 
 class UsedElsewhere(nn.Module):
@@ -867,23 +684,15 @@ class UsedElsewhere(nn.Module):
         return self.second(self.first(x)) + self.second.up.bias.sum()
 
 
-def used_elsewhere() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = UsedElsewhere()
+@on_ranks(2)
+def test_a_gradient_from_outside_the_forward_is_counted() -> None:
+    model, plain = (seeded(UsedElsewhere, 0) for _ in range(2))
+    plain.second.unshard = lambda: None  # type: ignore[assignment]  # what a plain module lacks
+    for rank in range(2):
+        (plain(random_input(rank, 2, 8)).square().mean() / 2).backward()
     fully_shard(model, policy={MLPBlock}, reshard_after_forward=False)
     model(random_input(dist.get_rank(), 2, 8)).square().mean().backward()
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-def test_a_gradient_from_outside_the_forward_is_counted() -> None:
-    torch.manual_seed(0)
-    model = UsedElsewhere()
-    model.second.unshard = lambda: None  # type: ignore[assignment]  # what a plain module lacks
-    for rank in range(2):
-        (model(random_input(rank, 2, 8)).square().mean() / 2).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_threads(used_elsewhere, 2):
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    assert_equal_params(grads_of(model), grads_of(plain), tolerance=1e-6)
 
 
 class Recursive(nn.Module):
@@ -897,68 +706,48 @@ class Recursive(nn.Module):
         return self.out(x if depth == 0 else self(x, depth - 1))
 
 
-def recursive(reshard: bool | None) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Recursive()
+@pytest.mark.parametrize("reshard", [None, True])
+@on_ranks(2)
+def test_a_module_that_calls_itself_equals_one_process(reshard: bool | None) -> None:
+    model, plain = (seeded(Recursive, 0) for _ in range(2))
+    loss_of(plain(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
     fully_shard(model, policy={MLPBlock}, reshard_after_forward=reshard)
     for _ in range(2):
         model.zero_grad()
         loss_of(model(torch.ones(2, 8) * (1 + dist.get_rank()))).backward()
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("reshard", [None, True])
-def test_a_module_that_calls_itself_equals_one_process(reshard: bool | None) -> None:
-    torch.manual_seed(0)
-    model = Recursive()
-    loss_of(model(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_threads(recursive, 2, reshard):
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    assert_equal_params(grads_of(model), grads_of(plain), tolerance=1e-6)
 
 
 # Bad input
 
 
-def meta_forward() -> str:
+@on_ranks(2)
+def test_a_parameter_on_meta_at_first_forward() -> None:
     with torch.device("meta"):
         model = nn.Sequential(MLPBlock(), MLPBlock())
     fully_shard(model, policy={MLPBlock})
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="still on the meta device") as caught:
         model(torch.ones(1, 8))
-    return str(caught.value)
+    text = str(caught.value)
+    assert f"rank {dist.get_rank()}, '0.up.weight', '0.up.bias'" in text and "and 3 more\n  fix:" in text
 
 
-def test_a_parameter_on_meta_at_first_forward() -> None:
-    for rank, text in enumerate(run_threads(meta_forward, 2)):
-        assert "still on the meta device" in text
-        assert f"rank {rank}, '0.up.weight', '0.up.bias'" in text and "and 3 more\n  fix:" in text
-
-
-def different_plans(kind: str) -> str:
+@on_ranks(2)
+def test_ranks_that_annotate_differently_all_get_the_difference() -> None:
     rank = dist.get_rank()
-    if kind == "shape":
-        model = nn.Sequential(MLPBlock(8, 16), MLPBlock(8, 16 + rank))
-        fully_shard(model, policy={MLPBlock})
-    else:
-        model = nn.Sequential(MLPBlock(), MLPBlock())
-        if rank == 0:
-            fully_shard(model[1])
-        fully_shard(model)
-    with pytest.raises(DesyncError) as caught:
+    model = nn.Sequential(MLPBlock(), MLPBlock())
+    if rank == 0:
+        fully_shard(model[1])
+    fully_shard(model)
+    with pytest.raises(DesyncError, match="the ranks annotated different plans") as caught:
         model(torch.ones(1, 8))
-    return str(caught.value)
+    text = str(caught.value)
+    assert "rank 0: " in text and "rank 1: " in text and f"at:  rank {rank}" in text and "fix:" in text
 
 
-@pytest.mark.parametrize("kind", ["shape", "handles"])
-def test_ranks_that_annotate_differently_all_get_the_difference(kind: str) -> None:
-    texts = run_threads(different_plans, 2, kind)
-    for rank, text in enumerate(texts):
-        assert text.startswith("the ranks annotated different plans")
-        assert "rank 0: " in text and "rank 1: " in text and f"at:  rank {rank}" in text and "fix:" in text
-
-
-def stale_optimizer(kind: str) -> str:
+@pytest.mark.parametrize(("kind", "fqn"), [("before", "inp.weight"), ("between", "blocks.0.up.weight")])
+@on_ranks(2)
+def test_an_optimizer_that_holds_replaced_parameters(kind: str, fqn: str) -> None:
     model = make_model("mlp")
     if kind == "before":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -971,44 +760,29 @@ def stale_optimizer(kind: str) -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss.backward()
     step(model)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="optimizer holds a parameter") as caught:
         optimizer.step()
-    return str(caught.value)
+    assert f"rank {dist.get_rank()}" in caught.value.at and repr(fqn) in caught.value.at
 
 
-@pytest.mark.parametrize("kind", ["before", "between"])
-def test_an_optimizer_that_holds_replaced_parameters(kind: str) -> None:
-    for rank, text in enumerate(run_threads(stale_optimizer, 2, kind)):
-        fqn = "inp.weight" if kind == "before" else "blocks.0.up.weight"
-        assert "optimizer holds a parameter" in text and f"rank {rank}" in text and repr(fqn) in text
-
-
-def backward_twice() -> str:
+@on_ranks(2)
+def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
     model = make_model("mlp")
     annotate(model, "policy")
     loss = step(model)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     model.zero_grad()
     step(model)
-    return str(caught.value)
+    assert_grads_of_one_process(model)
 
 
-def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
-    assert "second time" in run_threads(backward_twice, 2)[0]
-
-
-def sparse_gradient() -> str:
-    model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
-    fully_shard(model)
-    with pytest.raises(UsageError) as caught:
-        model(torch.tensor([1, 2])).sum().backward()
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_a_sparse_gradient_is_a_clear_error() -> None:
-    for rank, text in enumerate(run_threads(sparse_gradient, 2)):
-        assert "a gradient is sparse" in text and f"rank {rank}, parameter '0.weight'" in text and "fix:" in text
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)))
+    with pytest.raises(UsageError, match="a gradient is sparse") as caught:
+        model(torch.tensor([1, 2])).sum().backward()
+    assert f"rank {dist.get_rank()}, parameter '0.weight'" in str(caught.value) and caught.value.fix
 
 
 @on_ranks(2)

@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from composable import HandleOptions, ModuleWrapPolicy, fully_shard
-from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
+from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.pairwise import pairs_of
 from tests.parity import (
     Run,
@@ -21,7 +21,7 @@ from tests.parity import (
     train_annotated,
     train_reference,
 )
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 
 def by_hand(model: nn.Module) -> None:
@@ -52,43 +52,27 @@ def test_training_on_real_processes_equals_one_process(name: str, world_size: in
     assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
 
 
-def checkpointed(use_reentrant: bool, inside: bool) -> dict[str, torch.Tensor]:
-    from torch.utils.checkpoint import checkpoint
-
-    model = make_model("mlp")
-    for block in model.blocks:
-        assert isinstance(block, MLPBlock)
-        if inside:
-            block.up.forward = _checkpointed_forward(block.up.forward, use_reentrant)
-    by_hand(model)
-    x = inputs_of(model, 0, dist.get_rank())[0][0].requires_grad_()
-    if inside:
-        y = model(x)
-    else:
-        y = checkpoint(model.blocks[0], x, use_reentrant=use_reentrant)
-        y = checkpoint(lambda h: model.blocks[2](model.blocks[1](h)), y, use_reentrant=use_reentrant)
-    loss_of(y).backward()
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
-
-
-def _checkpointed_forward(forward: Callable[..., torch.Tensor], use_reentrant: bool) -> Callable[..., torch.Tensor]:
-    from torch.utils.checkpoint import checkpoint
-
-    return lambda x: checkpoint(forward, x, use_reentrant=use_reentrant)
-
-
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks(2)
 def test_checkpoint_fsdp_submodules_use_reentrant(use_reentrant: bool, inside: bool) -> None:
     """Checkpoints inside of fully sharded modules, and around one or several of them, give one process's gradients."""
-    world_size = 2
-    model = make_model("mlp")
-    (x,), _ = global_inputs(model, 0, world_size)
+    again = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    model, plain = make_model("mlp"), make_model("mlp")
+    for block in model.blocks if inside else ():
+        block.up.forward = functools.partial(again, block.up.forward)
+    by_hand(model)
+    x = inputs_of(model, 0, dist.get_rank())[0][0].requires_grad_()
+    (whole,), _ = global_inputs(plain, 0, 2)
     if inside:
-        y = model(x)
+        y, expected = model(x), plain(whole)
     else:
-        y = model.blocks[2](model.blocks[1](model.blocks[0](x)))
+        y = again(lambda h: model.blocks[2](model.blocks[1](h)), again(model.blocks[0], x))
+        expected = plain.blocks[2](plain.blocks[1](plain.blocks[0](whole)))
     loss_of(y).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters() if param.grad is not None}
-    for grads in run_threads(checkpointed, world_size, use_reentrant, inside):
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    loss_of(expected).backward()
+    found, grads = (
+        {fqn: full(param.grad) for fqn, param in one.named_parameters() if param.grad is not None}
+        for one in (model, plain)
+    )
+    assert_equal_params(found, grads, tolerance=1e-6)

@@ -18,38 +18,27 @@ from torch.distributed.checkpoint.state_dict import (
 from composable import ModuleWrapPolicy, fully_shard
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
-from tests.world import run_threads
-
-OPTIMIZERS = {
-    "sgd": lambda params, **kind: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, **kind),
-    "adam": lambda params, **kind: torch.optim.Adam(params, lr=1e-2, eps=1e-3, **kind),
-    "adamw": lambda params, **kind: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1, **kind),
-}
+from tests.world import on_ranks, run_threads
 
 
 def sharded(name: str = "gpt") -> nn.Module:
     return fully_shard(make_model(name), policy=ModuleWrapPolicy(BLOCK_CLASSES))
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, max_norm: float | None = None
-) -> float:
-    """One step on this rank's inputs, or in one process on the global batch of two ranks."""
-    is_sharded = fully_shard.state(model) is not None
-    args, _ = inputs_of(model, seed, dist.get_rank()) if is_sharded else global_inputs(model, seed, 2)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    args, _ = inputs_of(model, seed, dist.get_rank())
     loss_of(model(*args)).backward()
-    norm = 0.0
-    if max_norm is not None:
-        total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        norm = full(total).item()
     optimizer.step()
     optimizer.zero_grad()
-    return norm
 
 
-def accumulate_in_place() -> dict[str, torch.Tensor]:
-    """Gradients zeroed in place are added to, not replaced."""
-    model = sharded()
+@on_ranks(2)
+def test_gradients_zeroed_in_place_are_added_to() -> None:
+    model, plain = sharded(), make_model("gpt")
     for seed in range(2):
         args, _ = inputs_of(model, seed, dist.get_rank())
         loss_of(model(*args)).backward()
@@ -57,21 +46,14 @@ def accumulate_in_place() -> dict[str, torch.Tensor]:
             model.zero_grad(set_to_none=False)
             held = [param.grad for param in model.parameters()]
     assert all(param.grad is grad for param, grad in zip(model.parameters(), held, strict=True))
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-def test_gradients_zeroed_in_place_are_added_to() -> None:
-    model = make_model("gpt")
-    args, _ = global_inputs(model, 1, 2)
-    loss_of(model(*args)).backward()
-    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_threads(accumulate_in_place, 2):
-        assert_equal_params(grads, expected, tolerance=1e-6)
+    loss_of(plain(*global_inputs(model, 1, 2)[0])).backward()
+    expected = {fqn: param.grad for fqn, param in plain.named_parameters()}
+    assert_equal_params({fqn: full(param.grad) for fqn, param in model.named_parameters()}, expected, tolerance=1e-6)
 
 
 def save(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = sharded()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = adamw(model)
     for seed in range(2):
         train_step(model, optimizer, seed)
     state, optimizer_state = get_state_dict(model, optimizer)
@@ -86,7 +68,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def load(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = sharded()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = adamw(model)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -107,22 +89,14 @@ def test_a_checkpoint_loads_at_another_world_size_bit_for_bit(world_size: int, t
         assert_equal_params(loaded_states, states, tolerance=0)
 
 
-def full_and_back() -> tuple[dict[str, torch.Tensor], list[str]]:
-    model = sharded()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)
-    plain = {fqn: value + 1 for fqn, value in make_model("gpt").state_dict().items()}
-    model.load_state_dict(plain)
-    after = full_params(model)
-    assert all(torch.equal(after[fqn], plain[fqn]) for fqn in after)
-    # Between forward and backward the root is unsharded; its state dict is sharded even then.
-    args, _ = inputs_of(model, 0, dist.get_rank())
-    model(*args)
-    return whole, sorted({type(value).__name__ for value in model.state_dict().values()})
-
-
+@on_ranks(2)
 def test_full_state_dicts_go_out_and_in() -> None:
-    expected = make_model("gpt").state_dict()
-    whole, kinds = run_threads(full_and_back, 2)[0]
-    assert_equal_params(whole, expected, tolerance=0)
-    assert kinds == ["RaggedDTensor"]
+    model, expected = sharded(), make_model("gpt").state_dict()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        assert_equal_params(whole, expected, tolerance=0)
+    model.load_state_dict({fqn: value + 1 for fqn, value in expected.items()})
+    assert all(torch.equal(value, expected[fqn] + 1) for fqn, value in full_params(model).items())
+    # Between forward and backward the root is unsharded; its state dict is sharded even then.
+    model(*inputs_of(model, 0, dist.get_rank())[0])
+    assert {type(value).__name__ for value in model.state_dict().values()} == {"RaggedDTensor"}
