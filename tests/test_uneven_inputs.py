@@ -4,7 +4,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,6 @@ from composable import (
     DefaultState,
     DesyncError,
     HandleOptions,
-    MixedPrecisionPolicy,
     UsageError,
     as_ddp,
     checkpoint,
@@ -225,7 +224,6 @@ class Case:
     drops: str = "none at the end"
     optimizer: str = "SGD"
     seed: int = 0
-    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -333,14 +331,9 @@ def check(case: Case, *, tolerance: float = 1e-6) -> None:
     all_equal(run_threads(train_jointly, len(case.counts), case), train_alone(case), tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("counts", "divides_by_all"), [([2, 0, 3], False), ([1, 2, 0, 3], True), ([1, 2, 0, 3], False)]
-)
 @pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
-def test_parameters_are_those_of_one_process_on_the_inputs_there_are(
-    annotation: str, counts: list[int], divides_by_all: bool
-) -> None:
-    check(Case(counts, annotation, divides_by_all))
+def test_parameters_are_those_of_one_process_on_the_inputs_there_are(annotation: str) -> None:
+    check(Case([1, 2, 0, 3], annotation, divides_by_all=False))
 
 
 def draw(seed: int) -> Case:
@@ -360,8 +353,10 @@ def draw(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("drops", ["none at the begin", "zeros at the begin", "never"])
-@pytest.mark.parametrize("annotation", ["full", "hybrid", "hybrid kept"])
+@pytest.mark.parametrize(
+    ("annotation", "drops"),
+    [("full", "none at the begin"), ("hybrid", "zeros at the begin"), ("hybrid kept", "never"), ("full", "never")],
+)
 def test_ranks_without_inputs_drop_gradients_where_the_loop_of_the_others_does(annotation: str, drops: str) -> None:
     check(Case([1, 3, 0, 4], annotation, skips=True, drops=drops))
 
@@ -371,10 +366,9 @@ def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int)
     check(draw(seed), tolerance=5e-5)
 
 
-@pytest.mark.parametrize("counts", [[3, 1], [2, 0, 1, 3]])
 @pytest.mark.parametrize("annotation", sorted(SETTINGS))
-def test_what_is_set_holds_for_ranks_without_inputs(annotation: str, counts: list[int]) -> None:
-    check(Case(counts, annotation, divides_by_all=True, accumulates=False))
+def test_what_is_set_holds_for_ranks_without_inputs(annotation: str) -> None:
+    check(Case([2, 0, 1, 3], annotation))
 
 
 # Modules that only some ranks have
@@ -427,8 +421,7 @@ def train_own_blocks(counts: list[int], freed: bool | int) -> dict[str, torch.Te
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("freed", [True, False, 2])
-@pytest.mark.parametrize("counts", [[3, 1, 0, 2], [0, 0, 2, 3], [1, 3, 1, 3]])
+@pytest.mark.parametrize(("counts", "freed"), [([3, 1, 0, 2], True), ([0, 0, 2, 3], False), ([1, 3, 1, 3], 2)])
 def test_ranks_without_inputs_follow_blocks_that_only_some_ranks_have(counts: list[int], freed: bool | int) -> None:
     model = seeded(lambda: Some(range(4)), 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -478,20 +471,21 @@ def step_on_one_rank_only() -> None:
     Join([joinable(model)])
 
 
-def test_a_step_that_one_rank_alone_needs_is_missed_on_all() -> None:
+def go_without_a_step() -> None:
+    model = net()
+    shard(model)
+    Join([joinable(model)])
+
+
+@pytest.mark.parametrize("call", [step_on_one_rank_only, go_without_a_step])
+def test_a_step_is_needed_on_all_ranks_where_one_has_shards_of_its_own(call: Callable[[], None]) -> None:
     with pytest.raises(RankErrors) as caught:
-        run_threads(step_on_one_rank_only, 2)
-    assert {rank: type(error) for rank, error in caught.value.errors.items()} == {0: UsageError, 1: UsageError}
+        run_threads(call, 2)
+    assert [type(error) for error in caught.value.errors.values()] == [UsageError] * 2
+    assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
 
 
 # Ways to reduce
-
-
-def train_in_low_precision(case: Case) -> dict[str, torch.Tensor]:
-    model = net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    optimizer = case.make_optimizer(model.parameters())
-    return follow_loop(model, optimizer, case)
 
 
 def follow_loop(model: Net, optimizer: torch.optim.Optimizer | None, case: Case, **options: Any) -> Any:
@@ -510,11 +504,6 @@ def follow_loop(model: Net, optimizer: torch.optim.Optimizer | None, case: Case,
     return full_params(model)
 
 
-def test_ranks_without_inputs_follow_in_low_precision() -> None:
-    case = Case([2, 0, 3])
-    all_equal(run_threads(train_in_low_precision, 3, case), train_alone(case), tolerance=2e-2)
-
-
 def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
     model = net()
     ANNOTATIONS[annotation](model)
@@ -522,7 +511,7 @@ def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
     return follow_loop(model, None, case, step=None)
 
 
-@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around"])
+@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "replicate around"])
 def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
     case = Case([2, 0, 1, 3])
     all_equal(run_threads(train_in_backward, 4, case, annotation), train_alone(case))
@@ -569,9 +558,8 @@ def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
-@pytest.mark.parametrize("counts", [[4, 2, 0, 6], [2, 2, 4, 4]])
-def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str, counts: list[int]) -> None:
-    case = Case(counts, accumulates=True)
+def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
+    case = Case([4, 2, 0, 6], accumulates=True)
     all_equal(run_threads(train_in_parts, 4, case, kind), train_alone(case))
 
 
@@ -598,38 +586,31 @@ def test_what_was_reduced_before_inputs_end_counts() -> None:
 # Loops
 
 
-def train_with_forwards_alone(annotation: str, counts: list[int], kind: str) -> dict[str, torch.Tensor]:
-    """Run forwards that no backward follows, or that share one."""
+def train_with_forwards_alone(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
+    """Run forwards without gradients, without a backward, and two that share one."""
     model = net()
     ANNOTATIONS[annotation](model)
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    case, rank = Case(counts), dist.get_rank()
+    rank = dist.get_rank()
     with joined(joinable(model, step=step_all)):
         for step in range(counts[rank]):
-            x = case.input_of(step, rank)
-            if kind == "without gradients":
-                with torch.no_grad():
-                    model(x)
-            if kind == "without a backward":
+            x = random_input(10 * step + rank, 3, DIM)
+            with torch.no_grad():
                 model(x)
-            if kind == "two of a backward":
-                (model(x).square().mean() / 2 + model(x).square().mean() / 2).backward()
-            else:
-                model(x).square().mean().backward()
+            model(x)
+            (model(x).square().mean() / 2 + model(x).square().mean() / 2).backward()
             step_all()
-            if kind == "without gradients":
-                with torch.no_grad():
-                    model(x)
+            with torch.no_grad():
+                model(x)
     return full_params(model)
 
 
-@pytest.mark.parametrize("kind", ["without gradients", "without a backward", "two of a backward"])
 @pytest.mark.parametrize(
     "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
 )
-def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str, kind: str) -> None:
+def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str) -> None:
     expected = train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3)
-    all_equal(run_threads(train_with_forwards_alone, 3, annotation, [2, 0, 3], kind), expected)
+    all_equal(run_threads(train_with_forwards_alone, 3, annotation, [2, 0, 3]), expected)
 
 
 def train_two_models() -> list[dict[str, torch.Tensor]]:
@@ -674,7 +655,7 @@ def train_before_and_after(annotation: str, counts: list[int]) -> dict[str, torc
     return full_params(model)
 
 
-@pytest.mark.parametrize("annotation", [*sorted(ANNOTATIONS), "kept after backward", "groups apart"])
+@pytest.mark.parametrize("annotation", ["hybrid kept", "no root", "replicate around", "pairs", "groups apart"])
 def test_all_ranks_go_on_alike_after_the_context(annotation: str) -> None:
     counts = [3, 0, 1, 2]
     groups = [
@@ -698,9 +679,10 @@ def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor
     return follow_loop(model, case.make_optimizer(model.parameters()), case)
 
 
-@pytest.mark.parametrize("divides_by_all", [True, False])
-@pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("counts", [[3, 0, 1, 2], [0, 0, 2, 1]])
+@pytest.mark.parametrize(
+    ("counts", "is_whole", "divides_by_all"),
+    [([3, 0, 1, 2], True, False), ([3, 0, 1, 2], False, True), ([0, 0, 2, 1], False, False)],
+)
 def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> None:
     case = Case(counts, divides_by_all=divides_by_all)
     nets = [net(), net()]
@@ -727,22 +709,11 @@ def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole
         assert_equal_params(found, full_params(nets[rank // 2]), tolerance=1e-6)
 
 
-def run_a_part_before() -> dict[str, torch.Tensor]:
-    model = net()
-    shard_in_calls(model)
-    model.blocks[1](torch.ones(1, DIM))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    return follow_loop(model, optimizer, Case([2, 0, 1]))
-
-
-def test_a_part_that_ran_before_joins_with_the_root_around_it() -> None:
-    expected = train_alone(Case([2, 0, 1]))
-    all_equal(run_threads(run_a_part_before, 3), expected)
-
-
-def gather_by_hand() -> dict[str, torch.Tensor]:
+def run_parts_by_hand() -> dict[str, torch.Tensor]:
+    """Run a part before the root, and gather it in every step."""
     model: Any = net()
     shard_in_calls(model)
+    model.blocks[1](torch.ones(1, DIM))
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
     case, rank = Case([2, 0, 1]), dist.get_rank()
     with joined(joinable(model, step=step_all)):
@@ -753,9 +724,8 @@ def gather_by_hand() -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-def test_ranks_without_inputs_follow_gathers_by_hand() -> None:
-    expected = train_alone(Case([2, 0, 1]))
-    all_equal(run_threads(gather_by_hand, 3), expected)
+def test_ranks_without_inputs_follow_parts_that_ran_before_and_are_gathered_by_hand() -> None:
+    all_equal(run_threads(run_parts_by_hand, 3), train_alone(Case([2, 0, 1])))
 
 
 # What all ranks have at the end
@@ -773,7 +743,9 @@ class Counted(nn.Module):
         return self.norm(self.inp(x))
 
 
-def count_batches(annotation: str) -> int:
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate", "both"])
+@on_ranks(3)
+def test_buffers_are_those_of_the_rank_that_ran_longest(annotation: str) -> None:
     model = nn.Sequential(Counted(), Counted())
     if annotation == "both":
         replicate(model[0])
@@ -786,24 +758,16 @@ def count_batches(annotation: str) -> int:
             model(random_input(0, 3, DIM)).sum().backward()
     counts = [int(module.norm.num_batches_tracked) for module in model]
     assert len(set(counts)) == 1
-    return counts[0]
+    assert counts[0] == 5
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate", "both"])
-def test_buffers_are_those_of_the_rank_that_ran_longest(annotation: str) -> None:
-    assert run_threads(count_batches, 3, annotation) == [5, 5, 5]
-
-
-def frozen_after_nothing() -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
     model = net()
     shard_in_calls(model)
     with joined(joinable(model, step=model.zero_grad)):
         pass
-    return full_params(model)
-
-
-def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
-    all_equal(run_threads(frozen_after_nothing, 2), full_params(net()), tolerance=0)
+    all_equal([full_params(model)], full_params(net()), tolerance=0)
 
 
 def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
@@ -818,10 +782,6 @@ def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
             if step:
                 optimizer.step()
     return full_params(model)
-
-
-def test_what_a_rank_has_not_averaged_when_its_inputs_end_is_dropped() -> None:
-    all_equal(run_threads(drop_what_was_not_averaged, 2), train_plain([[(0, 1), (1, 1)]], 2))
 
 
 def drop_by_hand() -> dict[str, torch.Tensor]:
@@ -839,13 +799,9 @@ def drop_by_hand() -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-def test_gradients_that_the_others_drop_are_dropped_without_inputs_too() -> None:
-    all_equal(run_threads(drop_by_hand, 4), train_plain([[(1, rank) for rank in (1, 2, 3)]], 4))
-
-
-def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
+def leave_gradients_to_wait() -> dict[str, torch.Tensor]:
     model = net()
-    ANNOTATIONS[annotation](model)
+    shard_in_calls(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     rank = dist.get_rank()
     with joined(joinable(model, step=optimizer.step)):
@@ -857,9 +813,18 @@ def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-@pytest.mark.parametrize("annotation", ["full", "calls"])
-def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str) -> None:
-    all_equal(run_threads(leave_gradients_to_wait, 2, annotation), train_plain([[(0, 0), (0, 1)]], 2))
+@pytest.mark.parametrize(
+    ("train", "counted"),
+    [
+        (drop_what_was_not_averaged, [(0, 1), (1, 1)]),
+        (leave_gradients_to_wait, [(0, 0), (0, 1)]),
+        (drop_by_hand, [(1, 1), (1, 2), (1, 3)]),
+    ],
+)
+def test_gradients_that_nobody_averages_are_dropped(train: Callable[[], Any], counted: list[tuple[int, int]]) -> None:
+    """Those of a rank whose inputs end, those that wait at the end, and those that the others drop."""
+    size = 4 if train is drop_by_hand else 2
+    all_equal(run_threads(train, size), train_plain([counted], size))
 
 
 # Choices of Join
@@ -869,10 +834,7 @@ def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str
 def test_a_context_that_is_switched_off_changes_nothing() -> None:
     model = net()
     shard(model)
-    with joined(joinable(model, step=model.zero_grad), enable=False):
-        for step in range(2):
-            model(random_input(step, 3, DIM)).square().mean().backward()
-    return full_params(model)
+    train_on_inputs(model, 2, enable=False)
 
 
 def train_on_inputs(model: Net, count: int, **options: Any) -> None:
@@ -898,12 +860,6 @@ def test_all_ranks_throw_where_one_has_no_inputs_left() -> None:
     assert ["Rank 0 exhausted" in texts[0], *("at least one rank" in text for text in texts[1:])] == [True] * 3
 
 
-def raise_inside(model: Net) -> None:
-    with joined(joinable(model, step=model.zero_grad)):
-        model(random_input(0, 3, DIM)).square().mean().backward()
-        raise KeyError
-
-
 def stop_after_two_steps(model: nn.Module) -> None:
     rank = dist.get_rank()
     stop = mock.Mock(side_effect=[None, KeyError])
@@ -921,7 +877,10 @@ def raise_while_one_rank_follows(annotation: str) -> dict[str, torch.Tensor]:
         stop_after_two_steps(model)
     model.zero_grad()
     model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
-    return {name: full(param.grad) for name, param in model.named_parameters()}
+    grads = {name: full(param.grad) for name, param in model.named_parameters()}
+    unannotate(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    return grads
 
 
 @pytest.mark.parametrize("annotation", ["full", "in one order", "hybrid", "replicated"])
@@ -962,7 +921,7 @@ def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-@pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
+@pytest.mark.parametrize("annotation", ["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
 def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
     expected = train_plain([[(0, rank) for rank in range(4)], [(2, rank) for rank in (1, 2, 3)]], 4)
     all_equal(run_threads(skip_an_input_that_raises, 4, annotation), expected)
@@ -981,19 +940,6 @@ def test_a_part_of_a_model_cannot_join() -> None:
         Join([joinable(model.blocks, step=model.zero_grad)])
 
 
-def go_without_a_step() -> None:
-    model = net()
-    shard(model)
-    Join([joinable(model)])
-
-
-def test_a_step_is_needed_where_ranks_have_shards_of_their_own() -> None:
-    with pytest.raises(RankErrors) as caught:
-        run_threads(go_without_a_step, 2)
-    assert {type(error) for error in caught.value.errors.values()} == {UsageError}
-    assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
-
-
 @on_ranks(2)
 def test_no_step_is_needed_where_nothing_is_trained() -> None:
     model = net()
@@ -1005,18 +951,6 @@ def test_no_step_is_needed_where_nothing_is_trained() -> None:
     with torch.no_grad(), joined(joinable(model)):
         for _ in range(dist.get_rank()):
             model(torch.ones(1, DIM))
-
-
-def choose_differently() -> None:
-    model = net()
-    shard(model)
-    Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=dist.get_rank() == 0)
-
-
-def test_ranks_that_choose_different_divisors_are_told() -> None:
-    with pytest.raises(RankErrors, match="prepare for uneven inputs in different ways") as caught:
-        run_threads(choose_differently, 2)
-    assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
 
 
 def run_different_modules() -> None:
@@ -1040,25 +974,27 @@ def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
     ]
 
 
-@on_ranks(2)
-def test_the_choice_of_a_divisor_is_a_bool() -> None:
+def join_badly(kind: str) -> None:
     model = net()
+    if kind == "static graph":
+        replicate(model.blocks[0], static_graph=True)
     shard(model)
-    for wrong in (0, None, "yes"):
-        with pytest.raises(ConfigError, match="divide_by_initial_world_size"):
-            Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=wrong)
+    divisor: Any = {"static graph": True, "divisors": dist.get_rank() == 0, "no bool": None}[kind]
+    Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=divisor)
 
 
-def refuse_a_static_graph() -> None:
-    model = net()
-    replicate(model.blocks[0], static_graph=True)
-    shard(model)
-    Join([joinable(model, step=model.zero_grad)])
-
-
-def test_a_static_graph_cannot_join() -> None:
-    with pytest.raises(RankErrors, match="static_graph=True: a rank without inputs has no graph"):
-        run_threads(refuse_a_static_graph, 2)
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("static graph", UsageError, "static_graph=True: a rank without inputs has no graph"),
+        ("divisors", DesyncError, "prepare for uneven inputs in different ways"),
+        ("no bool", ConfigError, "divide_by_initial_world_size"),
+    ],
+)
+def test_what_cannot_join_is_refused_on_every_rank(kind: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(RankErrors, match=message) as caught:
+        run_threads(join_badly, 2, kind)
+    assert [type(one) for one in caught.value.errors.values()] == [error] * 2
 
 
 def miss_a_gradient() -> None:
@@ -1125,16 +1061,6 @@ def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bo
         )
 
 
-@on_ranks(2)
-def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
-    model = net()
-    shard(model)
-    with pytest.raises(KeyError):
-        raise_inside(model)
-    unannotate(model)
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
 def fail_while_it_follows(way: str) -> str:
     set_divergence_timeout(0.3)
     model = net()
@@ -1187,10 +1113,9 @@ def raise_on_one_rank() -> None:
             model(torch.ones(1, DIM)).sum().backward()
 
 
-@pytest.mark.parametrize("run", [run_threads, run_ranks])
-def test_ranks_do_not_hang_where_one_of_them_raises(run: Callable[..., Any]) -> None:
+def test_ranks_do_not_hang_where_one_of_them_raises() -> None:
     with pytest.raises(RankErrors, match="of one rank"):
-        run(raise_on_one_rank, 3)
+        run_ranks(raise_on_one_rank, 3)
 
 
 # Processes
