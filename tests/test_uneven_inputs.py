@@ -18,19 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import (
     ConfigError,
-    CPUOffloadPolicy,
-    DefaultState,
     DesyncError,
     HandleOptions,
     UsageError,
     as_ddp,
-    checkpoint,
     clip_grad_norm_,
     fully_shard,
     joinable,
     no_sync,
     reduce_gradients,
-    reduce_scatter_hook,
     register_comm_hook,
     replicate,
     set_divergence_timeout,
@@ -135,65 +131,17 @@ def replicate_pairs(model: Net) -> None:
     copy_whole(model.last)
 
 
-def reduce_by_hooks(model: Net) -> None:
-    shard_in_calls(model)
-    register_comm_hook(model, DefaultState(dist.group.WORLD), reduce_scatter_hook)
-
-
-def reduce_hybrid_by_hooks(model: Net) -> None:
-    mesh = hybrid_mesh()
-    shard(model, mesh=mesh, strategy="HYBRID_SHARD")
-    register_comm_hook(model, DefaultState(mesh["shard"].get_group()), reduce_scatter_hook)
-
-
 def hook_both(model: Net) -> None:
-    copy_whole(model.blocks[1])
-    shard(model)
+    replicate_inside(model)
     register_comm_hook(model.blocks[1], None, default_hooks.allreduce_hook)
     model.set_all_reduce_hook(lambda shard: shard.mul_(1.0))
 
 
-def set_up(change: Callable[[Any], None], annotate: Callable[[Net], None] = shard) -> Callable[[Net], None]:
-    def annotated(model: Net) -> None:
-        annotate(model)
-        change(model)
-
-    return annotated
-
-
-def keep_after_backward(model: Any) -> None:
-    model.set_reshard_after_backward(False)
-
-
-def prefetch_by_hand(model: Any) -> None:
-    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-
-
-def checkpoint_blocks(model: Net) -> None:
+def shard_with_groups_apart(model: Any) -> None:
     shard(model)
-    for block in model.blocks:
-        checkpoint(block)
+    model.set_separate_reduce_scatter_group(True)
 
 
-# Annotations with settings, in which every rank runs all modules.
-SETTINGS: dict[str, Callable[[Net], None]] = {
-    "offloaded": lambda model: shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "zeros for unused": lambda model: shard(model, options=HandleOptions(unused_gradients="zero")),
-    "kept after backward": set_up(keep_after_backward),
-    "hybrid kept after backward": set_up(keep_after_backward, lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2")),
-    "secondary shards": lambda model: shard(model, reshard_after_forward=hybrid_mesh().size(1)),
-    "prefetch by hand": set_up(prefetch_by_hand),
-    # Collectives of one group are told apart by their order alone.
-    "in one order": lambda model: shard(model, options=HandleOptions(transport="process_group")),
-    "one gradient buffer": set_up(lambda model: model.set_reduce_scatter_max_input_buffers(1)),
-    "groups apart": set_up(lambda model: model.set_separate_reduce_scatter_group(True)),
-    "sums": set_up(lambda model: model.set_force_sum_reduction_for_comms(True)),
-    "checkpointed": checkpoint_blocks,
-    "hooks": reduce_by_hooks,
-    "hybrid hooks": reduce_hybrid_by_hooks,
-    "hooks of both": hook_both,
-}
 ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "full": shard,
     "calls": shard_in_calls,
@@ -206,6 +154,10 @@ ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "replicate around": replicate_around,
     "pairs": replicate_pairs,
     "replicated": copy_whole,
+    # Collectives of one group are told apart by their order alone.
+    "in one order": lambda model: shard(model, options=HandleOptions(transport="process_group")),
+    "groups apart": shard_with_groups_apart,
+    "hooks of both": hook_both,
 }
 if HAS_ORDERED_GROUPS:
     ANNOTATIONS["hybrid optim"] = lambda model: shard_hybrid(model, "HYBRID_SHARD_OPTIM")
@@ -224,6 +176,7 @@ class Case:
     drops: str = "none at the end"
     optimizer: str = "SGD"
     seed: int = 0
+    epochs: int = 1
 
     @property
     def steps(self) -> int:
@@ -255,17 +208,22 @@ def train_alone(case: Case) -> dict[str, torch.Tensor]:
     """Do what all ranks together do, with the inputs that there are."""
     model = net()
     optimizer = case.make_optimizer(model.parameters())
-    for step in range(case.steps):
-        if not case.averages(step):
-            continue
-        case.drop(optimizer, "begin")
-        running = [rank for rank, count in enumerate(case.counts) if count > step]
-        divisor = len(case.counts) if case.divides_by_all else len(running)
-        for rank in running:
-            for each in range(step - case.accumulates, step + 1):
-                (model(case.input_of(each, rank), case.skipped(each)).square().mean() / divisor).backward()
-        if case.clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for begin in range(0, 100 * case.epochs, 100):
+        for step in filter(case.averages, range(case.steps)):
+            case.drop(optimizer, "begin")
+            running = [rank for rank, count in enumerate(case.counts) if count > step]
+            divisor = len(case.counts) if case.divides_by_all else len(running)
+            for rank in running:
+                for each in range(step - case.accumulates, step + 1):
+                    x = case.input_of(begin + each, rank)
+                    (model(x, case.skipped(each)).square().mean() / divisor).backward()
+            if case.clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            case.drop(optimizer, "end")
+        optimizer.zero_grad()
+        for rank in range(len(case.counts)):
+            (model(case.input_of(begin + 99, rank)).square().mean() / len(case.counts)).backward()
         optimizer.step()
         case.drop(optimizer, "end")
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -279,8 +237,9 @@ def joined(*joinables: Any, **options: Any) -> Iterator[None]:
 
 
 def train_jointly(case: Case) -> dict[str, torch.Tensor]:
+    """Train on the inputs of this rank inside of ``Join``, and take a step of all ranks after it."""
     model = net()
-    (ANNOTATIONS | SETTINGS)[case.annotation](model)
+    ANNOTATIONS[case.annotation](model)
     optimizer = case.make_optimizer(model.parameters())
     rank = dist.get_rank()
 
@@ -290,14 +249,19 @@ def train_jointly(case: Case) -> dict[str, torch.Tensor]:
         optimizer.step()
         case.drop(optimizer, "end")
 
-    with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
-        for step in range(case.counts[rank]):
-            if step == 0 or case.averages(step - 1):
-                case.drop(optimizer, "begin")
-            with contextlib.nullcontext() if case.averages(step) else no_sync(model):
-                model(case.input_of(step, rank), case.skipped(step)).square().mean().backward()
-            if case.averages(step):
-                step_all()
+    for begin in range(0, 100 * case.epochs, 100):
+        with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
+            for step in range(case.counts[rank]):
+                if step == 0 or case.averages(step - 1):
+                    case.drop(optimizer, "begin")
+                with contextlib.nullcontext() if case.averages(step) else no_sync(model):
+                    model(case.input_of(begin + step, rank), case.skipped(step)).square().mean().backward()
+                if case.averages(step):
+                    step_all()
+        optimizer.zero_grad()
+        model(case.input_of(begin + 99, rank)).square().mean().backward()
+        optimizer.step()
+        case.drop(optimizer, "end")
     return full_params(model)
 
 
@@ -333,12 +297,12 @@ def check(case: Case, *, tolerance: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
 def test_parameters_are_those_of_one_process_on_the_inputs_there_are(annotation: str) -> None:
-    check(Case([1, 2, 0, 3], annotation, divides_by_all=False))
+    check(Case([1, 2, 0, 3], annotation, divides_by_all="hooks" in annotation, epochs=2))
 
 
 def draw(seed: int) -> Case:
     draw = random.Random(seed)
-    annotation = draw.choice(sorted(ANNOTATIONS | SETTINGS))
+    annotation = draw.choice(sorted(ANNOTATIONS))
     return Case(
         counts=[draw.choice([0, 1, 2, 3, 5]) for _ in range(draw.choice([2, 3, 4]))],
         annotation=annotation,
@@ -346,7 +310,7 @@ def draw(seed: int) -> Case:
         divides_by_all="hooks" in annotation or draw.random() < 0.5,
         accumulates=draw.random() < 0.3,
         clips=draw.random() < 0.5,
-        skips=annotation in ANNOTATIONS and draw.random() < 0.5,
+        skips="hooks" not in annotation and draw.random() < 0.5,
         optimizer=draw.choice(["SGD", "AdamW"]),
         drops=f"{draw.choice(['none', 'zeros'])} at the {draw.choice(['begin', 'end'])}",
         seed=seed,
@@ -364,11 +328,6 @@ def test_ranks_without_inputs_drop_gradients_where_the_loop_of_the_others_does(a
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int) -> None:
     check(draw(seed), tolerance=5e-5)
-
-
-@pytest.mark.parametrize("annotation", sorted(SETTINGS))
-def test_what_is_set_holds_for_ranks_without_inputs(annotation: str) -> None:
-    check(Case([2, 0, 1, 3], annotation))
 
 
 # Modules that only some ranks have
@@ -488,66 +447,65 @@ def test_a_step_is_needed_on_all_ranks_where_one_has_shards_of_its_own(call: Cal
 # Ways to reduce
 
 
-def follow_loop(model: Net, optimizer: torch.optim.Optimizer | None, case: Case, **options: Any) -> Any:
+def follow_loop(model: Any, optimizer: torch.optim.Optimizer | None, counts: list[int], **options: Any) -> Any:
     """Train on the inputs of this rank in a plain loop; returns the parameters."""
-
-    def step_all() -> None:
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    options.setdefault("step", step_all)
-    with joined(joinable(model, **options), divide_by_initial_world_size=case.divides_by_all):
-        for step in range(case.counts[dist.get_rank()]):
-            model(case.input_of(step, dist.get_rank())).square().mean().backward()
+    step_all = (lambda: None) if optimizer is None else stepping(optimizer)
+    divides_by_all, rank = options.pop("divides_by_all", True), dist.get_rank()
+    with joined(joinable(model, **{"step": step_all, **options}), divide_by_initial_world_size=divides_by_all):
+        for step in range(counts[rank]):
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             step_all()
     return full_params(model)
 
 
-def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
+def train_on_counts(counts: list[int], divisor: int) -> dict[str, torch.Tensor]:
+    """Do the same in one process."""
+    groups = [[(step, rank) for rank, count in enumerate(counts) if step < count] for step in range(max(counts))]
+    return train_plain(groups, divisor, momentum=0.9)
+
+
+def train_in_backward(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
     model = net()
     ANNOTATIONS[annotation](model)
     step_in_backward(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    return follow_loop(model, None, case, step=None)
+    return follow_loop(model, None, counts, step=None)
 
 
 @pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "replicate around"])
 def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
-    case = Case([2, 0, 1, 3])
-    all_equal(run_threads(train_in_backward, 4, case, annotation), train_alone(case))
+    counts = [2, 0, 1, 3]
+    all_equal(run_threads(train_in_backward, 4, annotation, counts), train_on_counts(counts, 4))
 
 
-def divide_by_own_factor(case: Case) -> dict[str, torch.Tensor]:
+def divide_by_own_factor(counts: list[int]) -> dict[str, torch.Tensor]:
     model: Any = net()
     shard_in_calls(model)
     for module in (model, *model.blocks):
         module.set_gradient_divide_factor(4.0)
-    return follow_loop(model, case.make_optimizer(model.parameters()), case)
+    return follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), counts, divides_by_all=False)
 
 
 def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
-    # As of four ranks, of which two never have inputs.
-    expected = train_alone(Case([3, 1, 0, 0]))
-    all_equal(run_threads(divide_by_own_factor, 2, Case([3, 1], divides_by_all=False)), expected)
+    all_equal(run_threads(divide_by_own_factor, 2, [3, 1]), train_on_counts([3, 1], 4))
 
 
-def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
+def train_in_parts(counts: list[int], kind: str) -> dict[str, torch.Tensor]:
     """Average once for two backwards, in one of the ways to do so."""
     model: Any = net()
     shard(model, **({"mesh": hybrid_mesh()} if kind == "all-reduce" else {}))
-    step_all = stepping(case.make_optimizer(model.parameters()))
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
     rank = dist.get_rank()
     if kind == "by hand":
         model.set_manual_backward_finalization(True)
-    with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
-        for step in range(case.counts[rank]):
+    with joined(joinable(model, step=step_all)):
+        for step in range(counts[rank]):
             is_last = step % 2 == 1
             if kind == "all-reduce":
                 model.set_requires_all_reduce(is_last)
             if kind == "last backward":
                 model.set_is_last_backward(is_last)
             with no_sync(model) if kind == "reduce gradients" else contextlib.nullcontext():
-                model(case.input_of(step, rank)).square().mean().backward()
+                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             if is_last:
                 if kind == "by hand":
                     model.finalize_backward()
@@ -559,8 +517,9 @@ def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
 def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
-    case = Case([4, 2, 0, 6], accumulates=True)
-    all_equal(run_threads(train_in_parts, 4, case, kind), train_alone(case))
+    counts = [4, 2, 0, 6]
+    pairs = [[(step + more, rank) for more in (0, 1) for rank in range(4) if step < counts[rank]] for step in (0, 2, 4)]
+    all_equal(run_threads(train_in_parts, 4, counts, kind), train_plain(pairs, 4, momentum=0.9))
 
 
 def run_out_between_two_legs() -> dict[str, torch.Tensor]:
@@ -641,33 +600,7 @@ def test_several_models_join_beside_each_other() -> None:
             assert_equal_params(one, other, tolerance=1e-6)
 
 
-def train_before_and_after(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
-    model = net()
-    (ANNOTATIONS | SETTINGS)[annotation](model)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    rank = dist.get_rank()
-    for epoch in range(3):
-        context = joined(joinable(model, step=step_all)) if epoch != 1 else contextlib.nullcontext()
-        with context:
-            for step in range(counts[rank] if epoch != 1 else 2):
-                model(random_input(100 * epoch + 10 * step + rank, 3, DIM)).square().mean().backward()
-                step_all()
-    return full_params(model)
-
-
-@pytest.mark.parametrize("annotation", ["hybrid kept", "no root", "replicate around", "pairs", "groups apart"])
-def test_all_ranks_go_on_alike_after_the_context(annotation: str) -> None:
-    counts = [3, 0, 1, 2]
-    groups = [
-        [(10 * epoch + step, rank) for rank, count in enumerate(counts) if epoch == 1 or step < count]
-        for epoch in range(3)
-        for step in range(3 if epoch != 1 else 2)
-    ]
-    expected = train_plain(groups, 4, momentum=0.9)
-    all_equal(run_threads(train_before_and_after, 4, annotation, counts), expected)
-
-
-def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor]:
+def train_on_two_meshes(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> dict[str, torch.Tensor]:
     """Average a block over pairs of ranks only, and the rest over all."""
     model = net()
     pair = hybrid_mesh()["shard"]
@@ -676,7 +609,7 @@ def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor
     else:
         fully_shard(model.blocks[1], mesh=pair)
     fully_shard(model)
-    return follow_loop(model, case.make_optimizer(model.parameters()), case)
+    return follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR), counts, divides_by_all=divides_by_all)
 
 
 @pytest.mark.parametrize(
@@ -684,17 +617,15 @@ def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor
     [([3, 0, 1, 2], True, False), ([3, 0, 1, 2], False, True), ([0, 0, 2, 1], False, False)],
 )
 def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> None:
-    case = Case(counts, divides_by_all=divides_by_all)
     nets = [net(), net()]
     shared = [name for name, _ in nets[0].named_parameters() if "blocks.1" not in name]
-    optimizers = [case.make_optimizer(one.parameters()) for one in nets]
-    for step in range(case.steps):
+    for step in range(max(counts)):
         running = [rank for rank in range(4) if step < counts[rank]]
         for rank in running:
-            nets[rank // 2](case.input_of(step, rank)).square().mean().backward()
+            nets[rank // 2](random_input(10 * step + rank, 3, DIM)).square().mean().backward()
         for index, one in enumerate(nets):
+            inside = [rank for rank in running if rank // 2 == index]
             for name, param in one.named_parameters():
-                inside = [rank for rank in running if rank // 2 == index]
                 if name not in shared and param.grad is not None:
                     param.grad /= 2 if divides_by_all else len(inside)
         for name in shared:
@@ -702,30 +633,24 @@ def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole
             total = sum(param.grad for param in pair if param.grad is not None)
             for param in pair:
                 param.grad = total / (4 if divides_by_all else len(running))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank, found in enumerate(run_threads(train_on_two_meshes, 4, case, is_whole=is_whole)):
+        for one in nets:
+            stepping(torch.optim.SGD(one.parameters(), lr=LR))()
+    runs = run_threads(train_on_two_meshes, 4, counts, is_whole=is_whole, divides_by_all=divides_by_all)
+    for rank, found in enumerate(runs):
         assert_equal_params(found, full_params(nets[rank // 2]), tolerance=1e-6)
 
 
-def run_parts_by_hand() -> dict[str, torch.Tensor]:
+def run_parts_by_hand(counts: list[int]) -> dict[str, torch.Tensor]:
     """Run a part before the root, and gather it in every step."""
     model: Any = net()
     shard_in_calls(model)
     model.blocks[1](torch.ones(1, DIM))
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    case, rank = Case([2, 0, 1]), dist.get_rank()
-    with joined(joinable(model, step=step_all)):
-        for step in range(case.counts[rank]):
-            model.blocks[1].unshard(async_op=True)
-            model(case.input_of(step, rank)).square().mean().backward()
-            step_all()
-    return full_params(model)
+    model.register_forward_pre_hook(lambda model, _: model.blocks[1].unshard(async_op=True) and None)
+    return follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), counts)
 
 
 def test_ranks_without_inputs_follow_parts_that_ran_before_and_are_gathered_by_hand() -> None:
-    all_equal(run_threads(run_parts_by_hand, 3), train_alone(Case([2, 0, 1])))
+    all_equal(run_threads(run_parts_by_hand, 3, [2, 0, 1]), train_on_counts([2, 0, 1], 3))
 
 
 # What all ranks have at the end
@@ -872,7 +797,7 @@ def stop_after_two_steps(model: nn.Module) -> None:
 
 def raise_while_one_rank_follows(annotation: str) -> dict[str, torch.Tensor]:
     model = net()
-    (ANNOTATIONS | SETTINGS)[annotation](model)
+    ANNOTATIONS[annotation](model)
     with pytest.raises(KeyError):
         stop_after_two_steps(model)
     model.zero_grad()
@@ -1121,7 +1046,7 @@ def test_ranks_do_not_hang_where_one_of_them_raises() -> None:
 # Processes
 
 
-@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around", "hooks of both"])
+@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "hooks of both"])
 def test_processes_with_uneven_inputs_train_like_one(annotation: str) -> None:
     case = Case([3, 0, 1, 2], annotation, clips=True)
     all_equal(run_ranks(train_jointly, 4, case), train_alone(case))
