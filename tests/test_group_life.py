@@ -21,6 +21,7 @@ from composable import (
 )
 from composable.replication import check_replicated
 from tests.models import BATCH, DIM, make_model, random_input, seeded
+from tests.parity import gradients_of
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 600 / 2**20
@@ -28,10 +29,6 @@ TINY_CAP_MB = 600 / 2**20
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def expected(step: int, ranks: list[int]) -> dict[str, torch.Tensor]:

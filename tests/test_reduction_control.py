@@ -179,7 +179,18 @@ RETURNED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def returned_by_hook(kind: str, ranks: Sequence[int], options: dict[str, Any]) -> str:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        ("Tensor", (1,), {}),
+        ("Work", (0, 1), {}),
+        ("Work", (0, 1), {"options": HandleOptions(unused_gradients="zero")}),
+    ],
+)
+@on_ranks(2)
+def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(
+    kind: str, ranks: Sequence[int], options: dict[str, Any]
+) -> None:
     model = sharded(**options)
     is_one = dist.get_rank() in ranks
     model.first.set_all_reduce_hook(RETURNED[kind] if is_one else lambda shard: shard.mul_(1))
@@ -189,23 +200,10 @@ def returned_by_hook(kind: str, ranks: Sequence[int], options: dict[str, Any]) -
     model.zero_grad()
     backward(model, dist.get_rank())
     close(grads_of(model), plain_grads(), 0)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "options"),
-    [
-        ("Tensor", (1,), {}),
-        ("Work", (0, 1), {}),
-        ("Work", (0, 1), {"options": HandleOptions(unused_gradients="zero")}),
-    ],
-)
-def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(
-    kind: str, ranks: Sequence[int], options: dict[str, Any]
-) -> None:
-    for rank, text in enumerate(run_threads(returned_by_hook, 2, kind, ranks, options)):
-        found = rank if rank in ranks else ranks[0]
-        assert text.startswith("the all-reduce hook returned") and f"at:  rank {found}, module 'first'" in text
+    text = str(caught.value)
+    rank = dist.get_rank()
+    found = rank if rank in ranks else ranks[0]
+    assert text.startswith("the all-reduce hook returned") and f"at:  rank {found}, module 'first'" in text
 
 
 # Collectives of the user's

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import ConfigError, UsageError, no_sync, reduction_stats, register_comm_hook, replicate
 from tests.models import BATCH, DIM, random_input, seeded
+from tests.parity import gradients_of
 from tests.world import on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 100 / 2**20
@@ -39,10 +40,6 @@ class Looped(nn.Module):
 
 def looped() -> Looped:
     return seeded(Looped, 0)
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -280,23 +277,6 @@ def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there()
     ]
 
 
-def refuse_delay(case: str) -> str:
-    model = wide()
-    params = delay(model)
-    name, hooked = params
-    wrong: dict[str, dict[str, Any]] = {
-        "alone": {name: params[name]},
-        "no pairs": {**params, name: [model.layers[0].weight]},
-        "no list": {**params, name: 3},
-        "other": {**params, name: [("other", nn.Linear(2, 2).weight)]},
-        "ignored": {**params, "ignored_params": [params[hooked]]},
-    }
-    with pytest.raises(ConfigError) as caught:
-        replicate(model, **(wrong[case] if dist.get_rank() == 1 else params))
-    assert replicate.state(model) is None
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("case", "what"),
     [
@@ -310,6 +290,20 @@ def refuse_delay(case: str) -> str:
         ),
     ],
 )
+@on_ranks(2)
 def test_a_delay_that_cannot_be_is_an_error_on_every_rank(case: str, what: str) -> None:
-    for text in run_threads(refuse_delay, 2, case):
-        assert text.splitlines()[:2] == [what, "  at:  rank 1"]
+    model = wide()
+    params = delay(model)
+    name, hooked = params
+    wrong: dict[str, dict[str, Any]] = {
+        "alone": {name: params[name]},
+        "no pairs": {**params, name: [model.layers[0].weight]},
+        "no list": {**params, name: 3},
+        "other": {**params, name: [("other", nn.Linear(2, 2).weight)]},
+        "ignored": {**params, "ignored_params": [params[hooked]]},
+    }
+    with pytest.raises(ConfigError) as caught:
+        replicate(model, **(wrong[case] if dist.get_rank() == 1 else params))
+    assert replicate.state(model) is None
+    text = str(caught.value)
+    assert text.splitlines()[:2] == [what, "  at:  rank 1"]

@@ -12,15 +12,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from composable import ConfigError, ReplicateModule, UsageError, fully_shard, replicate, unannotate
 from tests.models import BATCH, DIM, make_model, random_input
+from tests.parity import gradients_of
 from tests.world import on_ranks
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def expected(steps: list[int]) -> dict[str, torch.Tensor]:

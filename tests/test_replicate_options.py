@@ -11,11 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import ConfigError, DesyncError, UsageError, replicate
 from tests.models import BATCH, DIM, loss_of, make_model, random_input
+from tests.parity import gradients_of
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def backward(model: nn.Module, step: int = 0) -> None:

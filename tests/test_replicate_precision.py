@@ -707,20 +707,6 @@ def test_communication_hooks_get_the_bucket_in_low_precision(hook: Callable[...,
 # What travels
 
 
-def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int]]:
-    """Return the bytes of the all-reduces of a step, and of the buckets without what follows the gradients."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    replicate(model, mp_policy=policy)
-    reducer = replicate.state(model).reducer
-    exchange = reducer.exchange
-    exchange.transport = counting = CountingTransport(exchange.transport)
-    for _ in range(2):
-        counting.records.clear()
-        model(torch.ones(1, 64)).float().sum().backward()
-    sent = [record.bytes for record in counting.records if record.op == "all_reduce"]
-    return sent, [bucket.flat.nbytes - bucket.tail.nbytes for bucket in reducer.buckets]
-
-
 @pytest.mark.parametrize(
     ("policy", "width"),
     [
@@ -731,10 +717,21 @@ def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_gradients_travel_in_the_dtype_of_the_reduction(policy: MixedPrecisionPolicy | None, width: int) -> None:
-    for sent, buckets in run_threads(bytes_sent, 2, policy):
-        assert buckets == [2 * 64 * 64 * width]
-        assert [count - (2 + 3 * 2) * width for count in sent] == buckets
+    """Return the bytes of the all-reduces of a step, and of the buckets without what follows the gradients."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    replicate(model, mp_policy=policy)
+    reducer = replicate.state(model).reducer
+    exchange = reducer.exchange
+    exchange.transport = counting = CountingTransport(exchange.transport)
+    for _ in range(2):
+        counting.records.clear()
+        model(torch.ones(1, 64)).float().sum().backward()
+    sent = [record.bytes for record in counting.records if record.op == "all_reduce"]
+    sent, buckets = sent, [bucket.flat.nbytes - bucket.tail.nbytes for bucket in reducer.buckets]
+    assert buckets == [2 * 64 * 64 * width]
+    assert [count - (2 + 3 * 2) * width for count in sent] == buckets
 
 
 # Life
@@ -875,12 +872,8 @@ def bad_answer(param: nn.Parameter) -> torch.dtype | None:
     ],
     ids=["dtype", "dict", "answer"],
 )
+@on_ranks(2)
 def test_what_is_no_policy_is_refused_on_every_rank_and_changes_nothing(policy: Any, text: str) -> None:
-    for found in run_threads(annotate_wrongly, 2, policy):
-        assert text in found
-
-
-def annotate_wrongly(policy: Any) -> str:
     model = make_net()
     given = policy if dist.get_rank() == 1 else None
     with pytest.raises(ConfigError) as caught:
@@ -888,7 +881,8 @@ def annotate_wrongly(policy: Any) -> str:
     assert replicate.state(model) is None
     assert not any(module._forward_pre_hooks for module in model.modules())
     model(batch_of(0, 0, 0)).sum().backward()
-    return str(caught.value)
+    found = str(caught.value)
+    assert text in found
 
 
 def differ(policies: Sequence[MixedPrecisionPolicy | None]) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from composable import ConfigError, no_sync, replicate, step_in_backward, unannotate
 from tests.models import random_input, seeded
+from tests.parity import full, gradients_of
 from tests.world import on_ranks, run_threads
 
 DIM = 8
@@ -40,14 +41,6 @@ def split(mesh: Any) -> Split:
 
 def loss_at(model: nn.Module, step: int, data_rank: int) -> torch.Tensor:
     return model(random_input(100 * step + data_rank, 4, DIM)).square().mean()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def train(**options: Any) -> None:

@@ -19,7 +19,7 @@ from composable.errors import ComposableError, ConfigError
 from composable.ground.contract import get_registry
 from composable.whole_model import units_of
 from tests.models import random_input, seeded
-from tests.parity import full
+from tests.parity import gradients_of
 from tests.world import on_ranks, run_threads
 
 DIM = 4
@@ -60,16 +60,12 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
-
-
 def mean_gradients(plain: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Return what one process gets for the samples of all ranks."""
     plain.zero_grad()
     for rank in range(dist.get_world_size()):
         backward(plain, rank, step)
-    return {fqn: grad / dist.get_world_size() for fqn, grad in gradients(plain).items()}
+    return {fqn: grad / dist.get_world_size() for fqn, grad in gradients_of(plain).items()}
 
 
 def snapshot(model: nn.Module) -> list[object]:
@@ -136,7 +132,7 @@ def random_sequences(seeds: list[int]) -> tuple[int, int, int]:
             model.zero_grad()
             backward(model, dist.get_rank(), step)
             wanted = mean_gradients(plain, step)
-            torch.testing.assert_close(gradients(model), wanted, msg=lambda text, seed=seed: f"seed {seed}: {text}")
+            torch.testing.assert_close(gradients_of(model), wanted, msg=lambda text, seed=seed: f"seed {seed}: {text}")
     return accepted, refused, trained
 
 
@@ -209,7 +205,7 @@ def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
         model.zero_grad()
         backward(model, dist.get_rank(), step)
         if kind == "replicate":
-            torch.testing.assert_close(gradients(model), mean_gradients(plain, step))
+            torch.testing.assert_close(gradients_of(model), mean_gradients(plain, step))
     twin = copy.deepcopy(model)
     backward(twin, 0, 0)
     unannotate(model)
