@@ -6,7 +6,8 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -37,18 +38,6 @@ from tests.low_precision import BF16, DIM, FP16, FP32, Block, Net, batch_of, mak
 from tests.models import seeded
 from tests.world import on_ranks, run_ranks, run_threads, told
 
-
-def train_sharded(policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
-    model = make_net(BF16)
-    fully_shard(model, policy={Block}, mp_policy=policy)
-    optimizer = torch.optim.SGD((param for param in model.parameters() if param.requires_grad), lr=0.05)
-    with no_sync(model):
-        model(batch_of(0, dist.get_rank(), 0, BF16)).float().square().mean().backward()
-    model(batch_of(0, dist.get_rank(), 1, BF16)).float().square().mean().backward()
-    optimizer.step()
-    return whole(model)
-
-
 POLICIES = [
     MixedPrecisionPolicy(),
     MixedPrecisionPolicy(BF16),
@@ -61,11 +50,17 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
+@on_ranks(2)
 def test_a_model_in_low_precision_is_computed_and_reduced_in_full(policy: MixedPrecisionPolicy) -> None:
     expected = train_in_one_process(policy, 2, steps=1, micros=2, dtype=BF16, make=torch.optim.SGD)
-    found = run_threads(train_sharded, 2, policy)
-    assert all(value.dtype is BF16 for value in found[0].values())
-    torch.testing.assert_close(found[0], expected, rtol=1e-2, atol=1e-3)
+    model = make_net(BF16)
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    optimizer = torch.optim.SGD((param for param in model.parameters() if param.requires_grad), lr=0.05)
+    with no_sync(model):
+        model(batch_of(0, dist.get_rank(), 0, BF16)).float().square().mean().backward()
+    model(batch_of(0, dist.get_rank(), 1, BF16)).float().square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(whole(model), expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
@@ -183,7 +178,25 @@ def test_inputs_and_outputs_are_cast_wherever_they_are_and_autograd_knows() -> N
     assert torch.equal(x.grad, torch.full((2, DIM), 2.0))
 
 
-def dtypes_seen(nested: MixedPrecisionPolicy | None, root: MixedPrecisionPolicy) -> list[Any]:
+@pytest.mark.parametrize(
+    ("nested", "root", "expected"),
+    [
+        (MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16), [BF16, FP32, FP32]),
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(), [FP32, BF16, BF16]),
+        (None, MixedPrecisionPolicy(BF16), [BF16, BF16, BF16]),
+        (
+            MixedPrecisionPolicy(BF16, cast_forward_inputs=False),
+            MixedPrecisionPolicy(FP16, cast_forward_inputs=False, cast_root_forward_inputs=True),
+            [FP16, FP16, BF16],
+        ),
+        (None, MixedPrecisionPolicy(BF16, cast_root_forward_inputs=False), None),
+    ],
+)
+@on_ranks(1)
+def test_the_root_may_leave_its_inputs_and_so_may_all_others(
+    nested: MixedPrecisionPolicy | None, root: MixedPrecisionPolicy, expected: list[torch.dtype] | None
+) -> None:
+    """Each annotation has a policy of its own."""
     inner, outer = Spy(), nn.Sequential(nn.Linear(DIM, DIM))
     outer.append(inner)
     if nested is not None:
@@ -191,26 +204,9 @@ def dtypes_seen(nested: MixedPrecisionPolicy | None, root: MixedPrecisionPolicy)
     fully_shard(outer, mp_policy=root)
     seen: list[Any] = []
     outer[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if expected else pytest.raises(RuntimeError, match="dtype"):
         outer(torch.ones(2, DIM))
-    return [*seen, inner.seen["x"], inner.seen["weight"]]
-
-
-def test_each_annotation_has_a_policy_of_its_own() -> None:
-    low, full = MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(FP32)
-    assert run_threads(dtypes_seen, 1, full, low) == [[BF16, FP32, FP32]]
-    assert run_threads(dtypes_seen, 1, low, MixedPrecisionPolicy()) == [[FP32, BF16, BF16]]
-    assert run_threads(dtypes_seen, 1, None, low) == [[BF16, BF16, BF16]]
-
-
-def test_the_root_may_leave_its_inputs_and_so_may_all_others() -> None:
-    kept = MixedPrecisionPolicy(BF16, cast_root_forward_inputs=False)
-    with pytest.raises(Exception, match="dtype"):
-        run_threads(dtypes_seen, 1, None, kept)
-    only_root = MixedPrecisionPolicy(FP16, cast_forward_inputs=False, cast_root_forward_inputs=True)
-    assert run_threads(dtypes_seen, 1, MixedPrecisionPolicy(BF16, cast_forward_inputs=False), only_root) == [
-        [FP16, FP16, BF16]
-    ]
+    assert expected is None or [*seen, inner.seen["x"], inner.seen["weight"]] == expected
 
 
 class Encoder(nn.Module):
@@ -390,25 +386,17 @@ def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got(
     assert model(batch_of(0, 0, 0)).dtype is FP32
 
 
-def dtypes_of_params(override: Callable[[nn.Parameter], torch.dtype | None]) -> dict[str, tuple[torch.dtype, ...]]:
-    model = make_net()
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=override))
-    with model.unshard() or torch.no_grad():
-        found = {fqn: (param.dtype,) for fqn, param in model.named_parameters()}
-    buffers = fully_shard.state(model).plan.handles[0].buffers
-    return {
-        fqn: (*found[fqn], buffer.reduce_dtype) for buffer in buffers for fqn in [s.fqn for s in buffer.layout.spans]
-    }
-
-
-def full_for_vectors(param: nn.Parameter) -> torch.dtype | None:
-    return FP32 if param.ndim < 2 else None
-
-
+@on_ranks(2)
 def test_a_function_chooses_the_dtype_of_each_parameter() -> None:
-    found = run_threads(dtypes_of_params, 2, full_for_vectors)[0]
-    assert found["blocks.0.norm.weight"] == (FP32, FP32)
-    assert found["blocks.0.up.weight"] == (BF16, BF16)
+    model = make_net()
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: FP32 if param.ndim < 2 else None)
+    fully_shard(model, mp_policy=policy)
+    with model.unshard() or torch.no_grad():
+        found = {fqn: param.dtype for fqn, param in model.named_parameters()}
+    (handle,) = fully_shard.state(model).plan.handles
+    reduced = {span.fqn: buffer.reduce_dtype for buffer in handle.buffers for span in buffer.layout.spans}
+    for fqn, dtype in (("blocks.0.norm.weight", FP32), ("blocks.0.up.weight", BF16)):
+        assert found[fqn] is reduced[fqn] is dtype
 
 
 def by_rank(param: nn.Parameter) -> torch.dtype | None:
@@ -427,22 +415,19 @@ def test_a_function_that_answers_differently_on_two_ranks_is_an_error_on_both() 
 # Gradients that wait
 
 
-def sums_of_micro_batches(policy: MixedPrecisionPolicy) -> torch.Tensor:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    fully_shard(model, mp_policy=policy)
-    for micro in range(300):
-        model.set_requires_gradient_sync(micro == 299)
-        model(torch.ones(1, 1)).sum().backward()
-    grad = model.weight.grad
-    assert grad is not None
-    return grad.full_tensor()  # type: ignore[attr-defined,no-any-return]
-
-
+@on_ranks(2)
 def test_gradients_that_wait_are_added_up_in_the_dtype_of_the_reduction() -> None:
-    assert run_threads(sums_of_micro_batches, 2, MixedPrecisionPolicy(BF16, FP32))[0].item() == 300
+    sums = []
+    for policy in (MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16)):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        fully_shard(model, mp_policy=policy)
+        for micro in range(300):
+            model.set_requires_gradient_sync(micro == 299)
+            model(torch.ones(1, 1)).sum().backward()
+        sums.append(model.weight.grad.full_tensor().item())
     # In bfloat16 256 + 1 is 256.
-    assert run_threads(sums_of_micro_batches, 2, MixedPrecisionPolicy(BF16))[0].item() < 300
+    assert sums[0] == 300 > sums[1]
 
 
 @on_ranks(3)
@@ -715,17 +700,12 @@ def answer(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def step_with_a_function_without_a_name() -> str:
-    override = functools.partial(answer, dtype=FP32)
-    model = make_net()
+@on_ranks(2)
+def test_a_function_without_a_name_is_the_same_on_every_rank() -> None:
+    model, override = make_net(), functools.partial(answer, dtype=FP32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=override))
     model(batch_of(0, 0, 0)).float().sum().backward()
-    return str(fully_shard.state(model).plan)
-
-
-def test_a_function_without_a_name_is_the_same_on_every_rank() -> None:
-    first, second = run_threads(step_with_a_function_without_a_name, 2)
-    assert first == second and "param_dtype_override_fn=partial" in first
+    assert "param_dtype_override_fn=partial" in str(fully_shard.state(model).plan)
 
 
 # torch's own policies, and FSDP2 as a second opinion
@@ -772,10 +752,10 @@ def train_engine(is_ours: bool) -> list[float]:
     return losses
 
 
+@on_ranks(2, run=run_ranks)
 def test_mixed_precision_e2e_full_shard() -> None:
     """Losses are those of torch's own ``fully_shard`` under the same policy."""
-    for ours, theirs in zip(run_ranks(train_engine, 2, True), run_ranks(train_engine, 2, False), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert train_engine(True) == pytest.approx(train_engine(False), rel=1e-6)
 
 
 # Random policies on random nestings

@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from composable import no_sync, register_comm_hook, replicate
 from composable.errors import ComposableError, UsageError
 from tests.models import BATCH, DIM, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
-from tests.parity import Run, assert_equal_runs, global_inputs, inputs_of, train_annotated, train_reference
+from tests.parity import (
+    Run,
+    assert_equal_runs,
+    global_inputs,
+    gradients_of,
+    inputs_of,
+    train_annotated,
+    train_reference,
+)
 from tests.world import on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 600 / 2**20
@@ -35,10 +43,6 @@ def average_of_plain(name: str, losses: Callable[[nn.Module, int], torch.Tensor]
     for rank in range(dist.get_world_size()):
         (losses(model, rank) / dist.get_world_size()).backward()
     return gradients_of(model)
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -215,25 +219,20 @@ def test_the_error_names_the_module_that_each_rank_saw_last(*, static: bool) -> 
     assert run_threads(cut_off, 3, static=static) == [[first, start + "s 0, 2, 'layers.2' on rank 1"]] * 3
 
 
-def train_with_unused(used: list[str], *, accumulates: bool) -> list[str]:
+@pytest.mark.parametrize("accumulates", [False, True])
+@on_ranks(3)
+def test_parameters_unused_on_some_ranks_count_as_zero_if_allowed(*, accumulates: bool) -> None:
+    used = ["left", "", "left"]
     model = replicate(seeded(Gated, 0), bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
     plain = seeded(Gated, 0)
-    world_size = dist.get_world_size()
     for _ in range(3):
         if not accumulates:
             model.zero_grad()
             plain.zero_grad()
         model(random_input(dist.get_rank(), BATCH, DIM), used[dist.get_rank()]).square().mean().backward()
-        for rank in range(world_size):
-            (plain(random_input(rank, BATCH, DIM), used[rank]).square().mean() / world_size).backward()
+        for rank in range(3):
+            (plain(random_input(rank, BATCH, DIM), used[rank]).square().mean() / 3).backward()
         torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-    return list(gradients_of(model))
-
-
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_parameters_unused_on_some_ranks_count_as_zero_if_allowed(*, accumulates: bool) -> None:
-    names = run_threads(train_with_unused, 3, ["left", "", "left"], accumulates=accumulates)
-    assert names == [["always.weight", "left.weight"]] * 3
 
 
 @on_ranks(2)
@@ -434,7 +433,8 @@ def test_a_training_forward_starts_with_the_buffers_of_the_first_rank_unless_the
     assert [steps for steps, _ in second] == [10, 21, 21]
 
 
-def train_batch_norm() -> list[torch.Tensor]:
+@on_ranks(2)
+def test_ranks_with_batch_norm_stay_equal() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, 1)), 0)
     replicate(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -444,12 +444,10 @@ def train_batch_norm() -> list[torch.Tensor]:
         x = random_input(10 * step + dist.get_rank(), BATCH, DIM)
         (model(x) + model(2 * x)).square().mean().backward()
         optimizer.step()
-    return [param.detach() for param in model.parameters()]
-
-
-def test_ranks_with_batch_norm_stay_equal() -> None:
-    first, second = run_threads(train_batch_norm, 2)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    for param in model.parameters():
+        first = param.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, param)
 
 
 # -- ranks that disagree
@@ -578,22 +576,16 @@ def test_a_parameter_unfrozen_later_is_an_error() -> None:
 # -- groups, ignored modules, other annotations
 
 
-def train_on_some_ranks() -> dict[str, torch.Tensor]:
-    rank = dist.get_rank()
-    group = dist.new_group([1, 2])
-    model = make_model("mlp", seed=rank)
+@on_ranks(3)
+def test_a_process_group_of_some_ranks_leaves_the_others_alone() -> None:
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    model, plain = make_model("mlp", seed=rank), make_model("mlp", seed=min(rank, 1))
     if rank > 0:
         replicate(model, process_group=group)
     loss_at(model, 0, rank).backward()
-    return gradients_of(model)
-
-
-def test_a_process_group_of_some_ranks_leaves_the_others_alone() -> None:
-    _, first, second = run_threads(train_on_some_ranks, 3)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    plain = make_model("mlp", seed=1)
-    ((loss_at(plain, 0, 1) + loss_at(plain, 0, 2)) / 2).backward()
-    torch.testing.assert_close(first, gradients_of(plain))
+    for one in (1, 2) if rank else (0,):
+        (loss_at(plain, 0, one) / (2 if rank else 1)).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
 def train_on_mesh_dims() -> dict[str, torch.Tensor]:
@@ -732,18 +724,13 @@ def test_compression_around_powersgd_gives_what_it_gives_below_torchs_wrapper() 
     assert all(torch.isfinite(grad).all() for step in ours[0] for grad in step.values())
 
 
-def unused_with_hook() -> list[str]:
-    model = replicate(seeded(Gated, 0))
-    register_comm_hook(model, None, default_hooks.allreduce_hook)
-    return [
-        message(lambda: model(random_input(0, BATCH, DIM), "left right" if dist.get_rank() else "").sum().backward())
-    ]
-
-
+@on_ranks(2)
 def test_unused_parameters_are_an_error_on_every_rank_with_a_hook_too() -> None:
-    (first,), (second,) = run_threads(unused_with_hook, 2)
-    assert "2 parameters: 'left.weight', 'right.weight'" in first
-    assert second.startswith("UsageError: rank 0 ended backward without a gradient for 'left.weight', 'right.weight'")
+    model, rank = replicate(seeded(Gated, 0)), dist.get_rank()
+    register_comm_hook(model, None, default_hooks.allreduce_hook)
+    text = message(lambda: model(random_input(0, BATCH, DIM), "left right" if rank else "").sum().backward())
+    said = "rank 0 ended backward without a gradient for" if rank else "a gradient for 2 parameters:"
+    assert f"{said} 'left.weight', 'right.weight'" in text
 
 
 @pytest.mark.cuda
@@ -766,15 +753,14 @@ def test_training_on_cuda_equals_training_without_ranks() -> None:
 @on_ranks(2)
 def test_the_attribute_by_which_ddp_stops_averaging_does_so_here(*, before: bool) -> None:
     rank = dist.get_rank()
-    model: Any = make_model("mlp")
-    if before:
-        model.require_backward_grad_sync = False
-    replicate(model)
+    model, plain = make_model("mlp"), make_model("mlp")
     if not before:
-        model.require_backward_grad_sync = False
+        replicate(model)
+    model.require_backward_grad_sync = False
+    if before:
+        replicate(model)
     assert not model.require_backward_grad_sync
     loss_at(model, 0, rank).backward()
-    plain = make_model("mlp")
     loss_at(plain, 0, rank).backward()
     torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     model.require_backward_grad_sync = True
@@ -832,26 +818,20 @@ class TwoHeads(nn.Module):
         return self.a(x), self.b(x)
 
 
-def run_two_backwards(*, finds_unused: bool) -> list[torch.Tensor]:
-    model = replicate(seeded(TwoHeads, 0), find_unused_parameters=finds_unused)
-    for _ in range(3):
-        model.zero_grad()
-        first, second = model(random_input(dist.get_rank(), 3, 4))
-        if not finds_unused:
-            with pytest.raises(UsageError, match="pass find_unused_parameters=True"):
-                first.square().mean().backward()
-            return []
-        first.square().mean().backward()
-        second.square().mean().backward()
-    return [param.grad for param in model.parameters()]
-
-
 @pytest.mark.parametrize("finds_unused", [True, False])
+@on_ranks(2)
 def test_a_backward_for_each_output_needs_unused_parameters_to_be_found(*, finds_unused: bool) -> None:
-    model = seeded(TwoHeads, 0)
-    for rank in range(2):
-        for output in model(random_input(rank, 3, 4)):
-            (output.square().mean() / 2).backward()
-    for found in run_threads(run_two_backwards, 2, finds_unused=finds_unused):
-        if finds_unused:
-            torch.testing.assert_close(found, [param.grad for param in model.parameters()])
+    model, plain = replicate(seeded(TwoHeads, 0), find_unused_parameters=finds_unused), seeded(TwoHeads, 0)
+    if not finds_unused:
+        with pytest.raises(UsageError, match="pass find_unused_parameters=True"):
+            model(random_input(0, 3, 4))[0].sum().backward()
+        return
+    for _ in range(3):
+        for one in (model, plain):
+            one.zero_grad()
+        for output in model(random_input(dist.get_rank(), 3, 4)):
+            output.square().mean().backward()
+        for rank in range(2):
+            for output in plain(random_input(rank, 3, 4)):
+                (output.square().mean() / 2).backward()
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))

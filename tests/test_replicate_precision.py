@@ -6,7 +6,7 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -311,8 +311,8 @@ class Mixed(nn.Module):
         return x * self.scale
 
 
-def interrupt_everywhere() -> tuple[int, list[str]]:
-    """Return how many points were tried, and those after which modules, or the next gradients, were wrong."""
+@on_ranks(1)
+def test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own() -> None:
     model = seeded(Mixed, 0)
     before = tensors_of(model)
     flat = list(model.lstm._flat_weights)
@@ -340,13 +340,7 @@ def interrupt_everywhere() -> tuple[int, list[str]]:
         if not all(map(torch.equal, grads, expected)) or len(grads) != len(expected):
             wrong.append(f"{point}: gradients differ")
         del caught
-    return len(points), wrong
-
-
-def test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own() -> None:
-    ((tried, wrong),) = run_threads(interrupt_everywhere, 1)
-    assert tried == 150
-    assert not wrong
+    assert len(points) == 150 and not wrong
 
 
 def fail(grad: torch.Tensor) -> None:
@@ -413,23 +407,20 @@ def test_parameters_are_low_however_a_module_reads_them() -> None:
     assert all(any(weight is param for param in model.parameters()) for weight in model.recurrent._flat_weights)
 
 
-def write_in_forward() -> tuple[str, str]:
+@on_ranks(1)
+def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
     model = nn.Sequential(nn.Embedding(3, DIM, max_norm=0.1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    text = told(lambda: model(torch.arange(3)))[0]
-    standing = replicate.state(model).progress.tell(in_backward=False)
-    return text, standing.tree.text
-
-
-def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
-    text, standing = run_threads(write_in_forward, 1)[0]
+    (text,) = told(lambda: model(torch.arange(3)))
     assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in text
     # So are ranks told that wait for this one.
+    standing = replicate.state(model).progress.tell(in_backward=False).tree.text
     assert standing.startswith("has left forward 1 of Sequential: UsageError: a forward wrote")
 
 
-def when_gradients_arrive() -> list[list[bool]]:
-    """Return of each layer, last first, which of them have their gradients when that of its output arrives."""
+@on_ranks(1)
+def test_gradients_arrive_while_backward_goes_on() -> None:
+    """Of each layer, last first, note which of them have their gradients when that of its output arrives."""
     layers = [nn.Linear(DIM, DIM) for _ in range(4)]
     weights = [layer.weight for layer in reversed(layers)]
     model = nn.Sequential(*layers)
@@ -445,11 +436,6 @@ def when_gradients_arrive() -> list[list[bool]]:
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(2, DIM)).float().sum().backward()
-    return seen
-
-
-def test_gradients_arrive_while_backward_goes_on() -> None:
-    (seen,) = run_threads(when_gradients_arrive, 1)
     assert seen == 2 * [[False] * 4, [True] + [False] * 3, [True] * 2 + [False] * 2, [True] * 3 + [False]]
 
 
@@ -580,15 +566,6 @@ def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got(
     assert seen[:3] == [FP32, FP32, BF16]
 
 
-def dtypes_of(*, inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy) -> list[tuple[torch.dtype, ...]]:
-    model = nn.Sequential(Spy(), Spy())
-    if inner is not None:
-        replicate(model[1], mp_policy=inner)
-    replicate(model, mp_policy=outer)
-    model(torch.ones(2, DIM))
-    return [spy.seen[0][:2] for spy in model]
-
-
 @pytest.mark.parametrize(
     ("inner", "outer", "expected"),
     [
@@ -607,10 +584,16 @@ def dtypes_of(*, inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy
         ),
     ],
 )
+@on_ranks(1)
 def test_each_annotation_casts_its_inputs_and_parameters(
     inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy, expected: list[tuple[torch.dtype, ...]]
 ) -> None:
-    assert run_threads(dtypes_of, 1, inner=inner, outer=outer) == [expected]
+    model = nn.Sequential(Spy(), Spy())
+    if inner is not None:
+        replicate(model[1], mp_policy=inner)
+    replicate(model, mp_policy=outer)
+    model(torch.ones(2, DIM))
+    assert [spy.seen[0][:2] for spy in model] == expected
 
 
 @on_ranks(2)
@@ -885,14 +868,6 @@ def test_what_is_no_policy_is_refused_on_every_rank_and_changes_nothing(policy: 
     assert text in found
 
 
-def differ(policies: Sequence[MixedPrecisionPolicy | None]) -> str:
-    model = make_net()
-    with pytest.raises(DesyncError) as caught:
-        replicate(model, mp_policy=policies[dist.get_rank()])
-    assert replicate.state(model) is None
-    return str(caught.value)
-
-
 def answer_by_rank(param: nn.Parameter) -> torch.dtype | None:
     return BF16 if dist.get_rank() else None
 
@@ -901,16 +876,18 @@ def answer_by_rank(param: nn.Parameter) -> torch.dtype | None:
     "policies",
     [
         (MixedPrecisionPolicy(BF16), None),
-        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, FP32)),
         (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, output_dtype=FP32)),
         (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, skipped_module_classes=(nn.LayerNorm,))),
         (MixedPrecisionPolicy(param_dtype_override_fn=answer_by_rank),) * 2,
     ],
-    ids=["one", "reduce", "output", "skipped", "answers"],
+    ids=["one", "output", "skipped", "answers"],
 )
+@on_ranks(2)
 def test_ranks_with_different_policies_are_told_at_the_annotation(policies: Any) -> None:
-    for text in run_threads(differ, 2, policies):
-        assert "the ranks call replicate on different modules or with different options" in text
+    model = make_net()
+    with pytest.raises(DesyncError, match="call replicate on different modules or with different options"):
+        replicate(model, mp_policy=policies[dist.get_rank()])
+    assert replicate.state(model) is None
 
 
 @on_ranks(1)
