@@ -21,7 +21,7 @@ from composable import (
 )
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
-from tests.parity import assert_equal_params, full, global_inputs, inputs_of
+from tests.parity import assert_equal_params, full, global_inputs, gradients_of, inputs_of
 from tests.world import RankErrors, on_ranks, run_threads
 
 MICRO_BATCHES = 3
@@ -35,66 +35,42 @@ def annotate(model: nn.Module, how: str) -> nn.Module:
     return fully_shard(model, policy=None if how == "root" else {nn.Linear})
 
 
-def grads_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {fqn: None if param.grad is None else full(param.grad) for fqn, param in model.named_parameters()}
+def assert_gradients_of_one_process(model: nn.Module, name: str) -> None:
+    plain = make_model(name)
+    for step in range(MICRO_BATCHES):
+        args, kwargs = global_inputs(plain, step, dist.get_world_size())
+        loss_of(plain(*args, **kwargs)).backward()
+    assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
 
 
-def gradients(name: str, how: str, *, seed: int) -> dict[str, torch.Tensor | None]:
-    """Return full gradients after micro batches of which some, chosen alike on all ranks, stay on their rank."""
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(8)])
+@on_ranks()
+def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> None:
+    """Run micro batches of which some, chosen alike on all ranks, stay on their rank."""
     rng = random.Random(seed)
-    model = annotate(make_model(name), how)
+    name = rng.choice(["mlp", "gpt_tied", "frozen_mixed", "uneven", "unused", "tied_across"])
+    model = annotate(make_model(name), rng.choice(["root", "policy"]))
     for step in range(MICRO_BATCHES):
         with nullcontext() if rng.randrange(2) else no_sync(model):
             backward(model, step)
         if rng.randrange(2):
             reduce_gradients(model)
     reduce_gradients(model)
-    return grads_of(model)
+    assert_gradients_of_one_process(model, name)
 
 
-def gradients_of_one_process(name: str, world_size: int) -> dict[str, torch.Tensor | None]:
-    model = make_model(name)
-    for step in range(MICRO_BATCHES):
-        args, kwargs = global_inputs(model, step, world_size)
-        loss_of(model(*args, **kwargs)).backward()
-    return {fqn: param.grad for fqn, param in model.named_parameters()}
-
-
-def assert_equal_gradients(
-    ranks: list[dict[str, torch.Tensor | None]], expected: dict[str, torch.Tensor | None]
-) -> None:
-    there = {fqn: grad for fqn, grad in expected.items() if grad is not None}
-    for rank, found in enumerate(ranks):
-        own = {fqn: grad for fqn, grad in found.items() if grad is not None}
-        assert_equal_params(own, there, tolerance=1e-6, where=f"rank {rank}")
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> None:
-    rng = random.Random(seed)
-    name = rng.choice(["mlp", "gpt_tied", "frozen_mixed", "uneven", "unused", "tied_across"])
-    world_size = rng.choice([1, 2, 3])
-    how = rng.choice(["root", "policy"])
-    found = run_threads(gradients, world_size, name, how, seed=seed)
-    assert_equal_gradients(found, gradients_of_one_process(name, world_size))
-
-
-def gradients_under_way(setting: str, *, keeps: bool, how: str) -> dict[str, torch.Tensor | None]:
-    """Return full gradients after micro batches of which none is said to be the last one."""
+@pytest.mark.parametrize("setting", ["set_is_last_backward", "set_manual_backward_finalization"])
+@pytest.mark.parametrize(("keeps", "how"), [(False, "mixed"), (True, "policy")])
+@on_ranks(2)
+def test_reductions_under_way_end_as_well(setting: str, keeps: bool, how: str) -> None:
+    """Run micro batches of which none is said to be the last one."""
     model = annotate(make_model("mlp"), how)
     getattr(model, setting)(setting == "set_manual_backward_finalization")
     for step in range(MICRO_BATCHES):
         with no_sync(model) if keeps else nullcontext():
             backward(model, step)
     reduce_gradients(model)
-    return grads_of(model)
-
-
-@pytest.mark.parametrize("setting", ["set_is_last_backward", "set_manual_backward_finalization"])
-@pytest.mark.parametrize(("keeps", "how"), [(False, "mixed"), (True, "policy")])
-def test_reductions_under_way_end_as_well(setting: str, keeps: bool, how: str) -> None:
-    found = run_threads(gradients_under_way, 2, setting, keeps=keeps, how=how)
-    assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
+    assert_gradients_of_one_process(model, "mlp")
 
 
 @on_ranks(2)
@@ -103,15 +79,13 @@ def test_each_handle_is_reduced_once_and_nothing_is_gathered() -> None:
     args, kwargs = inputs_of(model, 0, dist.get_rank())
     model(*args, **kwargs)
     counted = CountingTransport.install(fully_shard.state(model).root)
-    counts = []
     with no_sync(model):
         for _ in range(MICRO_BATCHES):
             loss_of(model(*args, **kwargs)).backward()
-    for _ in range(2):
+    for expected in ({"reduce_scatter": 8}, {}):
         counted.records.clear()
         reduce_gradients(model)
-        counts.append(counted.counts())
-    assert counts == [{"reduce_scatter": 8}, {}]
+        assert counted.counts() == expected
 
 
 @on_ranks(2)
@@ -137,7 +111,9 @@ def test_nothing_comes_back_that_was_dropped() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torch.Tensor | None]:
+@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
+@on_ranks(2)
+def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
     model = fully_shard(make_model("mlp"), policy={nn.Linear}, options=HandleOptions(unused_gradients=unused_gradients))
     for step in range(MICRO_BATCHES):
         args, kwargs = inputs_of(model, step, dist.get_rank())
@@ -146,13 +122,7 @@ def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torc
         with no_sync(model):
             loss.backward()
     reduce_gradients(model)
-    return grads_of(model)
-
-
-@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
-def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
-    found = run_threads(gradients_around_a_pending_backward, 2, unused_gradients)
-    assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
+    assert_gradients_of_one_process(model, "mlp")
 
 
 def refuse_in_no_sync() -> None:

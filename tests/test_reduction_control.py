@@ -39,20 +39,13 @@ def linears(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def plain_grads(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    model = sharded(dtype)
-    backward(model, dist.get_rank(), dtype)
+def plain_grads() -> dict[str, torch.Tensor]:
+    model = sharded()
+    backward(model, dist.get_rank())
     return grads_of(model)
 
 
 # Divisors
-
-
-def divided(factor: float | None, setter: str) -> dict[str, torch.Tensor]:
-    model = sharded()
-    getattr(model.blocks[0], setter)(factor)
-    backward(model, dist.get_rank())
-    return grads_of(model)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +55,14 @@ def divided(factor: float | None, setter: str) -> dict[str, torch.Tensor]:
         factor=[1, 0.25, 3, None],
     )
 )
-def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str, world_size: int) -> None:
-    plain = run_threads(plain_grads, world_size)[0]
-    for grads in run_threads(divided, world_size, factor, setter):
-        for fqn, grad in grads.items():
-            due = world_size / factor if factor is not None and fqn.startswith("blocks.0") else 1
-            close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
+@on_ranks()
+def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str) -> None:
+    plain, model = plain_grads(), sharded()
+    getattr(model.blocks[0], setter)(factor)
+    backward(model, dist.get_rank())
+    for fqn, grad in grads_of(model).items():
+        due = dist.get_world_size() / factor if factor is not None and fqn.startswith("blocks.0") else 1
+        close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
 
 
 @on_ranks(2)
@@ -109,12 +104,14 @@ def summed(dtype: torch.dtype, is_forced: bool) -> tuple[list[float], dict[str, 
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), [(DTYPES[0], 3), *((dtype, 2) for dtype in DTYPES[1:])])
-def test_forced_sums_are_divided_by_a_step_of_their_own(dtype: torch.dtype, world_size: int) -> None:
-    (scales, plain), *_ = run_threads(summed, world_size, dtype, False)
+@on_ranks()
+def test_forced_sums_are_divided_by_a_step_of_their_own(dtype: torch.dtype) -> None:
+    world_size = dist.get_world_size()
+    scales, plain = summed(dtype, False)
     assert set(scales) == {1 / world_size}
-    for scales, grads in run_threads(summed, world_size, dtype, True):
-        assert set(scales) == {1.0} and len(scales) == 4
-        close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
+    scales, grads = summed(dtype, True)
+    assert set(scales) == {1.0} and len(scales) == 4
+    close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("way", ["sum", "comm"])

@@ -74,11 +74,10 @@ def test_a_static_graph_gives_the_gradients_of_torchs_wrapper() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def accumulate_what_was_unused() -> str:
-    model = looped()
-    model.uses_branch = False
+@on_ranks(2)
+def test_what_only_a_backward_without_synchronisation_uses_is_an_error_on_every_rank() -> None:
+    model, rank = looped(), dist.get_rank()
     replicate(model, static_graph=True)
-    rank = dist.get_rank()
     for step in range(2):
         loss_at(model, step, rank).backward()
     with no_sync(model):
@@ -87,15 +86,12 @@ def accumulate_what_was_unused() -> str:
     model.uses_branch = False
     with pytest.raises(UsageError) as caught:
         loss_at(model, 3, rank).backward()
-    return str(caught.value).splitlines()[0]
-
-
-def test_what_only_a_backward_without_synchronisation_uses_is_an_error_on_every_rank() -> None:
-    assert run_threads(accumulate_what_was_unused, 2) == [
-        "the backward of rank 1 is not like the first one, as static_graph=True says: 'branch.weight', 'branch.bias'",
-        "this backward is not like the first one, as static_graph=True says: 'branch.weight' (1 gradient, 0 then), "
-        "'branch.bias' (1 gradient, 0 then)",
-    ]
+    what = "is not like the first one, as static_graph=True says:"
+    assert str(caught.value).splitlines()[0] == (
+        f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
+        if rank
+        else f"the backward of rank 1 {what} 'branch.weight', 'branch.bias'"
+    )
 
 
 class _Interrupted(torch.futures.Future[torch.Tensor]):
@@ -152,26 +148,6 @@ def test_what_no_rank_uses_is_in_no_bucket_of_a_static_graph() -> None:
     assert fqns == {f"{layer}.{name}" for layer in ("first", "block.0", "last") for name in ("weight", "bias")}
 
 
-def change_graph(kind: str) -> str:
-    model = looped()
-    model.uses_branch = kind == "fewer"
-    replicate(model, static_graph=True)
-    rank = dist.get_rank()
-    loss_at(model, 0, rank).backward()
-    loss_at(model, 1, rank).backward()
-    model.zero_grad()
-    if rank == 1:
-        model.uses_branch = kind == "more"
-        model.rounds = 2 if kind == "other" else 3
-    with pytest.raises(UsageError) as caught:
-        loss_at(model, 2, rank).backward()
-    # The next step is fine again.
-    model.uses_branch, model.rounds = kind == "fewer", 3
-    model.zero_grad()
-    loss_at(model, 3, rank).backward()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
@@ -180,25 +156,37 @@ def change_graph(kind: str) -> str:
         ("other", "'block.0.weight' (2 gradients, 3 then), 'block.0.bias' (2 gradients, 3 then)"),
     ],
 )
+@on_ranks(2)
 def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what: str) -> None:
-    told, own = run_threads(change_graph, 2, kind)
-    last = "    the last module to get a gradient: 'first' on ranks 0, 1"
-    assert own.splitlines()[:3] == [
-        f"this backward is not like the first one, as static_graph=True says: {what}",
-        last,
-        "  at:  rank 1",
-    ]
+    model, rank = looped(), dist.get_rank()
+    model.uses_branch = kind == "fewer"
+    replicate(model, static_graph=True)
+    loss_at(model, 0, rank).backward()
+    loss_at(model, 1, rank).backward()
+    model.zero_grad()
+    if rank == 1:
+        model.uses_branch = kind == "more"
+        model.rounds = 2 if kind == "other" else 3
+    with pytest.raises(UsageError) as caught:
+        loss_at(model, 2, rank).backward()
     names = "" if kind == "other" else ": 'branch.weight', 'branch.bias'"
-    assert told.splitlines()[:3] == [
-        f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
-        last,
-        "  at:  rank 0",
+    assert str(caught.value).splitlines()[:3] == [
+        f"this backward is not like the first one, as static_graph=True says: {what}"
+        if rank
+        else f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
+        "    the last module to get a gradient: 'first' on ranks 0, 1",
+        f"  at:  rank {rank}",
     ]
+    # The next step is fine again.
+    model.uses_branch, model.rounds = kind == "fewer", 3
+    model.zero_grad()
+    loss_at(model, 3, rank).backward()
 
 
-def use_what_others_used(bucket_cap_mb: float) -> str:
-    model = looped()
-    rank = dist.get_rank()
+@pytest.mark.parametrize("bucket_cap_mb", [25, TINY_CAP_MB])
+@on_ranks(3)
+def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank(bucket_cap_mb: float) -> None:
+    model, rank = looped(), dist.get_rank()
     replicate(model, static_graph=True, bucket_cap_mb=bucket_cap_mb)
     for step in range(2):
         model.uses_branch = rank > 0
@@ -207,18 +195,15 @@ def use_what_others_used(bucket_cap_mb: float) -> str:
     model.uses_branch = True
     with pytest.raises(UsageError) as caught:
         loss_at(model, 2, rank).backward()
+    what = "is not like the first one, as static_graph=True says:"
+    assert str(caught.value).splitlines()[0] == (
+        f"the backward of rank 0 {what} 'branch.weight', 'branch.bias'"
+        if rank
+        else f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
+    )
     model.uses_branch = rank > 0
     model.zero_grad()
     loss_at(model, 3, rank).backward()
-    return str(caught.value).splitlines()[0]
-
-
-@pytest.mark.parametrize("bucket_cap_mb", [25, TINY_CAP_MB])
-def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank(bucket_cap_mb: float) -> None:
-    own, *others = run_threads(use_what_others_used, 3, bucket_cap_mb)
-    what = "is not like the first one, as static_graph=True says:"
-    assert own == f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
-    assert others == [f"the backward of rank 0 {what} 'branch.weight', 'branch.bias'"] * 2
 
 
 def test_a_static_graph_is_logged(caplog: pytest.LogCaptureFixture) -> None:
