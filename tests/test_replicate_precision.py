@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import random
 import threading
 import warnings
 import weakref
@@ -30,7 +29,6 @@ from composable import (
     register_comm_hook,
     replicate,
     save_checkpoint,
-    step_in_backward,
     unannotate,
 )
 from tests.counting import CountingTransport
@@ -39,8 +37,6 @@ from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train
 from tests.models import seeded
 from tests.runtime.interrupts import interrupted_at, record, sample
 from tests.world import on_ranks, run_ranks, run_threads, told
-
-TINY_CAP_MB = 300 / 2**20
 
 
 def train(policy: Any, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -61,154 +57,6 @@ def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: Mixed
     expected = train_in_one_process(policy, 2, steps=1, micros=1, dtype=BF16, make=torch.optim.SGD)
     for found in run_threads(train, 2, policy, dtype=BF16):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
-
-
-# Random trees
-
-
-class Tree(nn.Module):
-    """Parts that are run once, twice, with checkpointing, only read or not at all, which changes from step to step.
-
-    Some are frozen, some share a weight.
-    """
-
-    def __init__(self, draw: random.Random, depth: int, pool: list[nn.Linear]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList()
-        self.ways: list[list[str]] = []
-        ways = ["once", "once", "twice", "checkpointed", "read", "unused"]
-        for _ in range(draw.randint(1, 3)):
-            self.parts.append(self._part(draw, depth, pool))
-            self.ways.append([draw.choice(ways)] * 3 if draw.random() < 0.6 else draw.choices(ways, k=3))
-        self.ways[0] = ["once"] * 3
-        self.step = 0
-        self.recomputes = True
-        self.scale = nn.Parameter(torch.ones(()))
-
-    @staticmethod
-    def _part(draw: random.Random, depth: int, pool: list[nn.Linear]) -> nn.Module:
-        kind = draw.choice(
-            ["linear", "tied", "frozen", "norm", "tree", "tree"] if depth else ["linear", "tied", "norm"]
-        )
-        if kind == "tree":
-            return Tree(draw, depth - 1, pool)
-        if kind == "norm":
-            return nn.LayerNorm(DIM)
-        linear = nn.Linear(DIM, DIM)
-        if kind == "tied" and pool:
-            linear.weight = draw.choice(pool).weight
-        linear.bias.requires_grad_(kind != "frozen")
-        pool.append(linear)
-        return linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part, ways in zip(self.parts, self.ways, strict=True):
-            way = ways[self.step % 3]
-            if way == "read" and isinstance(part, nn.Linear):
-                x = x + torch.tanh(nn.functional.linear(x, part.weight, part.bias))
-            elif way == "checkpointed" and self.recomputes:
-                x = x + torch.tanh(run_with_checkpoint(part, x, use_reentrant=False))
-            elif way != "unused":
-                x = x + torch.tanh(part(part(x) if way == "twice" else x))
-        return x * self.scale
-
-
-def make_tree(seed: int) -> Tree:
-    return seeded(lambda: Tree(random.Random(seed), 2, []), seed)
-
-
-def policy_of(seed: int) -> MixedPrecisionPolicy:
-    draw = random.Random(seed + 1000)
-    return MixedPrecisionPolicy(
-        draw.choice([BF16, BF16, FP16]),
-        draw.choice([None, FP32, BF16]),
-        skipped_module_classes=draw.choice([(), (nn.LayerNorm,)]),
-    )
-
-
-def set_step(model: nn.Module, step: int) -> None:
-    for module in model.modules():
-        module.step = step
-
-
-def train_tree(
-    seed: int, *, steps: int, micros: int, adopt: Callable[[nn.Module], None] | None = None
-) -> dict[str, torch.Tensor]:
-    """Train the tree of that seed; ``adopt`` gets it when it is annotated."""
-    draw = random.Random(seed + 2000)
-    model = make_tree(seed)
-    replicate(
-        model,
-        mp_policy=policy_of(seed),
-        find_unused_parameters=True,
-        bucket_cap_mb=draw.choice([TINY_CAP_MB, 25]),
-        gradient_as_bucket_view=draw.choice([True, False]),
-    )
-    if adopt is not None:
-        adopt(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    is_inside = draw.choice([True, False])
-    if is_inside:
-        step_in_backward(optimizer)
-    for step in range(steps):
-        set_step(model, step)
-        for micro in range(micros - 1):
-            with no_sync(model):
-                model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
-        model(batch_of(step, dist.get_rank(), micros - 1)).float().square().mean().backward()
-        if not is_inside:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-def train_tree_alone(seed: int, world_size: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
-    """Train in one process, with casts that autograd makes."""
-    model, policy = make_tree(seed), policy_of(seed)
-    for module in model.modules():
-        module.recomputes = False  # in backward a functional call is over
-    kept: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, policy.skipped_module_classes):
-            kept |= {id(param) for param in module.parameters()}
-            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-            module.register_forward_hook(lambda _, args, out: out.to(policy.param_dtype))
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        set_step(model, step)
-        total: dict[str, torch.Tensor] = {}
-        for rank in range(world_size):
-            for micro in range(micros):
-                low = {
-                    fqn: param if id(param) in kept else param.to(policy.param_dtype)
-                    for fqn, param in model.named_parameters()
-                }
-                batch = batch_of(step, rank, micro).to(policy.param_dtype)
-                functional_call(model, low, batch).float().square().mean().backward()
-            for fqn, param in model.named_parameters():
-                if param.grad is not None:
-                    travels = FP32 if id(param) in kept and policy.reduce_dtype is None else reduce_dtype
-                    total[fqn] = total.get(fqn, torch.zeros(())) + (param.grad / world_size).to(travels).float()
-            optimizer.zero_grad()
-        for fqn, param in model.named_parameters():
-            param.grad = total.get(fqn)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_trees_train_as_one_process_with_the_same_casts(seed: int) -> None:
-    run = {"steps": 2, "micros": 1 + seed % 2}
-    world_size = 1 + seed % 3
-    expected = train_tree_alone(seed, world_size, **run)
-    # What is used twice adds up its gradients in full precision, in one process in low precision.
-    allowed = 1e-3 if policy_of(seed).reduce_dtype is FP32 else 2e-2
-    found = run_threads(train_tree, world_size, seed, **run)
-    for one in found:
-        torch.testing.assert_close(one, found[0], rtol=0, atol=0)
-        torch.testing.assert_close(one, expected, rtol=allowed, atol=allowed)
 
 
 # What modules hold, and when

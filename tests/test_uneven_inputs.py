@@ -291,6 +291,10 @@ def all_equal(runs: Iterable[dict[str, torch.Tensor]], expected: Any, *, toleran
         assert_equal_params(found, expected, tolerance=tolerance)
 
 
+def is_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    all_equal([full_params(model)], expected)
+
+
 def check(case: Case, *, tolerance: float = 1e-6) -> None:
     all_equal(run_threads(train_jointly, len(case.counts), case), train_alone(case), tolerance=tolerance)
 
@@ -447,15 +451,14 @@ def test_a_step_is_needed_on_all_ranks_where_one_has_shards_of_its_own(call: Cal
 # Ways to reduce
 
 
-def follow_loop(model: Any, optimizer: torch.optim.Optimizer | None, counts: list[int], **options: Any) -> Any:
-    """Train on the inputs of this rank in a plain loop; returns the parameters."""
+def follow_loop(model: Any, optimizer: torch.optim.Optimizer | None, counts: list[int], **options: Any) -> None:
+    """Train on the inputs of this rank in a plain loop."""
     step_all = (lambda: None) if optimizer is None else stepping(optimizer)
     divides_by_all, rank = options.pop("divides_by_all", True), dist.get_rank()
     with joined(joinable(model, **{"step": step_all, **options}), divide_by_initial_world_size=divides_by_all):
         for step in range(counts[rank]):
             model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             step_all()
-    return full_params(model)
 
 
 def train_on_counts(counts: list[int], divisor: int) -> dict[str, torch.Tensor]:
@@ -464,37 +467,35 @@ def train_on_counts(counts: list[int], divisor: int) -> dict[str, torch.Tensor]:
     return train_plain(groups, divisor, momentum=0.9)
 
 
-def train_in_backward(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "replicate around"])
+@on_ranks(4)
+def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
     model = net()
     ANNOTATIONS[annotation](model)
     step_in_backward(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    return follow_loop(model, None, counts, step=None)
+    follow_loop(model, None, [2, 0, 1, 3], step=None)
+    is_equal(model, train_on_counts([2, 0, 1, 3], 4))
 
 
-@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "replicate around"])
-def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
-    counts = [2, 0, 1, 3]
-    all_equal(run_threads(train_in_backward, 4, annotation, counts), train_on_counts(counts, 4))
-
-
-def divide_by_own_factor(counts: list[int]) -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
     model: Any = net()
     shard_in_calls(model)
     for module in (model, *model.blocks):
         module.set_gradient_divide_factor(4.0)
-    return follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), counts, divides_by_all=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    follow_loop(model, optimizer, [3, 1], divides_by_all=False)
+    is_equal(model, train_on_counts([3, 1], 4))
 
 
-def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
-    all_equal(run_threads(divide_by_own_factor, 2, [3, 1]), train_on_counts([3, 1], 4))
-
-
-def train_in_parts(counts: list[int], kind: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
+@on_ranks(4)
+def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
     """Average once for two backwards, in one of the ways to do so."""
     model: Any = net()
     shard(model, **({"mesh": hybrid_mesh()} if kind == "all-reduce" else {}))
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    rank = dist.get_rank()
+    counts, rank = [4, 2, 0, 6], dist.get_rank()
     if kind == "by hand":
         model.set_manual_backward_finalization(True)
     with joined(joinable(model, step=step_all)):
@@ -512,47 +513,41 @@ def train_in_parts(counts: list[int], kind: str) -> dict[str, torch.Tensor]:
                 if kind == "reduce gradients":
                     reduce_gradients(model)
                 step_all()
-    return full_params(model)
+    pairs = [[(step + more, one) for more in (0, 1) for one in range(4) if step < counts[one]] for step in (0, 2, 4)]
+    is_equal(model, train_plain(pairs, 4, momentum=0.9))
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
-def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
-    counts = [4, 2, 0, 6]
-    pairs = [[(step + more, rank) for more in (0, 1) for rank in range(4) if step < counts[rank]] for step in (0, 2, 4)]
-    all_equal(run_threads(train_in_parts, 4, counts, kind), train_plain(pairs, 4, momentum=0.9))
-
-
-def run_out_between_two_legs() -> dict[str, torch.Tensor]:
+@on_ranks(4)
+def test_what_was_reduced_before_inputs_end_counts() -> None:
     model: Any = net()
     shard(model, mesh=hybrid_mesh())
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    case, rank = Case([4, 1, 4, 4]), dist.get_rank()
+    rank = dist.get_rank()
     with joined(joinable(model, step=step_all)):
-        for step in range(case.counts[rank]):
+        for step in range([4, 1, 4, 4][rank]):
             model.set_requires_all_reduce(step % 2 == 1)
-            model(case.input_of(step, rank)).square().mean().backward()
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             if step % 2 == 1:
                 step_all()
-    return full_params(model)
-
-
-def test_what_was_reduced_before_inputs_end_counts() -> None:
-    first, second = [(0, rank) for rank in range(4)], [(1, rank) for rank in (0, 2, 3)]
-    third = [(step, rank) for step in (2, 3) for rank in (0, 2, 3)]
-    all_equal(run_threads(run_out_between_two_legs, 4), train_plain([first + second, third], 4))
+    first = [(0, 1), *((step, one) for step in (0, 1) for one in (0, 2, 3))]
+    is_equal(model, train_plain([first, [(step, one) for step in (2, 3) for one in (0, 2, 3)]], 4))
 
 
 # Loops
 
 
-def train_with_forwards_alone(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(
+    "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
+)
+@on_ranks(3)
+def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str) -> None:
     """Run forwards without gradients, without a backward, and two that share one."""
     model = net()
     ANNOTATIONS[annotation](model)
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
     rank = dist.get_rank()
     with joined(joinable(model, step=step_all)):
-        for step in range(counts[rank]):
+        for step in range([2, 0, 3][rank]):
             x = random_input(10 * step + rank, 3, DIM)
             with torch.no_grad():
                 model(x)
@@ -561,96 +556,63 @@ def train_with_forwards_alone(annotation: str, counts: list[int]) -> dict[str, t
             step_all()
             with torch.no_grad():
                 model(x)
-    return full_params(model)
+    is_equal(model, train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3))
 
 
-@pytest.mark.parametrize(
-    "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
-)
-def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str) -> None:
-    expected = train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3)
-    all_equal(run_threads(train_with_forwards_alone, 3, annotation, [2, 0, 3]), expected)
-
-
-def train_two_models() -> list[dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_several_models_join_beside_each_other() -> None:
     models = [net(), seeded(Net, 1)]
     fully_shard(models[0], policy={Block})
     replicate(models[1])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9) for model in models]
+    steps = [stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)) for model in models]
     rank = dist.get_rank()
-
-    def step_by(number: int) -> None:
-        optimizers[number].step()
-        optimizers[number].zero_grad()
-
-    view = joinable(models[1], step=lambda: step_by(1))
-    with joined(joinable(models[0], step=lambda: step_by(0)), view):
+    with joined(*(joinable(model, step=step_all) for model, step_all in zip(models, steps, strict=True))):
         for step in range(1 + 2 * rank):
-            for number, model in enumerate(models):
+            for model, step_all in zip(models, steps, strict=True):
                 model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-                step_by(number)
-    return [full_params(model) for model in models]
-
-
-def test_several_models_join_beside_each_other() -> None:
-    groups = [[(0, 0), (0, 1)], [(1, 1)], [(2, 1)]]
-    expected = [train_plain(groups, 2, momentum=0.9, seed=seed) for seed in range(2)]
-    for found in run_threads(train_two_models, 2):
-        for one, other in zip(found, expected, strict=True):
-            assert_equal_params(one, other, tolerance=1e-6)
-
-
-def train_on_two_meshes(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> dict[str, torch.Tensor]:
-    """Average a block over pairs of ranks only, and the rest over all."""
-    model = net()
-    pair = hybrid_mesh()["shard"]
-    if is_whole:
-        replicate(model.blocks[1], mesh=pair)
-    else:
-        fully_shard(model.blocks[1], mesh=pair)
-    fully_shard(model)
-    return follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR), counts, divides_by_all=divides_by_all)
+                step_all()
+    for seed, model in enumerate(models):
+        is_equal(model, train_plain([[(0, 0), (0, 1)], [(1, 1)], [(2, 1)]], 2, momentum=0.9, seed=seed))
 
 
 @pytest.mark.parametrize(
     ("counts", "is_whole", "divides_by_all"),
     [([3, 0, 1, 2], True, False), ([3, 0, 1, 2], False, True), ([0, 0, 2, 1], False, False)],
 )
+@on_ranks(4)
 def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> None:
+    """Average a block over pairs of ranks only, and the rest over all."""
+    model, pair = net(), hybrid_mesh()["shard"]
+    (replicate if is_whole else fully_shard)(model.blocks[1], mesh=pair)
+    fully_shard(model)
+    follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR), counts, divides_by_all=divides_by_all)
     nets = [net(), net()]
-    shared = [name for name, _ in nets[0].named_parameters() if "blocks.1" not in name]
     for step in range(max(counts)):
         running = [rank for rank in range(4) if step < counts[rank]]
         for rank in running:
             nets[rank // 2](random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-        for index, one in enumerate(nets):
-            inside = [rank for rank in running if rank // 2 == index]
-            for name, param in one.named_parameters():
-                if name not in shared and param.grad is not None:
-                    param.grad /= 2 if divides_by_all else len(inside)
-        for name in shared:
-            pair = [one.get_parameter(name) for one in nets]
-            total = sum(param.grad for param in pair if param.grad is not None)
-            for param in pair:
-                param.grad = total / (4 if divides_by_all else len(running))
+        for name, _ in nets[0].named_parameters():
+            params = [one.get_parameter(name) for one in nets]
+            total = sum(param.grad for param in params if param.grad is not None)
+            for index, param in enumerate(params):
+                inside = [rank for rank in running if rank // 2 == index]
+                if "blocks.1" not in name:
+                    param.grad = total / (4 if divides_by_all else len(running))
+                elif param.grad is not None:
+                    param.grad = param.grad / (2 if divides_by_all else len(inside))
         for one in nets:
             stepping(torch.optim.SGD(one.parameters(), lr=LR))()
-    runs = run_threads(train_on_two_meshes, 4, counts, is_whole=is_whole, divides_by_all=divides_by_all)
-    for rank, found in enumerate(runs):
-        assert_equal_params(found, full_params(nets[rank // 2]), tolerance=1e-6)
+    is_equal(model, full_params(nets[dist.get_rank() // 2]))
 
 
-def run_parts_by_hand(counts: list[int]) -> dict[str, torch.Tensor]:
-    """Run a part before the root, and gather it in every step."""
+@on_ranks(3)
+def test_ranks_without_inputs_follow_parts_that_ran_before_and_are_gathered_by_hand() -> None:
     model: Any = net()
     shard_in_calls(model)
     model.blocks[1](torch.ones(1, DIM))
     model.register_forward_pre_hook(lambda model, _: model.blocks[1].unshard(async_op=True) and None)
-    return follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), counts)
-
-
-def test_ranks_without_inputs_follow_parts_that_ran_before_and_are_gathered_by_hand() -> None:
-    all_equal(run_threads(run_parts_by_hand, 3, [2, 0, 1]), train_on_counts([2, 0, 1], 3))
+    follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), [2, 0, 1])
+    is_equal(model, train_on_counts([2, 0, 1], 3))
 
 
 # What all ranks have at the end
@@ -692,7 +654,7 @@ def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
     shard_in_calls(model)
     with joined(joinable(model, step=model.zero_grad)):
         pass
-    all_equal([full_params(model)], full_params(net()), tolerance=0)
+    is_equal(model, full_params(net()))
 
 
 def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
@@ -821,7 +783,9 @@ def fail(_: torch.Tensor) -> None:
     raise KeyError
 
 
-def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("annotation", ["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
+@on_ranks(4)
+def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
     model = net()
     ANNOTATIONS[annotation](model)
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
@@ -843,13 +807,7 @@ def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
                 continue
             loss.backward()
             step_all()
-    return full_params(model)
-
-
-@pytest.mark.parametrize("annotation", ["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
-def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
-    expected = train_plain([[(0, rank) for rank in range(4)], [(2, rank) for rank in (1, 2, 3)]], 4)
-    all_equal(run_threads(skip_an_input_that_raises, 4, annotation), expected)
+    is_equal(model, train_plain([[(0, one) for one in range(4)], [(2, one) for one in (1, 2, 3)]], 4))
 
 
 # What is refused
