@@ -101,25 +101,21 @@ def test_two_models_train_on_parts_of_the_world() -> None:
         assert bool(full_state_dict(model, dst=dst)) == (half[dst] == rank)
 
 
-def deferred(shape: tuple[int, int]) -> list[dict[str, int]]:
-    """Count the collectives of a step of three micro-batches, of which one has the second leg."""
-    model, counts = sharded_net(shape), []
+@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (1, 2))])
+@on_ranks()
+def test_a_deferred_second_leg_is_one_all_reduce_of_each_shard(shape: tuple[int, int]) -> None:
+    """Count the collectives of a step of three micro-batches, of which the last one has the second leg."""
+    model = sharded_net(shape)
     model(random_input(0, 4, DIM)).sum().backward()
     counting = counting_both_legs(model)
     for number in range(3):
         counting.reset()
         model.set_requires_all_reduce(number == 2)
         model(random_input(number, 4, DIM)).sum().backward()
-        counts.append(counting.counts())
-    return counts
-
-
-def test_a_deferred_second_leg_is_one_all_reduce_of_each_shard() -> None:
-    for first, second, third in run_threads(deferred, 4, (2, 2)):
-        assert first["reduce_scatter"] == second["reduce_scatter"] == third["reduce_scatter"] == third["all_reduce"] > 0
-        assert "all_reduce" not in first and "all_reduce" not in second
-    for counts in run_threads(deferred, 2, (1, 2)):
-        assert not any("all_reduce" in one for one in counts)
+        counts = counting.counts()
+        is_reduced = number == 2 and shape[0] > 1
+        assert counts["reduce_scatter"] > 0
+        assert counts.get("all_reduce") == (counts["reduce_scatter"] if is_reduced else None)
 
 
 @pytest.mark.parametrize(
@@ -252,34 +248,24 @@ def counting_both_legs(model: nn.Module) -> CountingTransport:
     return counting
 
 
-def counted(shape: tuple[int, int], strategy: str, *, low: bool) -> tuple[dict[str, int], dict[str, int], Any]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low else MixedPrecisionPolicy()
-    model = sharded_net(shape, strategy=strategy, mp_policy=policy)
-    x = random_input(0, 4, DIM)
-    model(x).float().sum().backward()
-    counting = counting_both_legs(model)
-    model(x).float().sum().backward()
-    return counting.counts(), counting.bytes(), fully_shard.state(model).plan
-
-
 @pytest.mark.parametrize(
-    ("shape", "strategy", "low"),
-    [((2, 2), "HYBRID_SHARD", True), ((2, 2), "HYBRID_SHARD_ZERO2", False), ((1, 2), "HYBRID_SHARD", False)],
+    ("world_size", "shape", "strategy", "low"),
+    [(4, (2, 2), "HYBRID_SHARD", True), (4, (2, 2), "HYBRID_SHARD_ZERO2", False), (2, (1, 2), "HYBRID_SHARD", False)],
 )
+@on_ranks()
 def test_collectives_and_bytes_of_each_leg_are_those_of_the_plan(
     shape: tuple[int, int], strategy: str, low: bool
 ) -> None:
-    for counts, sent, made in run_threads(counted, shape[0] * shape[1], shape, strategy, low=low):
-        expected = made.expected_collectives()
-        assert counts.get("all_reduce", 0) == sum(one.all_reduces for one in expected)
-        assert sent.get("all_reduce", 0) == sum(one.all_reduce_bytes for one in expected)
-        assert counts["reduce_scatter"] == sum(one.reduce_scatters for one in expected)
-        assert sent["reduce_scatter"] == sum(one.reduce_scatter_bytes for one in expected)
-        assert (counts["all_gather"], sent["all_gather"]) == (
-            sum(one.all_gathers for one in expected),
-            sum(one.all_gather_bytes for one in expected),
-        )
-        assert bool(counts.get("all_reduce")) == (shape[0] > 1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low else MixedPrecisionPolicy()
+    model, x = sharded_net(shape, strategy=strategy, mp_policy=policy), random_input(0, 4, DIM)
+    model(x).float().sum().backward()
+    counting = counting_both_legs(model)
+    model(x).float().sum().backward()
+    counts, sent, expected = counting.counts(), counting.bytes(), fully_shard.state(model).plan.expected_collectives()
+    for op in ("all_reduce", "reduce_scatter", "all_gather"):
+        assert counts.get(op, 0) == sum(getattr(one, f"{op}s") for one in expected)
+        assert sent.get(op, 0) == sum(getattr(one, f"{op}_bytes") for one in expected)
+    assert bool(counts.get("all_reduce")) == (shape[0] > 1)
 
 
 @pytest.mark.parametrize("hooks", [[False, True], [True, True, False]])
@@ -423,27 +409,25 @@ def test_a_checkpoint_holds_each_value_once(tmp_path: Path) -> None:
 
 def chosen(way: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     model = net()
-    if way == "dims":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="a", replicate="b"))
-    elif way == "torch's dims":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        fully_shard(model, mesh=mesh, dp_mesh_dims=TorchDims(shard="a", replicate=("b",)))
-    elif way == "one dim":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="b"))
-    elif way == "groups":
-        made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-        shard, copies = (group for ranks, group in made.items() if dist.get_rank() in ranks)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    own = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    shard, copies = (group for ranks, group in own.items() if dist.get_rank() in ranks)
+    if way == "groups":
         for module in (model[1], model):
             fully_shard(module, process_group=(shard, copies))
         model(random_input(dist.get_rank(), 4, DIM)).sum().backward()
     elif way == "one group":
-        made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
-        fully_shard(model, process_group=next(group for ranks, group in made.items() if dist.get_rank() in ranks))
+        fully_shard(model, process_group=shard)
     elif way == "hosts":
         fully_shard(model[1], strategy="HYBRID_SHARD_ZERO2")
         fully_shard(model, strategy="HYBRID_SHARD")
+    else:
+        dims = {
+            "dims": lambda: DataParallelMeshDims(shard="a", replicate="b"),
+            "torch's dims": lambda: TorchDims(shard="a", replicate=("b",)),
+            "one dim": lambda: DataParallelMeshDims(shard="b"),
+        }
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims[way]())
     grid = fully_shard.state(model).grid
     return grid.shard.numbers, () if grid.replicas is None else grid.replicas.numbers, grid.divisor
 
