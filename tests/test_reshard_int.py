@@ -85,12 +85,10 @@ def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int
     assert_equal_runs(run(train_by_hand, world_size, ranks, transport), train_reference("mlp", world_size))
 
 
-def train_hybrid(shape: tuple[int, int], ranks: int) -> Run:
-    return train("mlp", reshard_after_forward=ranks, mesh=mesh_of(shape))
-
-
+@on_ranks(8)
 def test_the_shard_group_may_be_that_of_a_hybrid_mesh() -> None:
-    assert_equal_runs(run_threads(train_hybrid, 8, (2, 4), 2), train_reference("mlp", 8))
+    run = train("mlp", reshard_after_forward=2, mesh=mesh_of((2, 4)))
+    assert_equal_runs([run], train_reference("mlp", 8))
 
 
 # The plan
@@ -111,18 +109,6 @@ def test_the_plan_says_what_stays_for_backward() -> None:
     assert "kept for backward, a secondary shard over 2 ranks" in str(made)
 
 
-def counted(ranks: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], Any, int, list[int]]:
-    model = sharded_net(ranks, **options)
-    counting = CountingTransport.install(root_of(model))
-    steps, kept = 3, []
-    for step in range(steps):
-        value = loss(model, step)
-        kept.append(secondary_bytes(model))
-        value.backward()
-        kept.append(secondary_bytes(model))
-    return counting.counts(), counting.bytes(), fully_shard.state(model).plan, steps, kept
-
-
 @pytest.mark.parametrize(
     ("world_size", "ranks", "transport", "policy"),
     [
@@ -131,16 +117,21 @@ def counted(ranks: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[s
     ],
     ids=str,
 )
+@on_ranks()
 def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
-    world_size: int, ranks: int, transport: str, policy: MixedPrecisionPolicy
+    ranks: int, transport: str, policy: MixedPrecisionPolicy
 ) -> None:
-    options = {"options": HandleOptions(transport=transport), "mp_policy": policy}
-    for counts, sent, made, steps, kept in run_threads(counted, world_size, ranks, options):
-        expected = made.expected_collectives()
-        for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
-            assert counts[op] == steps * sum(getattr(one, f"{op}s") for one in expected)
-            assert sent[op] == steps * sum(getattr(one, f"{op}_bytes") for one in expected)
-        assert kept == [sum(handle.secondary_bytes for handle in made.handles), 0] * steps
+    model = sharded_net(ranks, options=HandleOptions(transport=transport), mp_policy=policy)
+    counting, made, steps = CountingTransport.install(root_of(model)), fully_shard.state(model).plan, 3
+    for step in range(steps):
+        value = loss(model, step)
+        assert secondary_bytes(model) == sum(handle.secondary_bytes for handle in made.handles) > 0
+        value.backward()
+        assert secondary_bytes(model) == 0
+    counts, sent, expected = counting.counts(), counting.bytes(), made.expected_collectives()
+    for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
+        assert counts[op] == steps * sum(getattr(one, f"{op}s") for one in expected)
+        assert sent[op] == steps * sum(getattr(one, f"{op}_bytes") for one in expected)
 
 
 @pytest.mark.parametrize(("precision", "growth"), list(zip(PRECISIONS, [8, -8, 8, -8, 0], strict=True)), ids=str)

@@ -191,57 +191,44 @@ def test_a_part_is_undone_and_the_rest_trains_on(annotate: Annotate) -> None:
     assert_equal_runs(run_threads(train_annotated, 2, "mlp", annotate), train_reference("mlp", 2))
 
 
-def refuse() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() -> None:
     model = make_model("mlp")
     fully_shard([model.blocks[0], model.blocks[2]])
     fully_shard(model, policy={MLPBlock})
     replicated = replicate(make_model("mlp"))
-    texts: list[str] = []
 
-    def attempt(module: Any, error: type[Exception] = UsageError) -> None:
+    def attempt(module: Any, text: str, error: type[Exception] = UsageError) -> None:
         with pytest.raises(error) as caught:
             unannotate(module)
-        texts.append(str(caught.value))
+        said = str(caught.value)
+        assert text in said and f"rank {dist.get_rank()}" in said and "fix:" in said, said
 
     for one in (model, replicated):
         before = dict(one.named_parameters())
-        hook = one.inp.register_forward_hook(lambda *_, one=one: attempt(one))
+        hook = one.inp.register_forward_hook(lambda *_, one=one: attempt(one, "unannotate inside a forward"))
         output = one(*inputs_of(one, 0, dist.get_rank())[0])
         hook.remove()
-        output.register_hook(lambda _, one=one: attempt(one))
+        output.register_hook(lambda _, one=one: attempt(one, "unannotate inside a backward"))
         output.sum().backward()
         assert all(param is before[fqn] for fqn, param in one.named_parameters())
     with unshard_params(model):
-        attempt(model)
-    attempt(model.blocks[1].up)
-    attempt(model.inp)
-    attempt(model.blocks[0])
-    attempt(nn.Linear(2, 2))
-    attempt(3, ValueError)
+        attempt(model, "is to be unannotated while unshard_params shows its parameters")
+    attempt(model.blocks[1].up, "fix: call unannotate on module 'blocks.1' (MLPBlock) or a module around")
+    attempt(model.inp, "fix: call unannotate on module MLP or")
+    attempt(model.blocks[0], "unannotate on module 'blocks.0' (MLPBlock) and module 'blocks.2' (MLPBlock) or")
+    attempt(nn.Linear(2, 2), "unannotate found no annotated module")
+    attempt(3, "unannotate got int", ValueError)
     if dist.get_rank():
         model.inp.weight.grad = None
-    attempt(model, DesyncError)
+    weight = "inp.weight [8, 8] torch.float32"
+    attempt(
+        model, f"different parameters or gradients\n    rank 0: {weight} with a gradient\n    rank 1: inp", DesyncError
+    )
     assert type(model).__name__ == "FSDPMLP"
     model.zero_grad()
     backward(model, 1)
     backward(replicated, 1)
-    return texts
-
-
-def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() -> None:
-    expected = [
-        *("unannotate inside a forward", "unannotate inside a backward") * 2,
-        "is to be unannotated while unshard_params shows its parameters",
-        "fix: call unannotate on module 'blocks.1' (MLPBlock) or a module around",
-        "fix: call unannotate on module MLP or",
-        "fix: call unannotate on module 'blocks.0' (MLPBlock) and module 'blocks.2' (MLPBlock) or",
-        "unannotate found no annotated module",
-        "unannotate got int",
-        "different parameters or gradients\n    rank 0: inp.weight [8, 8] torch.float32 with a gradient\n    rank 1: inp",
-    ]
-    for rank, texts in enumerate(run_threads(refuse, 2)):
-        for text, part in zip(texts, expected, strict=True):
-            assert part in text and f"rank {rank}" in text and "fix:" in text, text
 
 
 @on_ranks(2)
