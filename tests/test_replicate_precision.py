@@ -463,6 +463,25 @@ def test_a_parameter_of_an_annotation_inside_is_cast_where_it_is_used_outside() 
     assert [spy.seen[0][1] for spy in model] == [FP16, BF16]
 
 
+class Either(nn.Module):
+    """Two layers, of which a rank may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        return self.first(x) + self.second(x) if uses_second else self.first(x)
+
+
+@on_ranks(2)
+def test_a_rank_without_a_gradient_gets_the_average_in_the_dtype_of_the_parameter() -> None:
+    model = Either()
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16), find_unused_parameters=True)
+    model(torch.ones(1, DIM), dist.get_rank() == 0).sum().backward()
+    torch.testing.assert_close(model.second.weight.grad, torch.full((1, DIM), 0.5))
+
+
 @on_ranks(2)
 def test_both_annotations_have_policies_of_their_own() -> None:
     model = nn.Sequential(Spy(), nn.Linear(DIM, 1))
