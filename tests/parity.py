@@ -75,6 +75,11 @@ def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: full(param) for fqn, param in model.named_parameters()}
 
 
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of every gradient that there is, whole. Collective where parameters are split."""
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain, whole copy of a sharded or plain tensor. Collective."""
     tensor = tensor.detach()

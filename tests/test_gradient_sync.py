@@ -21,7 +21,7 @@ from composable import (
 )
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
-from tests.parity import assert_equal_params, full, global_inputs, inputs_of
+from tests.parity import assert_equal_params, full, global_inputs, gradients_of, inputs_of
 from tests.world import RankErrors, on_ranks, run_threads
 
 MICRO_BATCHES = 3
@@ -35,71 +35,42 @@ def annotate(model: nn.Module, how: str) -> nn.Module:
     return fully_shard(model, policy=None if how == "root" else {nn.Linear})
 
 
-def gradients(name: str, how: str, *, keeps_one_in: int = 1, seed: int = 0) -> dict[str, torch.Tensor | None]:
-    """Return full gradients after micro batches of which some, chosen alike on all ranks, stay on their rank."""
-    rng = random.Random(seed)
-    model = annotate(make_model(name), how)
+def assert_gradients_of_one_process(model: nn.Module, name: str) -> None:
+    plain = make_model(name)
     for step in range(MICRO_BATCHES):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        if rng.randrange(keeps_one_in):
-            loss_of(model(*args, **kwargs)).backward()
-        else:
-            with no_sync(model):
-                loss_of(model(*args, **kwargs)).backward()
-        if rng.randrange(keeps_one_in):
-            reduce_gradients(model)
-    reduce_gradients(model)
-    return {fqn: None if param.grad is None else full(param.grad) for fqn, param in model.named_parameters()}
+        args, kwargs = global_inputs(plain, step, dist.get_world_size())
+        loss_of(plain(*args, **kwargs)).backward()
+    assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
 
 
-def gradients_of_one_process(name: str, world_size: int) -> dict[str, torch.Tensor | None]:
-    model = make_model(name)
-    for step in range(MICRO_BATCHES):
-        args, kwargs = global_inputs(model, step, world_size)
-        loss_of(model(*args, **kwargs)).backward()
-    return {fqn: param.grad for fqn, param in model.named_parameters()}
-
-
-def assert_equal_gradients(
-    ranks: list[dict[str, torch.Tensor | None]], expected: dict[str, torch.Tensor | None]
-) -> None:
-    for rank, found in enumerate(ranks):
-        assert {fqn for fqn, grad in found.items() if grad is None} == {
-            fqn for fqn, grad in expected.items() if grad is None
-        }
-        there = {fqn: grad for fqn, grad in expected.items() if grad is not None}
-        own = {fqn: grad for fqn, grad in found.items() if grad is not None}
-        assert_equal_params(own, there, tolerance=1e-6, where=f"rank {rank}")
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(8)])
+@on_ranks()
 def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> None:
+    """Run micro batches of which some, chosen alike on all ranks, stay on their rank."""
     rng = random.Random(seed)
     name = rng.choice(["mlp", "gpt_tied", "frozen_mixed", "uneven", "unused", "tied_across"])
-    world_size = rng.choice([1, 2, 3])
-    how = rng.choice(["root", "policy"])
-    found = run_threads(gradients, world_size, name, how, keeps_one_in=2, seed=seed)
-    assert_equal_gradients(found, gradients_of_one_process(name, world_size))
-
-
-def gradients_under_way(setting: str, *, keeps: bool, how: str = "policy") -> dict[str, torch.Tensor | None]:
-    """Return full gradients after micro batches of which none is said to be the last one."""
-    model = annotate(make_model("mlp"), how)
-    getattr(model, setting)(setting == "set_manual_backward_finalization")
+    model = annotate(make_model(name), rng.choice(["root", "policy"]))
     for step in range(MICRO_BATCHES):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        with no_sync(model) if keeps else nullcontext():
-            loss_of(model(*args, **kwargs)).backward()
+        with nullcontext() if rng.randrange(2) else no_sync(model):
+            backward(model, step)
+        if rng.randrange(2):
+            reduce_gradients(model)
     reduce_gradients(model)
-    return {fqn: None if param.grad is None else full(param.grad) for fqn, param in model.named_parameters()}
+    assert_gradients_of_one_process(model, name)
 
 
 @pytest.mark.parametrize("setting", ["set_is_last_backward", "set_manual_backward_finalization"])
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("how", ["policy", "mixed"])
+@pytest.mark.parametrize(("keeps", "how"), [(False, "mixed"), (True, "policy")])
+@on_ranks(2)
 def test_reductions_under_way_end_as_well(setting: str, keeps: bool, how: str) -> None:
-    found = run_threads(gradients_under_way, 2, setting, keeps=keeps, how=how)
-    assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
+    """Run micro batches of which none is said to be the last one."""
+    model = annotate(make_model("mlp"), how)
+    getattr(model, setting)(setting == "set_manual_backward_finalization")
+    for step in range(MICRO_BATCHES):
+        with no_sync(model) if keeps else nullcontext():
+            backward(model, step)
+    reduce_gradients(model)
+    assert_gradients_of_one_process(model, "mlp")
 
 
 @on_ranks(2)
@@ -108,15 +79,13 @@ def test_each_handle_is_reduced_once_and_nothing_is_gathered() -> None:
     args, kwargs = inputs_of(model, 0, dist.get_rank())
     model(*args, **kwargs)
     counted = CountingTransport.install(fully_shard.state(model).root)
-    counts = []
     with no_sync(model):
         for _ in range(MICRO_BATCHES):
             loss_of(model(*args, **kwargs)).backward()
-    for _ in range(2):
+    for expected in ({"reduce_scatter": 8}, {}):
         counted.records.clear()
         reduce_gradients(model)
-        counts.append(counted.counts())
-    assert counts == [{"reduce_scatter": 8}, {}]
+        assert counted.counts() == expected
 
 
 @on_ranks(2)
@@ -134,17 +103,17 @@ def test_a_second_backward_of_a_forward_reduces_each_handle_once() -> None:
 @on_ranks(2)
 def test_nothing_comes_back_that_was_dropped() -> None:
     model = annotate(make_model("mlp"), "policy")
-    args, kwargs = inputs_of(model, 0, dist.get_rank())
     reduce_gradients(model)
     with no_sync(model):
-        loss_of(model(*args, **kwargs)).backward()
+        backward(model, 0)
     model.zero_grad()
     reduce_gradients(model)
-    is_none = [param.grad is None for param in model.parameters()]
-    assert all(is_none)
+    assert all(param.grad is None for param in model.parameters())
 
 
-def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torch.Tensor | None]:
+@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
+@on_ranks(2)
+def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
     model = fully_shard(make_model("mlp"), policy={nn.Linear}, options=HandleOptions(unused_gradients=unused_gradients))
     for step in range(MICRO_BATCHES):
         args, kwargs = inputs_of(model, step, dist.get_rank())
@@ -153,13 +122,7 @@ def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torc
         with no_sync(model):
             loss.backward()
     reduce_gradients(model)
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
-def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
-    found = run_threads(gradients_around_a_pending_backward, 2, unused_gradients)
-    assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
+    assert_gradients_of_one_process(model, "mlp")
 
 
 def refuse_in_no_sync() -> None:
@@ -228,9 +191,7 @@ def test_a_rank_that_enters_no_sync_alone_is_logged_once_on_every_rank(
 ) -> None:
     with suppress(RankErrors):  # One has a backward more than the other.
         run_threads(train_with_a_plan, 2, plan)
-    said = [
-        one.getMessage() for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()
-    ]
+    said = said_in(caplog)
     assert len(said) == 2
     for text in said:
         assert text.startswith(
@@ -247,7 +208,7 @@ def test_what_was_dropped_counts_as_no_backward(plan: list[str], averages: list[
 
 
 def train_out_of_step(plan: list[str], *, lists: bool) -> list[float]:
-    """Run "b", forward and backward; "f", a forward alone; "e", the same in an exception; "n", without a graph."""
+    """Run "b", forward and backward; "f", a forward alone; "n", one without a graph."""
     model = nn.Linear(2, 1, bias=False)
     replicate([model, nn.Linear(2, 1)] if lists else model, find_unused_parameters=True)
     found: list[float] = []
@@ -262,32 +223,31 @@ def train_out_of_step(plan: list[str], *, lists: bool) -> list[float]:
     return found
 
 
+def said_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records]
+    return [text for text in texts if "different numbers of forwards or backwards" in text]
+
+
 @pytest.mark.parametrize(
-    ("plan", "counts"),
+    ("plan", "lists", "counts"),
     [
-        (["bb", "bb"], None),
-        (["fbb", "bfb"], (2, 1)),
-        (["bfb", "bb"], (2, 1)),
-        (["bbf", "bbf"], None),
-        (["bfffb", "bfb"], (4, 2)),
-        (["bnb", "bb"], None),
+        (["fbb", "bfb"], False, (2, 1)),
+        (["bfb", "bb"], False, (2, 1)),
+        (["bbf", "bbf"], False, None),
+        (["bfffb", "bfb"], False, (4, 2)),
+        (["bnb", "bb"], False, None),
+        # Forwards of a list of modules are not counted.
+        (["fbb", "bb"], True, None),
     ],
 )
 def test_a_rank_that_leaves_out_a_backward_is_logged_once_on_every_rank(
-    plan: list[str], counts: tuple[int, int] | None, caplog: pytest.LogCaptureFixture
+    plan: list[str], lists: bool, counts: tuple[int, int] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run_threads(train_out_of_step, 2, plan, lists=False) == [[1.0, 1.0]] * 2
-    said = [
-        one.getMessage() for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()
-    ]
+    assert run_threads(train_out_of_step, 2, plan, lists=lists) == [[1.0, 1.0]] * 2
+    said = said_in(caplog)
     assert len(said) == (0 if counts is None else 2)
     for text in said if counts else ():
         assert f"    rank 0: {counts[0]}\n    rank 1: {counts[1]}\n" in text and "'weight'" in text
-
-
-def test_forwards_of_a_list_of_modules_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    run_threads(train_out_of_step, 2, ["fbb", "bb"], lists=True)
-    assert not [one for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()]
 
 
 @on_ranks(2)
@@ -336,8 +296,9 @@ def backward(model: nn.Module, step: int) -> None:
     loss_of(model(*args, **kwargs)).backward()
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "is_beside"), [("step", True), ("norm", False), ("torch's norm", True), ("values", False)]
+)
 @on_ranks(2)
 def test_what_would_use_gradients_that_wait_is_an_error_until_they_are_reduced(use: str, *, is_beside: bool) -> None:
     model = annotate(make_model("mlp"), "policy")

@@ -21,6 +21,7 @@ from composable import (
 )
 from composable.replication import check_replicated
 from tests.models import BATCH, DIM, make_model, random_input, seeded
+from tests.parity import gradients_of
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 600 / 2**20
@@ -28,10 +29,6 @@ TINY_CAP_MB = 600 / 2**20
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def expected(step: int, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -82,7 +79,7 @@ def lose_a_rank(way: str) -> None:
         torch.testing.assert_close(gradients_of(model), expected(step, [0, 1]))
 
 
-@pytest.mark.parametrize("way", ["plain", "static", "stopped", "kept"])
+@pytest.mark.parametrize("way", ["static", "stopped", "kept"])
 def test_the_ranks_that_are_left_go_on_in_another_group(way: str) -> None:
     run_threads(lose_a_rank, 3, way)
 
@@ -128,9 +125,8 @@ def test_an_optimizer_steps_in_backward_in_the_new_group_too() -> None:
         assert not any(bucket.flat.numel() for bucket in check_replicated(model, "a test").reducer.buckets)
 
 
-@pytest.mark.parametrize("way", ["plain", "stopped"])
-def test_real_processes_change_their_group_too(way: str) -> None:
-    run_ranks(lose_a_rank, 3, way)
+def test_real_processes_change_their_group_too() -> None:
+    run_ranks(lose_a_rank, 3, "stopped")
 
 
 @on_ranks(2)
@@ -160,64 +156,53 @@ def test_a_compiled_model_is_not_compiled_again_for_another_group() -> None:
     assert len(graphs) - count == 0
 
 
-def differ() -> None:
-    first = replicate(
-        nn.Linear(2, 2 + dist.get_rank()),
-        process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
-    )
-    update_process_group(first, dist.group.WORLD)
-
-
-def test_ranks_with_different_modules_cannot_join() -> None:
-    with pytest.raises(RankErrors) as caught:
-        run_ranks(differ, 2)
-    assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
-    assert "parameter 'weight' [2, 2]" in str(caught.value)
-
-
 def differ_in(what: str) -> None:
-    options: dict[str, Any] = {"find_unused_parameters": True} if what == "options" and dist.get_rank() else {}
+    is_other = dist.get_rank() == 1
+    options: dict[str, Any] = {"find_unused_parameters": True} if what == "options" and is_other else {}
     own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    model: Any = replicate(nn.Linear(2, 2), process_group=own, **options)
-    if what == "hook" and dist.get_rank():
+    layer = nn.Linear(2, 3 if what == "modules" and is_other else 2)
+    model: Any = replicate(layer, process_group=own, **options)
+    if what == "hook" and is_other:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     update_process_group(model, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("what", ["options", "hook"])
-def test_ranks_with_different_options_or_hooks_cannot_join(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        *(("modules", "parameter 'weight' [2, 2]"), ("options", "find_unused_parameters=True")),
+        ("hook", "communication hook: "),
+    ],
+)
+def test_ranks_with_different_modules_options_or_hooks_cannot_join(what: str, text: str) -> None:
     with pytest.raises(RankErrors, match="different modules, options or communication hooks") as caught:
         run_threads(differ_in, 2, what)
     assert [type(error) for error in caught.value.errors.values()] == [DesyncError, DesyncError]
-    assert {"options": "find_unused_parameters=True", "hook": "communication hook: "}[what] in str(caught.value)
+    assert text in str(caught.value)
 
 
 @on_ranks(1)
 def test_what_cannot_be_is_an_error() -> None:
     model = replicate(nn.Linear(2, 2))
-    texts = []
-    calls: list[tuple[Any, type[Exception]]] = [
-        (lambda: update_process_group(model, None), ConfigError),
-        (lambda: update_process_group(nn.Linear(2, 2), dist.group.WORLD), UsageError),
-        (lambda: reduction_stats(nn.Linear(2, 2)), UsageError),
-        (lambda: reduction_stats(model, sample_rate=0), ConfigError),
-        (lambda: reduction_stats(model, sample_rate=1.5), ConfigError),
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (
+            lambda: update_process_group(model, None),
+            ConfigError,
+            "process_group is None, not a ProcessGroup that this rank is in",
+        ),
+        (
+            lambda: update_process_group(nn.Linear(2, 2), dist.group.WORLD),
+            UsageError,
+            "update_process_group found no replicate on this module",
+        ),
+        (lambda: reduction_stats(nn.Linear(2, 2)), UsageError, "reduction_stats found no replicate on this module"),
+        (lambda: reduction_stats(model, sample_rate=0), ConfigError, "sample_rate is 0"),
+        (lambda: model(torch.ones(1, 2)).sum().backward(), UsageError, "update_process_group inside a backward"),
     ]
-    for call, kind in calls:
-        with pytest.raises(kind) as caught:
-            call()
-        texts.append(str(caught.value).splitlines()[0])
     model.weight.register_hook(lambda grad: update_process_group(model, dist.group.WORLD))
-    with pytest.raises(UsageError) as caught:
-        model(torch.ones(1, 2)).sum().backward()
-    assert [*texts, str(caught.value).splitlines()[0]] == [
-        "process_group is None, not a ProcessGroup that this rank is in",
-        "update_process_group found no replicate on this module",
-        "reduction_stats found no replicate on this module",
-        "sample_rate is 0",
-        "sample_rate is 1.5",
-        "update_process_group inside a backward",
-    ]
+    for call, kind, text in calls:
+        with pytest.raises(kind, match=text):
+            call()
 
 
 # -- reduction_stats and debug levels
@@ -275,30 +260,31 @@ def first_buckets(options: dict[str, Any], dtypes: list[torch.dtype], *, steps_i
     assert all(one > 0 for one in after.bucket_bytes)
 
 
-@pytest.mark.parametrize("steps_inside", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"static_graph": True}, {"bucket_cap_mb": TINY_CAP_MB}, {"find_unused_parameters": True}], ids=str
+    ("options", "steps_inside"),
+    [
+        ({}, True),
+        ({"static_graph": True}, False),
+        ({"bucket_cap_mb": TINY_CAP_MB}, False),
+        ({"find_unused_parameters": True, "bucket_cap_mb": TINY_CAP_MB}, True),
+    ],
+    ids=str,
 )
 def test_buckets_are_known_before_the_first_backward(options: dict[str, Any], *, steps_inside: bool) -> None:
     for dtypes in ([torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64, torch.float32]):
         run_threads(first_buckets, 2, options, dtypes, steps_inside=steps_inside)
 
 
-def measured(rate: int) -> list[bool]:
+@on_ranks(1)
+def test_one_backward_in_so_many_is_measured_after_the_first_ten() -> None:
     model = replicate(make_model("mlp"))
-    reduction_stats(model, sample_rate=rate)
-    found = []
+    reduction_stats(model, sample_rate=4)
     last = None
-    for step in range(16):
+    for step in range(1, 17):
         loss_at(model, step, 0).backward()
         timing = reduction_stats(model).timing
-        found.append(timing != last)
+        assert (timing != last) == (step <= 10 or step % 4 == 0)
         last = timing
-    return found
-
-
-def test_one_backward_in_so_many_is_measured_after_the_first_ten() -> None:
-    assert run_threads(measured, 1, 4) == [[number <= 10 or number % 4 == 0 for number in range(1, 17)]]
 
 
 def log_of_a_level(level: str) -> list[str]:
@@ -335,16 +321,10 @@ def test_debug_levels_tell_of_buckets_and_of_what_is_sent() -> None:
         "replicate: 1 buckets from backward 2 on, of ranks [0, 1]",
         f"replicate: {rebuilt}",
     ]
-    assert log_of_a_level_on_two_ranks("OFF") == []
-    assert log_of_a_level_on_two_ranks("INFO") == told
+    assert run_ranks(log_of_a_level, 2, "OFF") == [[]] * 2
+    assert run_ranks(log_of_a_level, 2, "INFO") == [told] * 2
     sent = [f"replicate: send {first}", f"replicate: send {rebuilt}"]
-    assert log_of_a_level_on_two_ranks("DETAIL") == [*told[:2], sent[0], *told[2:], sent[1], sent[1]]
-
-
-def log_of_a_level_on_two_ranks(level: str) -> list[str]:
-    first, second = run_ranks(log_of_a_level, 2, level)
-    assert first == second
-    return first
+    assert run_ranks(log_of_a_level, 2, "DETAIL") == [[*told[:2], sent[0], *told[2:], sent[1], sent[1]]] * 2
 
 
 # -- experts
@@ -401,7 +381,9 @@ def experts_of_one_process(step: int, world_size: int) -> dict[str, torch.Tensor
     return gradients_of(model)
 
 
-def train_experts(*, delayed: bool) -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+@on_ranks(3, run=run_ranks)
+def test_modules_of_some_ranks_beside_an_all_to_all_do_not_hang(*, delayed: bool) -> None:
     model = seeded(Experts, 0)
     options: dict[str, Any] = {}
     if delayed:
@@ -414,9 +396,3 @@ def train_experts(*, delayed: bool) -> None:
         x = random_input(100 * step + rank, 2 * world_size, DIM)
         model(x, extra=runs_extra(step, rank)).square().mean().backward()
         torch.testing.assert_close(gradients_of(model), experts_of_one_process(step, world_size))
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_modules_of_some_ranks_beside_an_all_to_all_do_not_hang(world_size: int, *, delayed: bool) -> None:
-    run_ranks(train_experts, world_size, delayed=delayed)

@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
     ConfigError,
@@ -56,7 +56,6 @@ from tests.world import on_ranks, run_ranks, run_threads
 pytestmark = needs_ordered_groups
 
 STRATEGY = "HYBRID_SHARD_OPTIM"
-SHAPES = [(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]
 
 
 def shard(model: nn.Module, shape: tuple[int, int] = (2, 2), **options: Any) -> Any:
@@ -92,16 +91,19 @@ def train_on(name: str, shape: tuple[int, int], **options: Any) -> Run:
     return train(name, mesh=mesh_of(shape), strategy=STRATEGY, **options)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
-def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int], transport: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "transport", "run"),
+    [
+        *[((1, 2), "process_group", run_threads), ((2, 1), "point_to_point", run_threads)],
+        *[((3, 2), "process_group", run_threads), ((2, 3), "point_to_point", run_threads), ((2, 2), "auto", run_ranks)],
+    ],
+)
+def test_training_on_any_shape_of_mesh_is_that_of_one_process(
+    shape: tuple[int, int], transport: str, run: Callable[..., Any]
+) -> None:
     world_size = math.prod(shape)
-    runs = run_threads(train_on, world_size, "mlp", shape, options=HandleOptions(transport=transport))
+    runs = run(train_on, world_size, "mlp", shape, options=HandleOptions(transport=transport))
     assert_equal_runs(runs, train_reference("mlp", world_size))
-
-
-def test_processes_train_like_one() -> None:
-    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2)), train_reference("mlp", 4))
 
 
 def train_on_hosts() -> Run:
@@ -120,32 +122,28 @@ def test_without_a_mesh_hosts_are_those_that_ranks_find() -> None:
 # What travels, and when
 
 
-def step_counted(shape: tuple[int, int], low: bool) -> tuple[Counter[str], Counter[str], Any]:
-    model = sharded_net(shape, mp_policy=MixedPrecisionPolicy(param_dtype=BF16) if low else MixedPrecisionPolicy())
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
+@on_ranks(6)
+def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(shape: tuple[int, int]) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16 if shape == (3, 2) else None)
+    model = sharded_net(shape, mp_policy=policy)
     loss(model).backward()
     write(model, 2)
     records = counting(model)
     loss(model).backward()
-    sent: Counter[str] = Counter()
+    found, sent = counts(records), Counter[str]()
     for record in records:
         sent[record.op] += record.bytes
-    return counts(records), sent, fully_shard.state(model).plan
-
-
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2)])
-def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(shape: tuple[int, int], low: bool) -> None:
+    expected = fully_shard.state(model).plan.expected_collectives()
     names = {
         "host_all_gather": "secondary_all_gather",
         "fill_all_gather": "fill",
         "reduce_scatter": "reduce_scatter",
         "second_reduce_scatter": "second_reduce_scatter",
     }
-    for found, sent, made in run_threads(step_counted, math.prod(shape), shape, low):
-        expected = made.expected_collectives()
-        assert found == {op: sum(getattr(one, f"{name}s") for one in expected) for op, name in names.items()}
-        assert sent == {op: sum(getattr(one, f"{name}_bytes") for one in expected) for op, name in names.items()}
-        assert sent["fill_all_gather"] * shape[1] * 2 == sent["host_all_gather"]
+    assert found == {op: sum(getattr(one, f"{name}s") for one in expected) for op, name in names.items()}
+    assert sent == {op: sum(getattr(one, f"{name}_bytes") for one in expected) for op, name in names.items()}
+    assert sent["fill_all_gather"] * shape[1] * 2 == sent["host_all_gather"]
 
 
 @on_ranks(4)
@@ -177,8 +175,10 @@ def test_what_any_rank_has_written_is_gathered_again_and_no_more_than_that() -> 
         assert torch.equal(model[1].up.weight, whole)
 
 
-def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() -> None:
-    run_threads(write_between, 4, shard)
+@pytest.mark.parametrize("check", [write_between, copy_between, take_off_between, fail_in_backward])
+def test_what_happens_between_forward_and_backward_or_ends_it_leaves_nothing_wrong(check: Any) -> None:
+    """Parameters are written, the model is copied or its annotation taken off, or backward raises."""
+    run_threads(check, 4, shard)
 
 
 @on_ranks(4)
@@ -211,11 +211,10 @@ def peak_and_plan(shape: tuple[int, int], growth: int, options: dict[str, Any]) 
     return live.most, made.peak_bytes_per_rank(0) - made.bytes_per_rank_at_rest(0)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize(("shape", "growth"), [((2, 2), 8), ((3, 2), -8)])
-def test_a_step_takes_what_the_plan_says(precision: MixedPrecisionPolicy, shape: tuple[int, int], growth: int) -> None:
-    options = {"mp_policy": precision}
-    for found, planned in run_threads(peak_and_plan, math.prod(shape), shape, growth, options):
+@pytest.mark.parametrize(("precision", "growth"), list(zip(PRECISIONS, [8, -8, 8, -8, 8], strict=True)), ids=str)
+def test_a_step_takes_what_the_plan_says(precision: MixedPrecisionPolicy, growth: int) -> None:
+    shape = (2, 2) if growth > 0 else (3, 2)
+    for found, planned in run_threads(peak_and_plan, math.prod(shape), shape, growth, {"mp_policy": precision}):
         assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
 
 
@@ -234,12 +233,12 @@ def test_the_plan_says_what_rests_where() -> None:
 # State
 
 
-def shards() -> None:
-    model, mesh = sharded_net((2, 3)), mesh_of((2, 3))
+@on_ranks(6)
+def test_full_parameters_come_together_from_all_hosts() -> None:
+    model = sharded_net((2, 3))
     weight = model[1].up.weight
-    assert isinstance(weight, RaggedDTensor) and weight.device_mesh.size() == 6
     # Of each place on a host the ranks with it follow each other.
-    assert weight.device_mesh.mesh.tolist() == [0, 3, 1, 4, 2, 5]
+    assert isinstance(weight, RaggedDTensor) and weight.device_mesh.mesh.tolist() == [0, 3, 1, 4, 2, 5]
     assert torch.equal(weight.full_tensor(), net()[1].up.weight)
     for dst in range(6):
         state = full_state_dict(model, dst=dst)
@@ -247,28 +246,11 @@ def shards() -> None:
         assert not state or torch.equal(state["1.up.weight"], net()[1].up.weight)
     load_full_state_dict(model, net(5).state_dict() if dist.get_rank() == 0 else {})
     assert torch.equal(full(model[1].up.weight), net(5)[1].up.weight)
-    assert mesh.size() == 6
-
-
-def test_full_parameters_come_together_from_all_hosts() -> None:
-    run_threads(shards, 6)
-
-
-def test_a_deep_copy_between_forward_and_backward_has_none() -> None:
-    run_threads(copy_between, 4, shard)
-
-
-def test_unannotate_between_forward_and_backward_gives_whole_parameters() -> None:
-    run_threads(take_off_between, 4, shard)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_after_a_forward_that_raises_the_next_step_is_right(in_backward: bool) -> None:
     run_threads(fail_in_forward, 4, shard, in_backward=in_backward)
-
-
-def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
-    run_threads(fail_in_backward, 4, shard)
 
 
 # Hooks and refusals
@@ -285,24 +267,14 @@ def test_a_communication_hook_reduces_over_all_ranks_in_one_leg() -> None:
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
 
 
-def refused() -> list[str]:
-    mesh = mesh_of((2, 2))
-    return [
-        refusal(net(), init_device_mesh("cpu", (4,)), strategy=STRATEGY),
-        refusal(net(), mesh, strategy=STRATEGY, reshard_after_forward=2),
-        refusal(int8_model([(8, 8)]), mesh, strategy=STRATEGY),
-        refusal(int8_model([(8, 8)]), mesh, strategy=STRATEGY, sync_module_states=True),
-    ]
-
-
+@on_ranks(4)
 def test_what_does_not_go_with_it_is_refused_on_every_rank_and_leaves_the_model_as_it_was() -> None:
-    for rank, (line, both, *gathered) in enumerate(run_threads(refused, 4)):
-        assert "a hybrid strategy on a mesh of one dim" in line and f"rank {rank}" in line
-        assert "strategy and reshard_after_forward" in both and f"rank {rank}" in both
-        for text in gathered:
-            assert "HYBRID_SHARD_OPTIM on parameters whose class says what ranks exchange" in text
-            assert f"rank {rank}, parameter '0.weight'" in text
-            assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    for sync in (False, True):
+        text = refusal(int8_model([(8, 8)]), mesh, strategy=STRATEGY, sync_module_states=sync)
+        assert "HYBRID_SHARD_OPTIM on parameters whose class says what ranks exchange" in text
+        assert f"rank {rank}, parameter '0.weight'" in text
+        assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
 
 
 @on_ranks(4)
@@ -316,24 +288,19 @@ def test_what_a_class_gathers_trains_beside_it_in_a_call_of_its_own() -> None:
         torch.testing.assert_close(full(first), full(second), rtol=1e-6, atol=1e-6)
 
 
-def leave_out_the_all_reduce() -> str:
+@on_ranks(4)
+def test_there_is_no_all_reduce_to_leave_out_and_none_is_left_out_after_the_error() -> None:
     model = net()
     fully_shard(model[1], mesh=mesh_of((2, 2)), strategy="HYBRID_SHARD")
     shard(model)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="there is none with HYBRID_SHARD_OPTIM") as caught:
         model.set_requires_all_reduce(False)
+    assert "fix: call set_requires_gradient_sync(False)" in str(caught.value)
     loss(model).backward()
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
-    return str(caught.value)
 
 
-def test_there_is_no_all_reduce_to_leave_out_and_none_is_left_out_after_the_error() -> None:
-    for rank, text in enumerate(run_threads(leave_out_the_all_reduce, 4)):
-        assert "there is none with HYBRID_SHARD_OPTIM" in text and f"rank {rank}" in text
-        assert "fix: call set_requires_gradient_sync(False)" in text
-
-
-@pytest.mark.parametrize(("replicas", "ranks_per_host"), [(4, 8), (4, 4), (2, 16)])
+@pytest.mark.parametrize(("replicas", "ranks_per_host"), [(4, 4), (2, 16)])
 def test_the_plan_knows_which_bytes_go_between_hosts(replicas: int, ranks_per_host: int) -> None:
     made = plan(net(), world_size=8, replicas=replicas, strategy=STRATEGY, ranks_per_host=ranks_per_host)
     copies = plan(net(), world_size=8, replicas=replicas, strategy="HYBRID_SHARD", ranks_per_host=ranks_per_host)

@@ -53,16 +53,12 @@ def test_what_must_pass_runs_each_test_once() -> None:
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
 
 
-def test_the_benchmarks_take_another_torch_too() -> None:
-    commands = planned("bench", "TORCH=2.11.0")
-    assert commands[0] == "python3 -m venv .venv-torch-2.11.0"
-    assert "python benchmarks/step_time.py " in commands
-
-
 @pytest.mark.parametrize(("words", "venv"), [([], ".venv"), (["TORCH=2.12.0"], ".venv-torch-2.12.0")])
-def test_commands_run_in_that_environment(words: list[str], venv: str) -> None:
+def test_commands_and_benchmarks_run_in_that_environment(words: list[str], venv: str) -> None:
     printed = planned(*words, "--eval=where: ; @echo '$(PATH)'", "where")
     assert printed[0].startswith(f"echo '{REPO}/{venv}/bin:")
+    commands = planned("bench", *words)
+    assert commands[0] == f"python3 -m venv {venv}" and "python benchmarks/step_time.py " in commands
 
 
 def test_the_pins_of_another_torch_are_all_but_torch_and_the_build_tool(tmp_path: Path) -> None:

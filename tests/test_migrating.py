@@ -36,7 +36,7 @@ import _traversal_utils
 import composable
 from composable import ConfigError, FSDPModule, fully_shard, load_full_state_dict, replicate, unshard_params
 from composable.annotation.root import FullyShardState
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 DOCS = Path(__file__).parent.parent / "docs"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -136,10 +136,11 @@ SECTIONS: dict[tuple[str, str], set[str]] = {
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=" ".join)
-def test_every_name_of_torch_has_a_row(section: tuple[str, str]) -> None:
+def test_every_name_of_torch_has_a_row_that_says_what_is_here_or_that_nothing_is(section: tuple[str, str]) -> None:
     # Private members have rows where people use them; none is asked for.
-    wanted = {name for name in SECTIONS[section] if "._" not in name}
-    assert wanted - set().union(*(row.names for row in rows_of(*section))) == set()
+    wanted, rows = {name for name in SECTIONS[section] if "._" not in name}, rows_of(*section)
+    assert wanted - set().union(*(row.names for row in rows)) == set()
+    assert [row.there for row in rows if not says_something(row)] == []
 
 
 @pytest.mark.skipif(TORCH < OLDEST, reason="this torch lacks names that have rows")
@@ -235,28 +236,18 @@ def missing_in(code: str, names: dict[str, Any]) -> Iterator[str]:
                 signature.bind_partial(*node.args, **passed)
 
 
-def promised() -> dict[str, set[str]]:
-    """Return what rows name that there is not, with the rows."""
+def test_rows_name_nothing_that_is_not_here() -> None:
     found: dict[str, set[str]] = {}
     for page, heading in [*SECTIONS, ("from_fsdp2.md", "What behaves differently")]:
         names = public_names(nn.Linear if page == "replicate.md" else Sharded)
         for row in rows_of(page, heading):
             for missing in [missing for code in row.promises for missing in missing_in(code, names)]:
                 found.setdefault(missing, set()).add(f"{page}: {row.there}")
-    return found
-
-
-def test_rows_name_nothing_that_is_not_here() -> None:
-    assert promised() == {}
+    assert found == {}
 
 
 def says_something(row: Row) -> bool:
     return bool(row.promises) or "](" in row.here or row.here.startswith(("none", "not yet", "always"))
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=" ".join)
-def test_a_row_says_what_is_here_or_that_nothing_is(section: tuple[str, str]) -> None:
-    assert [row.there for row in rows_of(*section) if not says_something(row)] == []
 
 
 def test_what_is_not_there_yet_is_not_there() -> None:
@@ -316,9 +307,7 @@ def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(p
     ("annotate", "typed", "meant"),
     [
         (fully_shard, "polcy", "did you mean policy=?"),
-        (fully_shard, "ignored_parameters", "did you mean ignored_params=?"),
         (fully_shard, "limit_all_gather", "leave it out, since gathers are limited always"),
-        (replicate, "static_grph", "did you mean static_graph=?"),
         (replicate, "zzz", "leave it out, there is nothing like it"),
     ],
 )
@@ -364,27 +353,20 @@ def test_the_strategy_that_shards_nothing_is_an_error_that_names_replicate() -> 
         composable.plan(build(), world_size=2, strategy=theirs.ShardingStrategy.NO_SHARD)
 
 
-def join_without_a_view(annotation: str) -> list[str]:
-    model = replicate(build()) if annotation == "ddp" else fully_shard(build())
-    said = []
-    for call in (lambda: Join([model]), lambda: getattr(model, "module")):  # noqa: B009
-        with pytest.raises((ConfigError, AttributeError)) as caught:
-            call()
-        said.append(str(caught.value))
-    return [*said, str(hasattr(model, "module"))]
-
-
-@pytest.mark.parametrize("annotation", ["ddp", "fsdp2"])
-def test_join_of_an_annotated_module_is_an_error_that_names_what_it_takes(annotation: str) -> None:
-    for rank, (joined, module, has_module) in enumerate(run_threads(join_without_a_view, 2, annotation)):
-        assert joined == (
-            "Join got an annotated module itself\n"
-            f"  at:  rank {rank}, module Sequential\n"
-            "  fix: pass joinable(model, step=...), as in docs/uneven_inputs.md; "
-            "or as_ddp(model), if it is replicated alone"
-        )
-        # Trainers look for it to find out what is wrapped.
-        assert (module.endswith("object has no attribute 'module'"), has_module) == (True, "False")
+@pytest.mark.parametrize("annotate", [replicate, fully_shard])
+@on_ranks(2)
+def test_join_of_an_annotated_module_is_an_error_that_names_what_it_takes(annotate: Callable[..., Any]) -> None:
+    model = annotate(build())
+    with pytest.raises(ConfigError) as caught:
+        Join([model])
+    assert str(caught.value) == (
+        "Join got an annotated module itself\n"
+        f"  at:  rank {dist.get_rank()}, module Sequential\n"
+        "  fix: pass joinable(model, step=...), as in docs/uneven_inputs.md; "
+        "or as_ddp(model), if it is replicated alone"
+    )
+    # Trainers look for it to find out what is wrapped.
+    assert not hasattr(model, "module")
 
 
 class OwnJoinable(nn.Linear):
@@ -467,9 +449,8 @@ def continue_a_run(kind: str, folder: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_run_that_torch_has_begun_goes_on_here(kind: str, world_size: int, tmp_path: Path) -> None:
-    for expected, losses in run_ranks(continue_a_run, world_size, kind, str(tmp_path)):
+def test_a_run_that_torch_has_begun_goes_on_here(kind: str, tmp_path: Path) -> None:
+    for expected, losses in run_ranks(continue_a_run, 3, kind, str(tmp_path)):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
@@ -495,9 +476,8 @@ def continue_from_full_state_dicts() -> tuple[list[float], list[float]]:
         return expected, train(here, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_run_goes_on_from_the_full_state_dicts_of_fsdp1(world_size: int) -> None:
-    for expected, losses in run_ranks(continue_from_full_state_dicts, world_size):
+def test_a_run_goes_on_from_the_full_state_dicts_of_fsdp1() -> None:
+    for expected, losses in run_ranks(continue_from_full_state_dicts, 3):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 

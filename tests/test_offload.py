@@ -5,9 +5,6 @@ in host memory of their own, apart from that of the buffers; which streams wait 
 ``tests/runtime/test_streams.py``, and what only a device shows by ``tests/test_cuda_offload.py``.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,37 +22,15 @@ from composable import (
     plan,
     unannotate,
 )
-from composable.engine import RestingPlace
 from composable.engine.paths import CopyGather, PathHome
-from tests.models import BLOCK_CLASSES, loss_of, make_model, random_input, seeded
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
+from tests.option_tables import put_elsewhere
 from tests.parity import LR, full_params, inputs_of
 from tests.runtime.test_notices import recorded
 from tests.world import on_ranks, run_threads
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 8
-
-
-@dataclass(frozen=True)
-class CountingHome(RestingPlace):
-    """Host memory apart from the buffers', which counts what comes to rest in it."""
-
-    results: Any = None
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self.results.append(numel)
-        return super().empty(numel, dtype)
-
-
-def put_elsewhere(model: nn.Module) -> list[int]:
-    """Let the shards of an annotated model that has not run yet rest elsewhere; returns what is copied back there."""
-    results: list[int] = []
-    home = CountingHome(torch.device("cpu"), is_elsewhere=True, results=results)
-    for module in model.modules():
-        state = fully_shard.state(module)
-        for flat in [flat for handle in state._handles for flat in handle.buffers] if state is not None else ():
-            flat.home = flat.routes.home = home
-    return results
 
 
 def paths_of(model: nn.Module) -> list[object]:
@@ -67,28 +42,22 @@ def paths_of(model: nn.Module) -> list[object]:
 # On CPUs
 
 
-def train_twice(name: str, policy: OffloadPolicy) -> bool:
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()], ids=repr)
+@on_ranks(2)
+def test_on_a_mesh_of_cpus_nothing_changes_in_any_bit(policy: OffloadPolicy) -> None:
     runs = []
     for options in ({}, {"offload_policy": policy}):
-        model = make_model(name)
+        model = make_model("mlp")
         fully_shard(model, policy=BLOCK_CLASSES, **options)
-        before = list(map(id, model.parameters()))
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         for step in range(2):
             args, kwargs = inputs_of(model, step, dist.get_rank())
             loss_of(model(*args, **kwargs)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert list(map(id, model.parameters())) == before
         assert not any(isinstance(path, CopyGather | PathHome) for path in paths_of(model))
         runs.append(full_params(model))
-    return all(torch.equal(*values) for values in zip(*(run.values() for run in runs), strict=True))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=repr)
-def test_on_a_mesh_of_cpus_nothing_changes_in_any_bit(policy: OffloadPolicy, world_size: int) -> None:
-    assert all(run_threads(train_twice, world_size, "mlp", policy))
+    assert all(torch.equal(*values) for values in zip(*(run.values() for run in runs), strict=True))
 
 
 class Told(nn.Linear):
@@ -133,17 +102,6 @@ def test_policies_of_torch_are_taken() -> None:
         OffloadPolicy(),
         CPUOffloadPolicy(),
     ]
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """Has the name of a policy, and asks for something else."""
-
-    pin_memory: bool = True
-    to_disk: bool = False
-
-
-Renamed.__name__ = "CPUOffloadPolicy"
 
 
 @pytest.mark.parametrize("is_synced", [False, True])
@@ -192,36 +150,21 @@ def test_what_is_left_of_a_plan_stays_offloaded() -> None:
 # Shards that rest elsewhere
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, DIM + 3)
-        self.norm = nn.LayerNorm(DIM + 3)
-        self.down = nn.Linear(DIM + 3, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.norm(self.up(x))))
-
-
 def make_net() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), Block(), Block(), nn.Linear(DIM, 3)), 0)
-
-
-def batch_of(step: int, rank: int, micro: int) -> torch.Tensor:
-    return random_input(100 * step + 10 * rank + micro, 4, DIM)
+    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.Linear(DIM, 3)), 0)
 
 
 @on_ranks(2)
 def test_gradients_add_up_where_they_rest() -> None:
-    model = make_net()
-    fully_shard(model, policy={Block})
+    model, x = make_net(), random_input(0, 4, DIM)
+    fully_shard(model, policy={MLPBlock})
     put_elsewhere(model)
-    model(batch_of(0, 0, 0)).square().mean().backward()
+    model(x).square().mean().backward()
     first = {fqn: param.grad.to_local().clone() for fqn, param in model.named_parameters()}
-    model(batch_of(0, 0, 0)).square().mean().backward()
-    doubled = all(torch.equal(param.grad.to_local(), 2 * first[fqn]) for fqn, param in model.named_parameters())
+    model(x).square().mean().backward()
+    assert all(torch.equal(param.grad.to_local(), 2 * first[fqn]) for fqn, param in model.named_parameters())
     model.zero_grad()
-    assert (doubled, all(param.grad is None for param in model.parameters())) == (True, True)
+    assert all(param.grad is None for param in model.parameters())
 
 
 @on_ranks(2)
@@ -229,6 +172,5 @@ def test_low_precision_gradients_come_home_as_they_are() -> None:
     model = make_net()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
     put_elsewhere(model)
-    model(batch_of(0, 0, 0)).float().sum().backward()
-    found = [param.grad.to_local().dtype for param in model.parameters()]
-    assert set(found) == {BF16}
+    model(random_input(0, 4, DIM)).float().sum().backward()
+    assert {param.grad.to_local().dtype for param in model.parameters()} == {BF16}

@@ -39,20 +39,13 @@ def linears(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def plain_grads(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    model = sharded(dtype)
-    backward(model, dist.get_rank(), dtype)
+def plain_grads() -> dict[str, torch.Tensor]:
+    model = sharded()
+    backward(model, dist.get_rank())
     return grads_of(model)
 
 
 # Divisors
-
-
-def divided(factor: float | None, setter: str) -> dict[str, torch.Tensor]:
-    model = sharded()
-    getattr(model.blocks[0], setter)(factor)
-    backward(model, dist.get_rank())
-    return grads_of(model)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +55,14 @@ def divided(factor: float | None, setter: str) -> dict[str, torch.Tensor]:
         factor=[1, 0.25, 3, None],
     )
 )
-def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str, world_size: int) -> None:
-    plain = run_threads(plain_grads, world_size)[0]
-    for grads in run_threads(divided, world_size, factor, setter):
-        for fqn, grad in grads.items():
-            due = world_size / factor if factor is not None and fqn.startswith("blocks.0") else 1
-            close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
+@on_ranks()
+def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str) -> None:
+    plain, model = plain_grads(), sharded()
+    getattr(model.blocks[0], setter)(factor)
+    backward(model, dist.get_rank())
+    for fqn, grad in grads_of(model).items():
+        due = dist.get_world_size() / factor if factor is not None and fqn.startswith("blocks.0") else 1
+        close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
 
 
 @on_ranks(2)
@@ -108,38 +103,27 @@ def summed(dtype: torch.dtype, is_forced: bool) -> tuple[list[float], dict[str, 
     return scales, grads_of(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forced_sums_are_divided_by_a_step_of_their_own(dtype: torch.dtype, world_size: int) -> None:
-    (scales, plain), *_ = run_threads(summed, world_size, dtype, False)
+@pytest.mark.parametrize(("dtype", "world_size"), [(DTYPES[0], 3), *((dtype, 2) for dtype in DTYPES[1:])])
+@on_ranks()
+def test_forced_sums_are_divided_by_a_step_of_their_own(dtype: torch.dtype) -> None:
+    world_size = dist.get_world_size()
+    scales, plain = summed(dtype, False)
     assert set(scales) == {1 / world_size}
-    for scales, grads in run_threads(summed, world_size, dtype, True):
-        assert set(scales) == {1.0} and len(scales) == 4
-        close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
-
-
-class Large(nn.Module):
-    """A parameter whose gradient is near the largest float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
+    scales, grads = summed(dtype, True)
+    assert set(scales) == {1.0} and len(scales) == 4
+    close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("way", ["sum", "comm"])
 @on_ranks(4)
 def test_no_sum_in_float16_overflows_where_the_mean_fits(way: str) -> None:
-    model: Any = fully_shard(Large())
+    model: Any = fully_shard(nn.Linear(4, 1, bias=False).half())
     if way == "sum":
         model.set_force_sum_reduction_for_comms(True)
-    elif way == "comm":
+    else:
         model.set_custom_reduce_scatter(DefaultReduceScatter())
-    model(torch.full((4,), 60000.0, dtype=torch.float16)).backward()
-    grad = grads_of(model)["weight"]
-    assert torch.equal(grad, torch.full((4,), 60000.0, dtype=torch.float16))
+    model(torch.full((1, 4), 60000.0, dtype=torch.float16)).sum().backward()
+    assert grads_of(model)["weight"].tolist() == [[60000.0] * 4]
 
 
 # A hook on the reduced shard
@@ -162,10 +146,9 @@ def test_an_all_reduce_hook_gets_each_reduced_shard_once(options: dict[str, Any]
     model.last.set_all_reduce_hook(None)
     for one in (plain, model):
         backward(one, dist.get_rank())
-    seen, plain, hooked = seen, grads_of(plain), grads_of(model)
     assert seen == [torch.float32] * 3
-    wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in plain.items()}
-    close(hooked, wanted, 0)
+    wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in grads_of(plain).items()}
+    close(grads_of(model), wanted, 0)
 
 
 @on_ranks(4)
@@ -193,7 +176,18 @@ RETURNED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def returned_by_hook(kind: str, ranks: Sequence[int], options: dict[str, Any]) -> str:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        ("Tensor", (1,), {}),
+        ("Work", (0, 1), {}),
+        ("Work", (0, 1), {"options": HandleOptions(unused_gradients="zero")}),
+    ],
+)
+@on_ranks(2)
+def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(
+    kind: str, ranks: Sequence[int], options: dict[str, Any]
+) -> None:
     model = sharded(**options)
     is_one = dist.get_rank() in ranks
     model.first.set_all_reduce_hook(RETURNED[kind] if is_one else lambda shard: shard.mul_(1))
@@ -203,24 +197,10 @@ def returned_by_hook(kind: str, ranks: Sequence[int], options: dict[str, Any]) -
     model.zero_grad()
     backward(model, dist.get_rank())
     close(grads_of(model), plain_grads(), 0)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "options"),
-    [
-        ("Tensor", (0, 1), {}),
-        ("Tensor", (1,), {}),
-        ("Work", (0, 1), {}),
-        ("Work", (0, 1), {"options": HandleOptions(unused_gradients="zero")}),
-    ],
-)
-def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(
-    kind: str, ranks: Sequence[int], options: dict[str, Any]
-) -> None:
-    for rank, text in enumerate(run_threads(returned_by_hook, 2, kind, ranks, options)):
-        found = rank if rank in ranks else ranks[0]
-        assert text.startswith("the all-reduce hook returned") and f"at:  rank {found}, module 'first'" in text
+    text = str(caught.value)
+    rank = dist.get_rank()
+    found = rank if rank in ranks else ranks[0]
+    assert text.startswith("the all-reduce hook returned") and f"at:  rank {found}, module 'first'" in text
 
 
 # Collectives of the user's
@@ -271,12 +251,14 @@ def with_comms(dtype: torch.dtype, make: Callable[[Any], Any], options: dict[str
     return calls, counting.counts(), grads_of(plain), grads_of(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "world_size", "run"),
+    [(DTYPES[0], 1, run_threads), (DTYPES[0], 2, run_ranks), *((dtype, 3, run_threads) for dtype in DTYPES[1:])],
+)
 def test_torchs_collectives_give_the_same_numbers_in_place_of_the_transport(
-    dtype: torch.dtype, world_size: int
+    dtype: torch.dtype, world_size: int, run: Callable[..., Any]
 ) -> None:
-    for calls, counts, plain, custom in run_threads(with_comms, world_size, dtype, Counting, {}):
+    for calls, counts, plain, custom in run(with_comms, world_size, dtype, Counting, {}):
         close(custom, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
         assert counts == {}
         gathers, scatters = calls
@@ -288,11 +270,6 @@ def test_torchs_collectives_give_the_same_numbers_in_place_of_the_transport(
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}])
 def test_what_a_collective_allocates_may_be_used_again(options: dict[str, Any]) -> None:
     for _, _, plain, custom in run_threads(with_comms, 2, torch.float32, Reused, options):
-        close(custom, plain, 0)
-
-
-def test_torchs_collectives_run_on_real_process_groups() -> None:
-    for _, _, plain, custom in run_ranks(with_comms, 2, torch.float32, Counting, {}):
         close(custom, plain, 0)
 
 
@@ -357,29 +334,21 @@ def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() 
     assert (is_kept, choices_of(model.blocks) == (None, False, False, False)) == (True, True)
 
 
-def excluded() -> list[str]:
+@on_ranks(2)
+def test_a_communication_hook_excludes_what_it_would_replace() -> None:
     model = sharded()
     handle = register_comm_hook(model.first, DefaultState(dist.group.WORLD), reduce_scatter_hook)
-    texts = []
-    for change in (
-        lambda: model.first.set_gradient_divide_factor(2),
-        lambda: model.first.set_force_sum_reduction_for_comms(True),
-        lambda: model.first.set_custom_reduce_scatter(DefaultReduceScatter()),
-    ):
-        with pytest.raises(UsageError) as caught:
+    changes: dict[str, Callable[[], None]] = {
+        "a gradient divide factor": lambda: model.first.set_gradient_divide_factor(2),
+        "sums forced": lambda: model.first.set_force_sum_reduction_for_comms(True),
+        "a reduce-scatter of its own": lambda: model.first.set_custom_reduce_scatter(DefaultReduceScatter()),
+    }
+    for name, change in changes.items():
+        with pytest.raises(UsageError, match=f"a module cannot have {name} and a communication hook") as caught:
             change()
-        texts.append(str(caught.value))
+        assert f"at:  rank {dist.get_rank()}, module 'first'" in str(caught.value)
     handle.remove()
     model.first.set_gradient_divide_factor(2)
-    return texts
-
-
-def test_a_communication_hook_excludes_what_it_would_replace() -> None:
-    for rank, texts in enumerate(run_threads(excluded, 2)):
-        names = ["a gradient divide factor", "sums forced", "a reduce-scatter of its own"]
-        for text, name in zip(texts, names, strict=True):
-            assert text.startswith(f"a module cannot have {name} and a communication hook")
-            assert f"at:  rank {rank}, module 'first'" in text
 
 
 @on_ranks(2)
@@ -389,19 +358,13 @@ def test_an_all_reduce_hook_comes_after_a_communication_hook() -> None:
     for module in linears(model):
         module.set_all_reduce_hook(lambda shard: shard.mul_(2))
     backward(model, dist.get_rank())
-    hooked, plain = grads_of(model), plain_grads()
-    close(hooked, {fqn: 2 * grad for fqn, grad in plain.items()}, 0)
+    close(grads_of(model), {fqn: 2 * grad for fqn, grad in plain_grads().items()}, 0)
 
 
-def stream_on_the_cpu() -> str:
-    model = sharded()
-    with pytest.raises(ConfigError) as caught:
-        model.first.set_all_reduce_hook(lambda shard: None, stream=object())
-    return str(caught.value)
-
-
+@on_ranks(1)
 def test_the_cpu_has_no_streams() -> None:
-    assert "the module is on cpu" in run_threads(stream_on_the_cpu, 1)[0]
+    with pytest.raises(ConfigError, match="the module is on cpu"):
+        sharded().first.set_all_reduce_hook(lambda shard: None, stream=object())
 
 
 @on_ranks(2)

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import ConfigError, UsageError, no_sync, reduction_stats, register_comm_hook, replicate
 from tests.models import BATCH, DIM, random_input, seeded
-from tests.world import run_ranks, run_threads
+from tests.parity import gradients_of
+from tests.world import on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 100 / 2**20
 
@@ -41,47 +42,31 @@ def looped() -> Looped:
     return seeded(Looped, 0)
 
 
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
-
-
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
 
 
-def expected(step: int, world_size: int, *, forwards: int = 1) -> dict[str, torch.Tensor]:
+def expected(step: int, world_size: int) -> dict[str, torch.Tensor]:
     model = looped()
     for rank in range(world_size):
-        for number in range(forwards):
-            (loss_at(model, step + number, rank) / world_size).backward()
+        (loss_at(model, step, rank) / world_size).backward()
     return gradients_of(model)
 
 
 # -- static_graph
 
 
-def train_looped(*, as_ddp: bool = False, forwards: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+def train_looped(*, as_ddp: bool = False) -> dict[str, torch.Tensor]:
     model = looped()
     whole: Any = DistributedDataParallel(model, static_graph=True) if as_ddp else model
     if not as_ddp:
-        replicate(model, static_graph=True, bucket_cap_mb=TINY_CAP_MB, **options)
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+        replicate(model, static_graph=True, bucket_cap_mb=TINY_CAP_MB)
     for step in range(4):
         model.zero_grad(set_to_none=step % 2 == 0)
-        sum(loss_at(whole, step + number, rank) for number in range(forwards)).backward()
+        loss_at(whole, step, dist.get_rank()).backward()
         found = gradients_of(model)
-        torch.testing.assert_close(found, expected(step, world_size, forwards=forwards))
+        torch.testing.assert_close(found, expected(step, dist.get_world_size()))
     return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_static_graph_may_give_a_parameter_several_gradients_in_one_backward(world_size: int) -> None:
-    run_threads(train_looped, world_size)
-
-
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"find_unused_parameters": True}])
-def test_a_static_graph_goes_with_other_options(options: dict[str, bool]) -> None:
-    run_threads(train_looped, 2, **options)
 
 
 def test_a_static_graph_gives_the_gradients_of_torchs_wrapper() -> None:
@@ -89,30 +74,10 @@ def test_a_static_graph_gives_the_gradients_of_torchs_wrapper() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_several_forwards_before_one_backward_are_one_step_of_a_static_graph() -> None:
-    run_threads(train_looped, 2, forwards=3)
-
-
-def accumulate_static() -> None:
-    model = replicate(looped(), static_graph=True, bucket_cap_mb=TINY_CAP_MB)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for _ in range(3):
-        model.zero_grad()
-        with no_sync(model):
-            loss_at(model, 0, rank).backward()
-        loss_at(model, 1, rank).backward()
-        torch.testing.assert_close(gradients_of(model), expected(0, world_size, forwards=2))
-
-
-def test_a_static_graph_accumulates_without_synchronisation() -> None:
-    run_threads(accumulate_static, 2)
-
-
-def accumulate_what_was_unused() -> str:
-    model = looped()
-    model.uses_branch = False
+@on_ranks(2)
+def test_what_only_a_backward_without_synchronisation_uses_is_an_error_on_every_rank() -> None:
+    model, rank = looped(), dist.get_rank()
     replicate(model, static_graph=True)
-    rank = dist.get_rank()
     for step in range(2):
         loss_at(model, step, rank).backward()
     with no_sync(model):
@@ -121,15 +86,12 @@ def accumulate_what_was_unused() -> str:
     model.uses_branch = False
     with pytest.raises(UsageError) as caught:
         loss_at(model, 3, rank).backward()
-    return str(caught.value).splitlines()[0]
-
-
-def test_what_only_a_backward_without_synchronisation_uses_is_an_error_on_every_rank() -> None:
-    assert run_threads(accumulate_what_was_unused, 2) == [
-        "the backward of rank 1 is not like the first one, as static_graph=True says: 'branch.weight', 'branch.bias'",
-        "this backward is not like the first one, as static_graph=True says: 'branch.weight' (1 gradient, 0 then), "
-        "'branch.bias' (1 gradient, 0 then)",
-    ]
+    what = "is not like the first one, as static_graph=True says:"
+    assert str(caught.value).splitlines()[0] == (
+        f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
+        if rank
+        else f"the backward of rank 1 {what} 'branch.weight', 'branch.bias'"
+    )
 
 
 class _Interrupted(torch.futures.Future[torch.Tensor]):
@@ -151,7 +113,8 @@ def averaged(does_interrupt: list[bool], bucket: Any) -> torch.futures.Future[to
     return done
 
 
-def interrupt_the_first_backward() -> None:
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_as_it_waits_learns_the_graph_as_the_others() -> None:
     model = looped()
     model.uses_branch = False
     replicate(model, static_graph=True, bucket_cap_mb=TINY_CAP_MB)
@@ -171,11 +134,8 @@ def interrupt_the_first_backward() -> None:
     assert all("branch.weight" not in fqns for fqns in reduction_stats(model).bucket_fqns)
 
 
-def test_a_rank_that_is_interrupted_as_it_waits_learns_the_graph_as_the_others() -> None:
-    run_threads(interrupt_the_first_backward, 2)
-
-
-def buckets_of_a_static_graph() -> list[str]:
+@on_ranks(2)
+def test_what_no_rank_uses_is_in_no_bucket_of_a_static_graph() -> None:
     model = replicate(looped(), static_graph=True)
     twin = copy.deepcopy(model)
     for one in (model, twin):
@@ -184,39 +144,8 @@ def buckets_of_a_static_graph() -> list[str]:
     twin = copy.deepcopy(model)
     loss_at(twin, 2, dist.get_rank()).backward()
     reducer = replicate.state(twin).reducer
-    return [reducer.params[index].fqn for bucket in reducer.buckets for index in bucket.param_indices]
-
-
-def test_what_no_rank_uses_is_in_no_bucket_of_a_static_graph() -> None:
-    for fqns in run_threads(buckets_of_a_static_graph, 2):
-        assert sorted(fqns) == [
-            "block.0.bias",
-            "block.0.weight",
-            "first.bias",
-            "first.weight",
-            "last.bias",
-            "last.weight",
-        ]
-
-
-def change_graph(kind: str) -> str:
-    model = looped()
-    model.uses_branch = kind == "fewer"
-    replicate(model, static_graph=True)
-    rank = dist.get_rank()
-    loss_at(model, 0, rank).backward()
-    loss_at(model, 1, rank).backward()
-    model.zero_grad()
-    if rank == 1:
-        model.uses_branch = kind == "more"
-        model.rounds = 2 if kind == "other" else 3
-    with pytest.raises(UsageError) as caught:
-        loss_at(model, 2, rank).backward()
-    # The next step is fine again.
-    model.uses_branch, model.rounds = kind == "fewer", 3
-    model.zero_grad()
-    loss_at(model, 3, rank).backward()
-    return str(caught.value)
+    fqns = {reducer.params[index].fqn for bucket in reducer.buckets for index in bucket.param_indices}
+    assert fqns == {f"{layer}.{name}" for layer in ("first", "block.0", "last") for name in ("weight", "bias")}
 
 
 @pytest.mark.parametrize(
@@ -227,25 +156,37 @@ def change_graph(kind: str) -> str:
         ("other", "'block.0.weight' (2 gradients, 3 then), 'block.0.bias' (2 gradients, 3 then)"),
     ],
 )
+@on_ranks(2)
 def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what: str) -> None:
-    told, own = run_threads(change_graph, 2, kind)
-    last = "    the last module to get a gradient: 'first' on ranks 0, 1"
-    assert own.splitlines()[:3] == [
-        f"this backward is not like the first one, as static_graph=True says: {what}",
-        last,
-        "  at:  rank 1",
-    ]
+    model, rank = looped(), dist.get_rank()
+    model.uses_branch = kind == "fewer"
+    replicate(model, static_graph=True)
+    loss_at(model, 0, rank).backward()
+    loss_at(model, 1, rank).backward()
+    model.zero_grad()
+    if rank == 1:
+        model.uses_branch = kind == "more"
+        model.rounds = 2 if kind == "other" else 3
+    with pytest.raises(UsageError) as caught:
+        loss_at(model, 2, rank).backward()
     names = "" if kind == "other" else ": 'branch.weight', 'branch.bias'"
-    assert told.splitlines()[:3] == [
-        f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
-        last,
-        "  at:  rank 0",
+    assert str(caught.value).splitlines()[:3] == [
+        f"this backward is not like the first one, as static_graph=True says: {what}"
+        if rank
+        else f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
+        "    the last module to get a gradient: 'first' on ranks 0, 1",
+        f"  at:  rank {rank}",
     ]
+    # The next step is fine again.
+    model.uses_branch, model.rounds = kind == "fewer", 3
+    model.zero_grad()
+    loss_at(model, 3, rank).backward()
 
 
-def use_what_others_used(bucket_cap_mb: float) -> str:
-    model = looped()
-    rank = dist.get_rank()
+@pytest.mark.parametrize("bucket_cap_mb", [25, TINY_CAP_MB])
+@on_ranks(3)
+def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank(bucket_cap_mb: float) -> None:
+    model, rank = looped(), dist.get_rank()
     replicate(model, static_graph=True, bucket_cap_mb=bucket_cap_mb)
     for step in range(2):
         model.uses_branch = rank > 0
@@ -254,26 +195,20 @@ def use_what_others_used(bucket_cap_mb: float) -> str:
     model.uses_branch = True
     with pytest.raises(UsageError) as caught:
         loss_at(model, 2, rank).backward()
+    what = "is not like the first one, as static_graph=True says:"
+    assert str(caught.value).splitlines()[0] == (
+        f"the backward of rank 0 {what} 'branch.weight', 'branch.bias'"
+        if rank
+        else f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
+    )
     model.uses_branch = rank > 0
     model.zero_grad()
     loss_at(model, 3, rank).backward()
-    return str(caught.value).splitlines()[0]
-
-
-@pytest.mark.parametrize("bucket_cap_mb", [25, TINY_CAP_MB])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank(
-    world_size: int, bucket_cap_mb: float
-) -> None:
-    own, *others = run_threads(use_what_others_used, world_size, bucket_cap_mb)
-    what = "is not like the first one, as static_graph=True says:"
-    assert own == f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
-    assert others == [f"the backward of rank 0 {what} 'branch.weight', 'branch.bias'"] * (world_size - 1)
 
 
 def test_a_static_graph_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "composable")
-    run_threads(buckets_of_a_static_graph, 1)
+    run_threads(train_looped, 1)
     assert "replicate of module Looped with static_graph=True" in caplog.messages
 
 
@@ -303,26 +238,8 @@ def delay(model: Wide) -> dict[str, Any]:
     return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": model.layers[1].weight}
 
 
-def train_delayed() -> None:
-    # DistributedDataParallel is no oracle here: on gloo it starts this all-reduce and waits for nothing.
-    model, plain = wide(), wide()
-    replicate(model, **delay(model))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        model.zero_grad()
-        plain.zero_grad()
-        loss_at(model, step, rank).backward()
-        for other in range(world_size):
-            (loss_at(plain, step, other) / world_size).backward()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_with_a_delayed_all_reduce_equal_those_of_one_process(world_size: int) -> None:
-    run_threads(train_delayed, world_size)
-
-
-def events_of_a_delayed_backward() -> list[str]:
+@on_ranks(1)
+def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there() -> None:
     model = wide()
     names = {id(param): fqn.split(".")[1] for fqn, param in model.named_parameters()}
     events: list[str] = []
@@ -340,56 +257,38 @@ def events_of_a_delayed_backward() -> list[str]:
     for step in range(3):
         events.clear()
         loss_at(model, step, 0).backward()
-    return events
-
-
-def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there() -> None:
-    (events,) = run_threads(events_of_a_delayed_backward, 1)
     assert events == [
         *("gradient 3", "gradient 2", "gradient 1", "send 1", "send 3", "send 2", "gradient 0", "send 0"),
     ]
-
-
-def refuse_delay(case: str) -> str:
-    model = wide()
-    params = delay(model)
-    name, hooked = params
-    wrong: dict[str, dict[str, Any]] = {
-        "alone": {name: params[name]},
-        "trigger alone": {hooked: params[hooked]},
-        "no pairs": {**params, name: [model.layers[0].weight]},
-        "no list": {**params, name: 3},
-        "other": {**params, name: [("other", nn.Linear(2, 2).weight)]},
-        "other trigger": {**params, hooked: nn.Linear(2, 2).weight},
-        "ignored": {**params, "ignored_params": [params[hooked]]},
-    }
-    with pytest.raises(ConfigError) as caught:
-        replicate(model, **(wrong[case] if dist.get_rank() == 1 else params))
-    assert replicate.state(model) is None
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("case", "what"),
     [
         ("alone", "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other"),
-        (
-            "trigger alone",
-            "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other",
-        ),
         ("no pairs", "delay_all_reduce_named_params holds a torch.nn.parameter.Parameter"),
         ("no list", "delay_all_reduce_named_params is 3"),
         ("other", "delay_all_reduce_named_params holds 'other', whose gradient replicate does not average here"),
-        (
-            "other trigger",
-            "param_to_hook_all_reduce is a torch.nn.parameter.Parameter, whose gradient replicate does not average here",
-        ),
         (
             "ignored",
             "param_to_hook_all_reduce is a torch.nn.parameter.Parameter, whose gradient replicate does not average here",
         ),
     ],
 )
+@on_ranks(2)
 def test_a_delay_that_cannot_be_is_an_error_on_every_rank(case: str, what: str) -> None:
-    for text in run_threads(refuse_delay, 2, case):
-        assert text.splitlines()[:2] == [what, "  at:  rank 1"]
+    model = wide()
+    params = delay(model)
+    name, hooked = params
+    wrong: dict[str, dict[str, Any]] = {
+        "alone": {name: params[name]},
+        "no pairs": {**params, name: [model.layers[0].weight]},
+        "no list": {**params, name: 3},
+        "other": {**params, name: [("other", nn.Linear(2, 2).weight)]},
+        "ignored": {**params, "ignored_params": [params[hooked]]},
+    }
+    with pytest.raises(ConfigError) as caught:
+        replicate(model, **(wrong[case] if dist.get_rank() == 1 else params))
+    assert replicate.state(model) is None
+    text = str(caught.value)
+    assert text.splitlines()[:2] == [what, "  at:  rank 1"]

@@ -10,18 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import composable
 from composable import ConfigError, ReplicateModule, UsageError, fully_shard, replicate, unannotate
 from tests.models import BATCH, DIM, make_model, random_input
-from tests.world import on_ranks, run_threads
+from tests.parity import gradients_of
+from tests.world import on_ranks
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def expected(steps: list[int]) -> dict[str, torch.Tensor]:
@@ -32,27 +28,14 @@ def expected(steps: list[int]) -> dict[str, torch.Tensor]:
     return gradients_of(model)
 
 
-def turn_off(model: Any, way: str, *, on: bool) -> None:
-    if way == "set_requires_gradient_sync":
-        model.set_requires_gradient_sync(on)
-    elif way == "set_requires_all_reduce":
-        model.set_requires_all_reduce(on)
-    elif way == "set_is_last_backward":
-        model.set_is_last_backward(on)
-    else:
-        model.require_backward_grad_sync = on
+WAYS = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "no_sync"]
 
 
-WAYS = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "no_sync", "attribute"]
-
-
-@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str, *, nested: bool) -> None:
+def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str) -> None:
     model: Any = make_model("mlp")
-    if nested:
-        replicate(model.blocks[1])
+    replicate(model.blocks[1])
     replicate(model)
     rank = dist.get_rank()
     local = make_model("mlp")
@@ -63,9 +46,9 @@ def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str, *, nes
             with model.no_sync():
                 loss_at(model, 0, rank).backward()
         else:
-            turn_off(model, way, on=False)
+            getattr(model, way)(False)
             loss_at(model, 0, rank).backward()
-            turn_off(model, way, on=True)
+            getattr(model, way)(True)
         torch.testing.assert_close(gradients_of(model), gradients_of(local))
         loss_at(model, 1, rank).backward()
         torch.testing.assert_close(gradients_of(model), expected([0, 1]))
@@ -144,7 +127,8 @@ def test_a_class_that_copies_itself_gives_what_it_gives_without_the_annotation()
     assert type(twin) is CopiesItself and replicate.state(twin) is None
 
 
-def wrong_calls() -> list[str]:
+@on_ranks(1)
+def test_wrong_arguments_of_methods_are_errors() -> None:
     model: Any = replicate(nn.Linear(2, 2))
     texts = []
     for call in (
@@ -162,22 +146,12 @@ def wrong_calls() -> list[str]:
     unannotate(model)
     with pytest.raises(UsageError) as late:
         method(True)
-    return [*texts, str(late.value).splitlines()[0]]
-
-
-def test_wrong_arguments_of_methods_are_errors() -> None:
-    assert run_threads(wrong_calls, 1) == [
-        [
-            "requires_gradient_sync is 1, not a bool",
-            "recurse is None, not a bool",
-            "requires_all_reduce is 'no', not a bool",
-            "is_last_backward is None, not a bool",
-            "requires_gradient_sync is 0, not a bool",
-            "hook is 3",
-            "the module is no longer annotated",
-        ]
+    assert [*texts, str(late.value).splitlines()[0]] == [
+        "requires_gradient_sync is 1, not a bool",
+        "recurse is None, not a bool",
+        "requires_all_reduce is 'no', not a bool",
+        "is_last_backward is None, not a bool",
+        "requires_gradient_sync is 0, not a bool",
+        "hook is 3",
+        "the module is no longer annotated",
     ]
-
-
-def test_the_mixin_is_public() -> None:
-    assert composable.ReplicateModule is ReplicateModule

@@ -2,13 +2,11 @@
 
 import copy
 import gc
-import itertools
-import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
@@ -31,7 +29,6 @@ from composable import (
     register_comm_hook,
     replicate,
     save_checkpoint,
-    step_in_backward,
     unannotate,
 )
 from tests.counting import CountingTransport
@@ -39,246 +36,27 @@ from tests.live_bytes import LiveBytes
 from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
 from tests.models import seeded
 from tests.runtime.interrupts import interrupted_at, record, sample
-from tests.world import run_ranks, run_threads, told
-
-TINY_CAP_MB = 300 / 2**20
+from tests.world import on_ranks, run_ranks, run_threads, told
 
 
-def train(
-    policy: Any, *, steps: int, micros: int, dtype: torch.dtype, make: type, **options: Any
-) -> dict[str, torch.Tensor]:
+def train(policy: Any, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     model = make_net(dtype)
     params = list(model.parameters())
-    replicate(model, mp_policy=policy, find_unused_parameters=True, **options)
-    optimizer = make((param for param in model.parameters() if param.requires_grad), lr=0.05)
-    for step in range(steps):
-        for micro in range(micros):
-            batch = batch_of(step, dist.get_rank(), micro, dtype)
-            if micro < micros - 1:
-                with no_sync(model):
-                    model(batch).float().square().mean().backward()
-            else:
-                model(batch).float().square().mean().backward()
-        for held, param in zip(model.parameters(), params, strict=True):
-            assert held is param
-            assert param.dtype is dtype and (param.grad is None or param.grad.dtype is dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+    replicate(model, mp_policy=policy, find_unused_parameters=True)
+    optimizer = torch.optim.SGD((param for param in model.parameters() if param.requires_grad), lr=0.05)
+    model(batch_of(0, dist.get_rank(), 0, dtype)).float().square().mean().backward()
+    for held, param in zip(model.parameters(), params, strict=True):
+        assert held is param
+        assert param.dtype is dtype and (param.grad is None or param.grad.dtype is dtype)
+    optimizer.step()
     return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-POLICIES = [
-    MixedPrecisionPolicy(),
-    MixedPrecisionPolicy(BF16),
-    MixedPrecisionPolicy(BF16, FP32),
-    MixedPrecisionPolicy(FP16),
-    MixedPrecisionPolicy(FP16, FP32),
-    MixedPrecisionPolicy(None, BF16),
-    MixedPrecisionPolicy(FP32, FP32),
-]
-
-
-def tolerance_of(policy: MixedPrecisionPolicy) -> float:
-    """Sums over ranks, and those of micro-batches in one process, round in the dtype of the reduction."""
-    return 1e-6 if policy.reduce_dtype is FP32 or not str(policy) else 2e-3
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_training_is_that_of_one_process_with_the_same_casts(policy: MixedPrecisionPolicy, world_size: int) -> None:
-    cases = [{}, {"bucket_cap_mb": TINY_CAP_MB}, {"gradient_as_bucket_view": False}]
-    for micros, options in itertools.product([1, 3], cases):
-        run: dict[str, Any] = {"steps": 3, "micros": micros, "dtype": FP32, "make": torch.optim.SGD}
-        expected = train_in_one_process(policy, world_size, **run)
-        allowed = tolerance_of(policy)
-        for found in run_threads(train, world_size, policy, **run, **options):
-            torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed)
-
-
-def step_inside(policy: MixedPrecisionPolicy, micros: int, options: dict[str, Any]) -> Any:
-    """Train as ``train`` does, but with an optimizer that steps in backward; also returns what dtypes it steps on."""
-    model = make_net()
-    replicate(model, mp_policy=policy, find_unused_parameters=True, **options)
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(params, lr=0.05)
-    seen: set[tuple[torch.dtype, torch.dtype]] = set()
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.update((one.dtype, one.grad.dtype) for one in params if one.grad is not None)
-    )
-    step_in_backward(optimizer)
-    for step, micro in itertools.product(range(3), range(micros)):
-        with no_sync(model) if micro < micros - 1 else nullcontext():
-            model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
-    assert all(param.grad is None for param in params)
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}, seen
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES[1:-1], ids=str)
-def test_an_optimizer_in_backward_steps_the_parameters_on_their_averages(
-    policy: MixedPrecisionPolicy, world_size: int
-) -> None:
-    for micros, options in itertools.product([1, 3], [{}, {"bucket_cap_mb": TINY_CAP_MB}]):
-        expected = train_in_one_process(policy, world_size, steps=3, micros=micros, dtype=FP32, make=torch.optim.SGD)
-        for found, dtypes in run_threads(step_inside, world_size, policy, micros, options):
-            torch.testing.assert_close(found, expected, rtol=tolerance_of(policy), atol=tolerance_of(policy))
-            assert dtypes == {(FP32, FP32)}
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
 def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: MixedPrecisionPolicy) -> None:
-    run: dict[str, Any] = {"steps": 1, "micros": 1, "dtype": BF16, "make": torch.optim.SGD}
-    expected = train_in_one_process(policy, 2, **run)
-    for found in run_threads(train, 2, policy, **run):
+    expected = train_in_one_process(policy, 2, steps=1, micros=1, dtype=BF16, make=torch.optim.SGD)
+    for found in run_threads(train, 2, policy, dtype=BF16):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
-
-
-# Random trees
-
-
-class Tree(nn.Module):
-    """Parts that are run once, twice, with checkpointing, only read or not at all, which changes from step to step.
-
-    Some are frozen, some share a weight.
-    """
-
-    def __init__(self, draw: random.Random, depth: int, pool: list[nn.Linear]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList()
-        self.ways: list[list[str]] = []
-        ways = ["once", "once", "twice", "checkpointed", "read", "unused"]
-        for _ in range(draw.randint(1, 3)):
-            self.parts.append(self._part(draw, depth, pool))
-            self.ways.append([draw.choice(ways)] * 3 if draw.random() < 0.6 else draw.choices(ways, k=3))
-        self.ways[0] = ["once"] * 3
-        self.step = 0
-        self.recomputes = True
-        self.scale = nn.Parameter(torch.ones(()))
-
-    @staticmethod
-    def _part(draw: random.Random, depth: int, pool: list[nn.Linear]) -> nn.Module:
-        kind = draw.choice(
-            ["linear", "tied", "frozen", "norm", "tree", "tree"] if depth else ["linear", "tied", "norm"]
-        )
-        if kind == "tree":
-            return Tree(draw, depth - 1, pool)
-        if kind == "norm":
-            return nn.LayerNorm(DIM)
-        linear = nn.Linear(DIM, DIM)
-        if kind == "tied" and pool:
-            linear.weight = draw.choice(pool).weight
-        linear.bias.requires_grad_(kind != "frozen")
-        pool.append(linear)
-        return linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part, ways in zip(self.parts, self.ways, strict=True):
-            way = ways[self.step % 3]
-            if way == "read" and isinstance(part, nn.Linear):
-                x = x + torch.tanh(nn.functional.linear(x, part.weight, part.bias))
-            elif way == "checkpointed" and self.recomputes:
-                x = x + torch.tanh(run_with_checkpoint(part, x, use_reentrant=False))
-            elif way != "unused":
-                x = x + torch.tanh(part(part(x) if way == "twice" else x))
-        return x * self.scale
-
-
-def make_tree(seed: int) -> Tree:
-    return seeded(lambda: Tree(random.Random(seed), 2, []), seed)
-
-
-def policy_of(seed: int) -> MixedPrecisionPolicy:
-    draw = random.Random(seed + 1000)
-    return MixedPrecisionPolicy(
-        draw.choice([BF16, BF16, FP16]),
-        draw.choice([None, FP32, BF16]),
-        skipped_module_classes=draw.choice([(), (nn.LayerNorm,)]),
-    )
-
-
-def set_step(model: nn.Module, step: int) -> None:
-    for module in model.modules():
-        module.step = step
-
-
-def train_tree(
-    seed: int, *, steps: int, micros: int, adopt: Callable[[nn.Module], None] | None = None
-) -> dict[str, torch.Tensor]:
-    """Train the tree of that seed; ``adopt`` gets it when it is annotated."""
-    draw = random.Random(seed + 2000)
-    model = make_tree(seed)
-    replicate(
-        model,
-        mp_policy=policy_of(seed),
-        find_unused_parameters=True,
-        bucket_cap_mb=draw.choice([TINY_CAP_MB, 25]),
-        gradient_as_bucket_view=draw.choice([True, False]),
-    )
-    if adopt is not None:
-        adopt(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    is_inside = draw.choice([True, False])
-    if is_inside:
-        step_in_backward(optimizer)
-    for step in range(steps):
-        set_step(model, step)
-        for micro in range(micros - 1):
-            with no_sync(model):
-                model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
-        model(batch_of(step, dist.get_rank(), micros - 1)).float().square().mean().backward()
-        if not is_inside:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-def train_tree_alone(seed: int, world_size: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
-    """Train in one process, with casts that autograd makes."""
-    model, policy = make_tree(seed), policy_of(seed)
-    for module in model.modules():
-        module.recomputes = False  # in backward a functional call is over
-    kept: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, policy.skipped_module_classes):
-            kept |= {id(param) for param in module.parameters()}
-            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-            module.register_forward_hook(lambda _, args, out: out.to(policy.param_dtype))
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        set_step(model, step)
-        total: dict[str, torch.Tensor] = {}
-        for rank in range(world_size):
-            for micro in range(micros):
-                low = {
-                    fqn: param if id(param) in kept else param.to(policy.param_dtype)
-                    for fqn, param in model.named_parameters()
-                }
-                batch = batch_of(step, rank, micro).to(policy.param_dtype)
-                functional_call(model, low, batch).float().square().mean().backward()
-            for fqn, param in model.named_parameters():
-                if param.grad is not None:
-                    travels = FP32 if id(param) in kept and policy.reduce_dtype is None else reduce_dtype
-                    total[fqn] = total.get(fqn, torch.zeros(())) + (param.grad / world_size).to(travels).float()
-            optimizer.zero_grad()
-        for fqn, param in model.named_parameters():
-            param.grad = total.get(fqn)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_trees_train_as_one_process_with_the_same_casts(seed: int) -> None:
-    run = {"steps": 2, "micros": 1 + seed % 2}
-    world_size = 1 + seed % 3
-    expected = train_tree_alone(seed, world_size, **run)
-    # What is used twice adds up its gradients in full precision, in one process in low precision.
-    allowed = 1e-3 if policy_of(seed).reduce_dtype is FP32 else 2e-2
-    found = run_threads(train_tree, world_size, seed, **run)
-    for one in found:
-        torch.testing.assert_close(one, found[0], rtol=0, atol=0)
-        torch.testing.assert_close(one, expected, rtol=allowed, atol=allowed)
 
 
 # What modules hold, and when
@@ -314,7 +92,8 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def hold_copies() -> None:
+@on_ranks(2)
+def test_modules_hold_copies_while_they_run_and_their_own_before_and_after() -> None:
     model = nn.Sequential(Spy(), Spy())
     model[1].weight.requires_grad_(False)
     before = tensors_of(model)
@@ -326,10 +105,11 @@ def hold_copies() -> None:
         assert model[0].seen.pop() == model[1].seen.pop() == (BF16, BF16, BF16, FP16)
         assert is_itself(model, before)
     x = torch.ones(2, DIM, requires_grad=True)
-    out = model(x)
+    y = x * 1
     seen: list[torch.dtype] = []
-    out.grad_fn.register_prehook(lambda grads: seen.append(model[0].weight.dtype))  # type: ignore[union-attr]
-    out.sum().backward()
+    y.register_hook(lambda grad: seen.append(model[0].weight.dtype))
+    model(y).sum().backward()
+    assert seen == [BF16], "copies are held until backward ends"
     assert is_itself(model, before)
     assert model[0].holds_params
     assert model[0].calls.item() == 4  # what was written into the cast buffer
@@ -337,34 +117,17 @@ def hold_copies() -> None:
     assert model[0].weight.grad.dtype is FP32 and model[1].weight.grad is None
 
 
-def test_modules_hold_copies_while_they_run_and_their_own_before_and_after() -> None:
-    run_threads(hold_copies, 2)
-
-
-def read_in_backward() -> tuple[torch.dtype, torch.dtype]:
-    model = nn.Sequential(Spy())
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    seen: list[torch.dtype] = []
-    x = torch.ones(2, DIM, requires_grad=True)
-    y = x * 1
-    y.register_hook(lambda grad: seen.append(model[0].weight.dtype))
-    model(y).sum().backward()
-    return seen[0], model[0].weight.dtype
-
-
-def test_copies_are_held_until_backward_ends() -> None:
-    assert run_threads(read_in_backward, 2) == [(BF16, FP32)] * 2
-
-
-def be_cut_short(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@on_ranks(1)
+def test_what_is_cut_short_leaves_the_module_with_its_own(error: type[BaseException]) -> None:
     model = nn.Sequential(Spy())
     before = tensors_of(model)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16), broadcast_buffers=False)
     for _ in range(2):
-        model[0].error = error
+        model[0].error = error()
         try:
             model(torch.ones(2, DIM))
-        except type(error):
+        except error:
             # Where a script saves what it has, with the frames of the forward still alive.
             assert is_itself(model, before)
             assert {value.dtype for value in model.state_dict().values()} == {FP32}
@@ -373,11 +136,11 @@ def be_cut_short(error: BaseException) -> None:
         model[0].error = None
         model(torch.ones(2, DIM)).float().sum().backward()
         assert is_itself(model, before)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_forward_that_is_cut_short_leaves_the_module_with_its_own(error: type[BaseException]) -> None:
-    run_threads(be_cut_short, 1, error())
+    out = model(torch.ones(2, DIM, requires_grad=True))
+    out.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        out.sum().backward()
+    assert is_itself(model, before)
 
 
 class Mixed(nn.Module):
@@ -396,8 +159,8 @@ class Mixed(nn.Module):
         return x * self.scale
 
 
-def interrupt_everywhere() -> tuple[int, list[str]]:
-    """Return how many points were tried, and those after which modules, or the next gradients, were wrong."""
+@on_ranks(1)
+def test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own() -> None:
     model = seeded(Mixed, 0)
     before = tensors_of(model)
     flat = list(model.lstm._flat_weights)
@@ -425,32 +188,11 @@ def interrupt_everywhere() -> tuple[int, list[str]]:
         if not all(map(torch.equal, grads, expected)) or len(grads) != len(expected):
             wrong.append(f"{point}: gradients differ")
         del caught
-    return len(points), wrong
-
-
-def test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own() -> None:
-    ((tried, wrong),) = run_threads(interrupt_everywhere, 1)
-    assert tried == 150
-    assert not wrong
-
-
-def raise_in_backward() -> None:
-    model = nn.Sequential(Spy())
-    before = tensors_of(model)
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
-    out = model(torch.ones(2, DIM, requires_grad=True))
-    out.register_hook(fail)
-    with pytest.raises(ValueError, match="in backward"):
-        out.sum().backward()
-    assert is_itself(model, before)
+    assert len(points) == 150 and not wrong
 
 
 def fail(grad: torch.Tensor) -> None:
     raise ValueError("in backward")
-
-
-def test_an_exception_in_backward_leaves_the_module_with_its_own() -> None:
-    run_threads(raise_in_backward, 1)
 
 
 def resident_bytes(policy: MixedPrecisionPolicy | None) -> tuple[int, int]:
@@ -477,51 +219,6 @@ def test_between_steps_there_is_nothing_but_parameters_and_buckets() -> None:
     assert low <= plain - gradients // 2 + 1024
 
 
-class Recomputed(nn.Module):
-    """Runs its part again in backward."""
-
-    def __init__(self, *, use_reentrant: bool | None) -> None:
-        super().__init__()
-        self.part = nn.Sequential(Spy(), nn.Linear(DIM, DIM))
-        self.use_reentrant = use_reentrant
-        # By the reentrant way a part that runs twice has two gradients, of which the first is sent.
-        self.runs = 1 if use_reentrant else 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        again = self.use_reentrant
-        for _ in range(self.runs):
-            x = self.part(x) if again is None else run_with_checkpoint(self.part, x, use_reentrant=again)
-        return x
-
-
-def run_again(*, use_reentrant: bool) -> dict[str, torch.Tensor]:
-    model = seeded(lambda: Recomputed(use_reentrant=use_reentrant), 0)
-    before = tensors_of(model)
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    for _ in range(2):
-        model.zero_grad()
-        # Two graphs: the first backward must not take what the second needs.
-        losses = [model(batch_of(0, 0, micro).requires_grad_()).float().square().sum() for micro in range(2)]
-        for loss in losses:
-            loss.backward()
-    assert {dtypes[:3] for dtypes in model.part[0].seen} == {(BF16, BF16, BF16)}
-    assert model.part[0].holds_params
-    assert is_itself(model, before)
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_runs_again_in_backward_sees_the_copies(*, use_reentrant: bool) -> None:
-    plain = seeded(lambda: Recomputed(use_reentrant=None), 0)
-    plain.runs = 1 if use_reentrant else 2
-    for micro in range(2):
-        low = {fqn: param.to(BF16) for fqn, param in plain.named_parameters()}
-        functional_call(plain, low, batch_of(0, 0, micro).to(BF16)).float().square().sum().backward()
-    for found in run_threads(run_again, 1, use_reentrant=use_reentrant):
-        expected = {fqn: param.grad for fqn, param in plain.named_parameters()}
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-
-
 # Modules that read parameters in their own way
 
 
@@ -545,42 +242,33 @@ class Reads(nn.Module):
         return x @ self.tokens.weight.T
 
 
-def read_in_many_ways() -> tuple[dict[str, torch.Tensor], bool]:
-    model = seeded(Reads, 0)
+@on_ranks(1)
+def test_parameters_are_low_however_a_module_reads_them() -> None:
+    low, model = seeded(Reads, 0).to(BF16), seeded(Reads, 0)
+    low(torch.arange(DIM).view(2, -1)).float().square().sum().backward()
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
     for _ in range(2):
         model.zero_grad()
         model(torch.arange(DIM).view(2, -1)).float().square().sum().backward()
-    is_listed = all(any(weight is param for param in model.parameters()) for weight in model.recurrent._flat_weights)
-    return {fqn: param.grad for fqn, param in model.named_parameters()}, is_listed
+    for param, other in zip(model.parameters(), low.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad.float(), rtol=2e-2, atol=2e-2)
+    assert all(any(weight is param for param in model.parameters()) for weight in model.recurrent._flat_weights)
 
 
-def test_parameters_are_low_however_a_module_reads_them() -> None:
-    low = seeded(Reads, 0).to(BF16)
-    low(torch.arange(DIM).view(2, -1)).float().square().sum().backward()
-    found, is_listed = run_threads(read_in_many_ways, 1)[0]
-    expected = {fqn: param.grad.float() for fqn, param in low.named_parameters()}
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    assert is_listed
-
-
-def write_in_forward() -> tuple[str, str]:
+@on_ranks(1)
+def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
     model = nn.Sequential(nn.Embedding(3, DIM, max_norm=0.1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    text = told(lambda: model(torch.arange(3)))[0]
-    standing = replicate.state(model).progress.tell(in_backward=False)
-    return text, standing.tree.text
-
-
-def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
-    text, standing = run_threads(write_in_forward, 1)[0]
+    (text,) = told(lambda: model(torch.arange(3)))
     assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in text
     # So are ranks told that wait for this one.
+    standing = replicate.state(model).progress.tell(in_backward=False).tree.text
     assert standing.startswith("has left forward 1 of Sequential: UsageError: a forward wrote")
 
 
-def when_gradients_arrive() -> list[list[bool]]:
-    """Return of each layer, last first, which of them have their gradients when that of its output arrives."""
+@on_ranks(1)
+def test_gradients_arrive_while_backward_goes_on() -> None:
+    """Of each layer, last first, note which of them have their gradients when that of its output arrives."""
     layers = [nn.Linear(DIM, DIM) for _ in range(4)]
     weights = [layer.weight for layer in reversed(layers)]
     model = nn.Sequential(*layers)
@@ -596,15 +284,11 @@ def when_gradients_arrive() -> list[list[bool]]:
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(2, DIM)).float().sum().backward()
-    return seen
-
-
-def test_gradients_arrive_while_backward_goes_on() -> None:
-    (seen,) = run_threads(when_gradients_arrive, 1)
     assert seen == 2 * [[False] * 4, [True] + [False] * 3, [True] * 2 + [False] * 2, [True] * 3 + [False]]
 
 
-def lend_parameters() -> None:
+@on_ranks(1)
+def test_parameters_that_a_functional_call_lends_are_cast_too() -> None:
     model = nn.Linear(DIM, 1, bias=False)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     other = torch.full((1, DIM), 2.0, requires_grad=True)
@@ -616,11 +300,9 @@ def lend_parameters() -> None:
     torch.testing.assert_close(slopes, torch.ones(1, DIM))
 
 
-def test_parameters_that_a_functional_call_lends_are_cast_too() -> None:
-    run_threads(lend_parameters, 1)
-
-
-def differentiate_lent(steps_first: bool) -> list[bool]:
+@pytest.mark.parametrize("steps_first", [False, True])
+@on_ranks(2)
+def test_the_backward_of_a_functional_call_leaves_the_module_with_its_own(steps_first: bool) -> None:
     model = nn.Sequential(nn.Linear(DIM, 1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     own = list(model.parameters())
@@ -632,12 +314,7 @@ def differentiate_lent(steps_first: bool) -> list[bool]:
     holds_own = all(one is param for one, param in zip(model.parameters(), own, strict=True))
     model.zero_grad()
     model(x).sum().backward()
-    return [holds_own, all(param.grad is not None for param in own)]
-
-
-@pytest.mark.parametrize("steps_first", [False, True])
-def test_the_backward_of_a_functional_call_leaves_the_module_with_its_own(steps_first: bool) -> None:
-    assert run_threads(differentiate_lent, 2, steps_first) == 2 * [[True, True]]
+    assert [holds_own, all(param.grad is not None for param in own)] == [True, True]
 
 
 class Assigns(nn.Module):
@@ -654,17 +331,13 @@ class Assigns(nn.Module):
         return x
 
 
-def assign_in_forward() -> tuple[torch.Tensor, bool]:
+@on_ranks(1)
+def test_what_a_forward_assigns_stays_after_backward() -> None:
     model = Assigns()
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     model(torch.ones(1, 2)).sum().backward()
-    return model.layer.weight, hasattr(model.layer, "bias")
-
-
-def test_what_a_forward_assigns_stays_after_backward() -> None:
-    weight, has_bias = run_threads(assign_in_forward, 1)[0]
-    assert torch.equal(weight, torch.ones(2, 2))
-    assert not has_bias
+    assert torch.equal(model.layer.weight, torch.ones(2, 2))
+    assert not hasattr(model.layer, "bias")
 
 
 class Met(nn.Parameter):
@@ -698,23 +371,20 @@ class InThreads(nn.Module):
         return (x * found[0] * found[1]).sum()
 
 
-def read_in_threads() -> tuple[bool, torch.Tensor | None]:
+# In a process: ranks as threads run their own threads in turns.
+@on_ranks(1, run=run_ranks)
+def test_threads_of_one_forward_read_one_copy() -> None:
     Met.met = threading.Barrier(2)
     model = InThreads()
     own = model.inner.weight
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     model(torch.ones(2)).backward()
-    return model.inner.weight is own, own.grad
+    assert model.inner.weight is own
+    torch.testing.assert_close(own.grad, torch.full((2,), 2.0))
 
 
-def test_threads_of_one_forward_read_one_copy() -> None:
-    # In a process: ranks as threads run their own threads in turns.
-    holds_own, grad = run_ranks(read_in_threads, 1)[0]
-    assert holds_own
-    torch.testing.assert_close(grad, torch.full((2,), 2.0))
-
-
-def watch_parameters() -> None:
+@on_ranks(1)
+def test_hooks_on_parameters_and_autograd_grad_see_the_parameters() -> None:
     model = nn.Linear(DIM, 1, bias=False)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     seen: list[torch.dtype] = []
@@ -726,14 +396,11 @@ def watch_parameters() -> None:
     assert own.dtype is FP32 and seen == [FP32] * 3
 
 
-def test_hooks_on_parameters_and_autograd_grad_see_the_parameters() -> None:
-    run_threads(watch_parameters, 1)
-
-
 # Options
 
 
-def skip_norms() -> list[Any]:
+@on_ranks(2)
+def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.BatchNorm1d(DIM)), nn.Linear(DIM, DIM))
     policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, skipped_module_classes=(nn.BatchNorm1d,))
     replicate(model, mp_policy=policy)
@@ -744,20 +411,7 @@ def skip_norms() -> list[Any]:
     for one in (model, copy.deepcopy(model)):
         one(torch.randn(4, DIM)).float().sum().backward()
     assert norm.num_batches_tracked.item() == 1
-    return seen[:3]
-
-
-def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
-    assert run_threads(skip_norms, 2) == [[FP32, FP32, BF16]] * 2
-
-
-def dtypes_of(*, inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy) -> list[tuple[torch.dtype, ...]]:
-    model = nn.Sequential(Spy(), Spy())
-    if inner is not None:
-        replicate(model[1], mp_policy=inner)
-    replicate(model, mp_policy=outer)
-    model(torch.ones(2, DIM))
-    return [spy.seen[0][:2] for spy in model]
+    assert seen[:3] == [FP32, FP32, BF16]
 
 
 @pytest.mark.parametrize(
@@ -778,71 +432,67 @@ def dtypes_of(*, inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy
         ),
     ],
 )
+@on_ranks(1)
 def test_each_annotation_casts_its_inputs_and_parameters(
     inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy, expected: list[tuple[torch.dtype, ...]]
 ) -> None:
-    assert run_threads(dtypes_of, 1, inner=inner, outer=outer) == [expected]
+    model = nn.Sequential(Spy(), Spy())
+    if inner is not None:
+        replicate(model[1], mp_policy=inner)
+    replicate(model, mp_policy=outer)
+    model(torch.ones(2, DIM))
+    assert [spy.seen[0][:2] for spy in model] == expected
 
 
-def leave_ignored() -> list[torch.dtype]:
+@on_ranks(2)
+def test_ignored_modules_are_left_in_their_dtype() -> None:
     model = nn.Sequential(Spy(), Spy())
     replicate(model, ignored_modules=[model[1]], mp_policy=MixedPrecisionPolicy(BF16))
     model(torch.ones(2, DIM))
-    return [spy.seen[0][1] for spy in model]
+    assert [spy.seen[0][1] for spy in model] == [BF16, FP32]
 
 
-def test_ignored_modules_are_left_in_their_dtype() -> None:
-    assert run_threads(leave_ignored, 2) == [[BF16, FP32]] * 2
-
-
-def share_between_annotations() -> list[torch.dtype]:
+@on_ranks(1)
+def test_a_parameter_of_an_annotation_inside_is_cast_where_it_is_used_outside() -> None:
     model = nn.Sequential(Spy(), Spy())
     model[1].weight = model[0].weight
     replicate(model[0], mp_policy=MixedPrecisionPolicy(FP16))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     model(torch.ones(2, DIM)).sum().backward()
     assert model[0].weight.grad.dtype is FP32
-    return [spy.seen[0][1] for spy in model]
+    assert [spy.seen[0][1] for spy in model] == [FP16, BF16]
 
 
-def test_a_parameter_of_an_annotation_inside_is_cast_where_it_is_used_outside() -> None:
-    assert run_threads(share_between_annotations, 1) == [[FP16, BF16]]
+class Either(nn.Module):
+    """Two layers, of which a rank may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        return self.first(x) + self.second(x) if uses_second else self.first(x)
 
 
-def annotate_a_list() -> dict[str, torch.Tensor]:
-    model = make_net()
-    model.unused.requires_grad_(False)
-    parts = [model.first, *model.blocks, model.last]
-    replicate(parts, mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+@on_ranks(2)
+def test_a_rank_without_a_gradient_gets_the_average_in_the_dtype_of_the_parameter() -> None:
+    model = Either()
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16), find_unused_parameters=True)
+    model(torch.ones(1, DIM), dist.get_rank() == 0).sum().backward()
+    torch.testing.assert_close(model.second.weight.grad, torch.full((1, DIM), 0.5))
 
 
-def annotate_the_whole() -> dict[str, torch.Tensor]:
-    model = make_net()
-    model.unused.requires_grad_(False)
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
-
-
-def test_modules_of_one_call_cast_as_the_module_around_them() -> None:
-    torch.testing.assert_close(run_threads(annotate_a_list, 2), run_threads(annotate_the_whole, 2))
-
-
-def nest_in_fully_shard() -> list[Any]:
+@on_ranks(2)
+def test_both_annotations_have_policies_of_their_own() -> None:
     model = nn.Sequential(Spy(), nn.Linear(DIM, 1))
     replicate(model[0], mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP16))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16, FP32))
     model(torch.ones(2, DIM)).sum().backward()
-    return [model[0].seen[0][:2], model[0].weight.grad.dtype]
+    assert [model[0].seen[0][:2], model[0].weight.grad.dtype] == [(BF16, BF16), FP32]
 
 
-def test_both_annotations_have_policies_of_their_own() -> None:
-    assert run_threads(nest_in_fully_shard, 2) == [[(BF16, BF16), FP32]] * 2
-
-
-def keep_low() -> None:
+@on_ranks(2)
+def test_gradients_may_stay_in_low_precision() -> None:
     model = nn.Linear(DIM, 2)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
     for rounds in (1, 2):
@@ -861,12 +511,7 @@ def keep_low() -> None:
     assert model.weight.grad.unique().tolist() == [5]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_may_stay_in_low_precision(world_size: int) -> None:
-    run_threads(keep_low, world_size)
-
-
-def scale_losses(world_size: int) -> list[Any]:
+def scale_losses() -> list[Any]:
     model = nn.Linear(DIM, 1, bias=False)
     nn.init.ones_(model.weight)
     replicate(model, mp_policy=MixedPrecisionPolicy(FP16))
@@ -875,7 +520,7 @@ def scale_losses(world_size: int) -> list[Any]:
     found = []
     for _ in range(8):
         # Of the last rank alone the scaled gradient overflows, until the scale has gone down.
-        x = torch.full((1, DIM), 1.0 if dist.get_rank() == world_size - 1 else 1e-4)
+        x = torch.full((1, DIM), 1.0 if dist.get_rank() == 1 else 1e-4)
         scaler.scale(model(x).float().sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -884,17 +529,17 @@ def scale_losses(world_size: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none(world_size: int) -> None:
-    runs = run_threads(scale_losses, world_size, world_size)
-    scales = [scale for scale, _ in runs[0]]
+def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none() -> None:
+    first, second = run_threads(scale_losses, 2)
+    scales = [scale for scale, _ in first]
     assert scales[0] == 2.0**19 and scales[-1] == scales[-2] <= 2.0**16
-    for run in runs:
-        torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
-    assert not torch.equal(runs[0][-1][1], torch.ones(1, DIM))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert not torch.equal(first[-1][1], torch.ones(1, DIM))
 
 
-def hook_dtypes(hook: Callable[..., Any] | None) -> tuple[list[torch.dtype], float]:
+@pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
+@on_ranks(2)
+def test_communication_hooks_get_the_bucket_in_low_precision(hook: Callable[..., Any] | None) -> None:
     model = nn.Linear(DIM, 1, bias=False)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     seen: list[torch.dtype] = []
@@ -906,29 +551,10 @@ def hook_dtypes(hook: Callable[..., Any] | None) -> tuple[list[torch.dtype], flo
     register_comm_hook(model, None, spying)
     model(torch.full((1, DIM), 1.0 + dist.get_rank())).sum().backward()
     assert model.weight.grad.dtype is FP32
-    return seen, model.weight.grad[0, 0].item()
-
-
-@pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
-def test_communication_hooks_get_the_bucket_in_low_precision(hook: Callable[..., Any] | None) -> None:
-    assert run_ranks(hook_dtypes, 2, hook) == [([BF16], 1.5)] * 2
+    assert (seen, model.weight.grad[0, 0].item()) == ([BF16], 1.5)
 
 
 # What travels
-
-
-def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int]]:
-    """Return the bytes of the all-reduces of a step, and of the buckets without what follows the gradients."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    replicate(model, mp_policy=policy)
-    reducer = replicate.state(model).reducer
-    exchange = reducer.exchange
-    exchange.transport = counting = CountingTransport(exchange.transport)
-    for _ in range(2):
-        counting.records.clear()
-        model(torch.ones(1, 64)).float().sum().backward()
-    sent = [record.bytes for record in counting.records if record.op == "all_reduce"]
-    return sent, [bucket.flat.nbytes - bucket.tail.nbytes for bucket in reducer.buckets]
 
 
 @pytest.mark.parametrize(
@@ -941,16 +567,28 @@ def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_gradients_travel_in_the_dtype_of_the_reduction(policy: MixedPrecisionPolicy | None, width: int) -> None:
-    for sent, buckets in run_threads(bytes_sent, 2, policy):
-        assert buckets == [2 * 64 * 64 * width]
-        assert [count - (2 + 3 * 2) * width for count in sent] == buckets
+    """Return the bytes of the all-reduces of a step, and of the buckets without what follows the gradients."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    replicate(model, mp_policy=policy)
+    reducer = replicate.state(model).reducer
+    exchange = reducer.exchange
+    exchange.transport = counting = CountingTransport(exchange.transport)
+    for _ in range(2):
+        counting.records.clear()
+        model(torch.ones(1, 64)).float().sum().backward()
+    sent = [record.bytes for record in counting.records if record.op == "all_reduce"]
+    sent, buckets = sent, [bucket.flat.nbytes - bucket.tail.nbytes for bucket in reducer.buckets]
+    assert buckets == [2 * 64 * 64 * width]
+    assert [count - (2 + 3 * 2) * width for count in sent] == buckets
 
 
 # Life
 
 
-def copy_and_undo() -> None:
+@on_ranks(2)
+def test_copies_cast_too_and_what_is_undone_does_not() -> None:
     rank = dist.get_rank()
     model = make_net()
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32), find_unused_parameters=True)
@@ -971,23 +609,15 @@ def copy_and_undo() -> None:
     assert model(batch_of(0, rank, 0)).dtype is FP16
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_cast_too_and_what_is_undone_does_not(world_size: int) -> None:
-    run_threads(copy_and_undo, world_size)
-
-
-def die_with_the_model() -> bool:
+@on_ranks(1)
+def test_a_model_is_freed_with_its_copies() -> None:
     model = nn.Sequential(Spy())
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
     model(torch.ones(2, DIM)).sum().backward()
     gone = weakref.ref(model)
     del model
     gc.collect()
-    return gone() is None
-
-
-def test_a_model_is_freed_with_its_copies() -> None:
-    assert run_threads(die_with_the_model, 1) == [True]
+    assert gone() is None
 
 
 def save_and_load(folder: Any, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
@@ -1017,7 +647,8 @@ def test_checkpoints_and_state_dicts_are_in_full_precision(tmp_path: Any) -> Non
         assert {value.dtype for value in values.values()} == {FP32}
 
 
-def write_past_autograd() -> list[float]:
+@on_ranks(1)
+def test_every_forward_computes_with_the_parameters_as_they_are() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
@@ -1025,91 +656,57 @@ def write_past_autograd() -> list[float]:
     for _ in range(3):
         found.append(model(torch.ones(1, 1)).item())
         model.weight.data.mul_(2)  # counted by no version
-    return found
+    assert found == [1, 2, 4]
 
 
-def test_every_forward_computes_with_the_parameters_as_they_are() -> None:
-    assert run_threads(write_past_autograd, 1) == [[1, 2, 4]]
-
-
-def compiled_gradients(when: str) -> tuple[dict[str, torch.Tensor], int]:
+@on_ranks(1, run=run_ranks)
+def test_a_model_that_is_compiled_as_a_whole_computes_with_the_copies() -> None:
     warnings.simplefilter("ignore")  # dynamo looks for gradients of what is no leaf
     torch._dynamo.reset()
-    model = make_net()
-    model.unused.requires_grad_(False)
-    if when == "before":
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    run: Any = model
-    if when == "after":
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-    elif when == "whole":
-        run = torch.compile(model, backend="aot_eager")
+    models = [make_net() for _ in range(2)]
+    for model in models:
+        model.unused.requires_grad_(False)
+        replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    compiled = torch.compile(models[1], backend="aot_eager")
     graphs = []
     for _ in range(3):
-        model.zero_grad()
-        run(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+        for model, run in zip(models, (models[0], compiled), strict=True):
+            model.zero_grad()
+            run(batch_of(0, 0, 0)).float().square().mean().backward()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[1] == graphs[2], "nothing is compiled again"
-    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}, graphs[2]
+    assert 0 < graphs[1] == graphs[2], "nothing is compiled again"
+    for param, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "whole"])
-def test_compiled_blocks_compute_with_the_copies(when: str) -> None:
-    expected = run_threads(annotate_the_whole, 1)[0]
-    found, graphs = run_ranks(compiled_gradients, 1, when)[0]
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
-    assert graphs > 0
-
-
-def run_compiled_autograd() -> str:
+@on_ranks(2, run=run_ranks)
+def test_compiled_autograd_is_refused() -> None:
     warnings.simplefilter("ignore")
     torch._dynamo.reset()
     model = nn.Sequential(Spy())
     before = tensors_of(model)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     loss = model(torch.ones(2, DIM)).sum()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(UsageError) as caught:
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(UsageError, match="compiled autograd runs this backward"),
+    ):
         loss.backward()
     assert is_itself(model, before)
-    return str(caught.value)
-
-
-def test_compiled_autograd_is_refused() -> None:
-    for found in run_ranks(run_compiled_autograd, 2):
-        assert "compiled autograd runs this backward" in found
 
 
 # A policy that asks for nothing, and what is refused
 
 
-def hooks_of(policy: Any) -> list[Any]:
-    model = make_net()
-    replicate(model, mp_policy=policy, find_unused_parameters=True)
-    state = replicate.state(model)
-    assert state.precision is None
-    return [[len(module._forward_pre_hooks), len(module._forward_hooks)] for module in model.modules()]
-
-
-def test_a_policy_of_nothing_is_no_policy() -> None:
-    assert run_threads(hooks_of, 1, MixedPrecisionPolicy()) == run_threads(hooks_of, 1, None)
-
-
-def lends_with(policy: MixedPrecisionPolicy) -> bool:
-    spy = Spy()
+@on_ranks(1)
+def test_a_policy_of_the_dtypes_that_are_there_lends_nothing() -> None:
+    spy, held = Spy(), []
     weight = spy.weight
-    replicate(spy, mp_policy=policy)
-    held = []
+    replicate(spy, mp_policy=MixedPrecisionPolicy(FP32, FP32, FP32, buffer_dtype=FP32))
     spy.register_forward_pre_hook(lambda module, args: held.append(module.weight is weight))
     spy(torch.ones(2, DIM)).sum().backward()
-    assert replicate.state(spy).reducer.buckets[0].flat.dtype is FP32
-    return held[0] and spy.weight.grad is replicate.state(spy).reducer.buckets[0].views[0]
-
-
-def test_a_policy_of_the_dtypes_that_are_there_lends_nothing() -> None:
-    assert run_threads(lends_with, 1, MixedPrecisionPolicy(FP32, FP32, FP32, buffer_dtype=FP32)) == [True]
+    (bucket,) = replicate.state(spy).reducer.buckets
+    assert held == [True] and bucket.flat.dtype is FP32 and spy.weight.grad is bucket.views[0]
 
 
 def bad_answer(param: nn.Parameter) -> torch.dtype | None:
@@ -1125,12 +722,8 @@ def bad_answer(param: nn.Parameter) -> torch.dtype | None:
     ],
     ids=["dtype", "dict", "answer"],
 )
+@on_ranks(2)
 def test_what_is_no_policy_is_refused_on_every_rank_and_changes_nothing(policy: Any, text: str) -> None:
-    for found in run_threads(annotate_wrongly, 2, policy):
-        assert text in found
-
-
-def annotate_wrongly(policy: Any) -> str:
     model = make_net()
     given = policy if dist.get_rank() == 1 else None
     with pytest.raises(ConfigError) as caught:
@@ -1138,15 +731,8 @@ def annotate_wrongly(policy: Any) -> str:
     assert replicate.state(model) is None
     assert not any(module._forward_pre_hooks for module in model.modules())
     model(batch_of(0, 0, 0)).sum().backward()
-    return str(caught.value)
-
-
-def differ(policies: Sequence[MixedPrecisionPolicy | None]) -> str:
-    model = make_net()
-    with pytest.raises(DesyncError) as caught:
-        replicate(model, mp_policy=policies[dist.get_rank()])
-    assert replicate.state(model) is None
-    return str(caught.value)
+    found = str(caught.value)
+    assert text in found
 
 
 def answer_by_rank(param: nn.Parameter) -> torch.dtype | None:
@@ -1157,62 +743,52 @@ def answer_by_rank(param: nn.Parameter) -> torch.dtype | None:
     "policies",
     [
         (MixedPrecisionPolicy(BF16), None),
-        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, FP32)),
         (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, output_dtype=FP32)),
         (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, skipped_module_classes=(nn.LayerNorm,))),
         (MixedPrecisionPolicy(param_dtype_override_fn=answer_by_rank),) * 2,
     ],
-    ids=["one", "reduce", "output", "skipped", "answers"],
+    ids=["one", "output", "skipped", "answers"],
 )
+@on_ranks(2)
 def test_ranks_with_different_policies_are_told_at_the_annotation(policies: Any) -> None:
-    for text in run_threads(differ, 2, policies):
-        assert "the ranks call replicate on different modules or with different options" in text
+    model = make_net()
+    with pytest.raises(DesyncError, match="call replicate on different modules or with different options"):
+        replicate(model, mp_policy=policies[dist.get_rank()])
+    assert replicate.state(model) is None
 
 
-def script_a_part() -> str:
+@on_ranks(1)
+def test_a_scripted_module_is_refused() -> None:
     warnings.simplefilter("ignore", DeprecationWarning)
     model = nn.Sequential(torch.jit.trace(nn.Linear(DIM, DIM), torch.ones(1, DIM)))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="a scripted module computes with parameters that cannot be lent"):
         replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    return str(caught.value)
-
-
-def test_a_scripted_module_is_refused() -> None:
-    assert "a scripted module computes with parameters that cannot be lent" in run_threads(script_a_part, 1)[0]
 
 
 def test_torchs_policies_are_taken() -> None:
-    run: dict[str, Any] = {"steps": 1, "micros": 1, "dtype": FP32, "make": torch.optim.SGD}
-    theirs = run_threads(train, 1, _MixedPrecision(param_dtype=BF16, reduce_dtype=FP32), **run)
-    torch.testing.assert_close(theirs, run_threads(train, 1, MixedPrecisionPolicy(BF16, FP32), **run))
+    theirs = run_threads(train, 1, _MixedPrecision(param_dtype=BF16, reduce_dtype=FP32), dtype=FP32)
+    torch.testing.assert_close(theirs, run_threads(train, 1, MixedPrecisionPolicy(BF16, FP32), dtype=FP32))
 
 
-def converted_later(first: torch.dtype, *, has_run: bool, copies: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "has_run", "copies"), [(BF16, False, True), (BF16, True, False), (FP32, True, True), (BF16, True, True)]
+)
+@on_ranks(2)
+def test_a_model_in_the_policys_dtype_may_be_converted_later(first: torch.dtype, has_run: bool, copies: bool) -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)), 0).to(first)
     plain = copy.deepcopy(model).to(FP32)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     if has_run:
         model(torch.ones(2, DIM)).sum().backward()
-        model.zero_grad()
     model.to(FP32)
     if copies:
         model = copy.deepcopy(model)
-    for step in range(2):
-        model.zero_grad()
-        model(batch_of(step, dist.get_rank(), 0, FP32)).float().square().mean().backward()
+    model.zero_grad()
+    model(batch_of(1, dist.get_rank(), 0, FP32)).float().square().mean().backward()
     low = {name: param.to(BF16) for name, param in plain.named_parameters()}
     for rank in range(2):
         output = functional_call(plain, low, (batch_of(1, rank, 0, FP32).to(BF16),))
         (output.float().square().mean() / 2).backward(retain_graph=True)
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.dtype is FP32
-        assert param.grad is not None
-        assert other.grad is not None
         torch.testing.assert_close(param.grad, other.grad, rtol=2e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("has_run", [False, True])
-@pytest.mark.parametrize("first", [BF16, FP32])
-def test_a_model_in_the_policys_dtype_may_be_converted_later(first: torch.dtype, has_run: bool, copies: bool) -> None:
-    run_threads(converted_later, 2, first, has_run=has_run, copies=copies)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import UsageError, no_sync, replicate, unannotate
 from tests.models import DIM, random_tokens, seeded
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 ROWS = 32
 
@@ -73,18 +73,14 @@ def train(*, as_ddp: bool = False) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sparse_gradients_equal_those_of_one_process_whoever_has_them(world_size: int) -> None:
-    run_threads(train, world_size)
-
-
 def test_sparse_gradients_equal_those_of_torchs_wrapper() -> None:
     ours, theirs = (run_ranks(train, 2, as_ddp=as_ddp) for as_ddp in (False, True))
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own[0], other[0])
 
 
-def accumulate() -> None:
+@on_ranks(2)
+def test_sparse_gradients_add_up_and_are_averaged_when_the_annotation_goes() -> None:
     model = replicate(tables(), find_unused_parameters=True)
     rank = dist.get_rank()
     for _ in range(2):
@@ -100,11 +96,8 @@ def accumulate() -> None:
     torch.testing.assert_close(gradients_of(model), mean_of_plain([0, 1, 2, 3], 2))
 
 
-def test_sparse_gradients_add_up_and_are_averaged_when_the_annotation_goes() -> None:
-    run_threads(accumulate, 2)
-
-
-def zero_and_leave_unused() -> None:
+@on_ranks(3)
+def test_a_sparse_gradient_of_no_rows_on_any_rank_stays_one() -> None:
     model = replicate(tables(), find_unused_parameters=True)
     rank = dist.get_rank()
     loss_at(model, 0, rank).backward()
@@ -115,12 +108,8 @@ def zero_and_leave_unused() -> None:
     torch.testing.assert_close(gradients_of(model), expected | {"bag.weight": torch.zeros(ROWS, DIM)})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_sparse_gradient_of_no_rows_on_any_rank_stays_one(world_size: int) -> None:
-    run_threads(zero_and_leave_unused, world_size)
-
-
-def share_a_table() -> None:
+@on_ranks(2)
+def test_a_table_with_a_dense_gradient_on_one_rank_is_averaged_as_a_whole() -> None:
     model = tables()
     model.is_tied = dist.get_rank() == 1
     replicate(model, find_unused_parameters=True)
@@ -136,11 +125,8 @@ def share_a_table() -> None:
         torch.testing.assert_close(gradients_of(model), expected)
 
 
-def test_a_table_with_a_dense_gradient_on_one_rank_is_averaged_as_a_whole() -> None:
-    run_threads(share_a_table, 2)
-
-
-def train_only_tables() -> None:
+@on_ranks(2)
+def test_a_model_may_have_sparse_gradients_alone() -> None:
     model = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, DIM, sparse=True)), 0)
     replicate(model)
     for step in range(3):
@@ -152,37 +138,21 @@ def train_only_tables() -> None:
         torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
-def test_a_model_may_have_sparse_gradients_alone() -> None:
-    run_threads(train_only_tables, 2)
-
-
-def stop_one_rank() -> str:
-    model = replicate(tables(), find_unused_parameters=True)
-    rank = dist.get_rank()
-    loss_at(model, 0, rank).backward()
-    model.zero_grad()
-    text = ""
-    loss = loss_at(model, 0, rank)
-    if rank == 1:
-        handle = model.table.weight.register_hook(_fail)
-    try:
-        loss.backward()
-    except (UsageError, ZeroDivisionError) as error:
-        text = str(error)
-    if rank == 1:
-        handle.remove()
-    model.zero_grad()
-    loss_at(model, 0, rank).backward()
-    torch.testing.assert_close(gradients_of(model), mean_of_plain([0], 2))
-    return text.splitlines()[0]
-
-
 def _fail(grad: torch.Tensor) -> None:
     raise ZeroDivisionError("stopped here")
 
 
+@on_ranks(2)
 def test_a_rank_that_stops_in_backward_does_not_hang_those_that_gather_sparse_gradients() -> None:
-    assert run_threads(stop_one_rank, 2) == [
-        "rank 1 did not finish backward: an exception stopped it there",
-        "stopped here",
-    ]
+    model = replicate(tables(), find_unused_parameters=True)
+    rank = dist.get_rank()
+    loss = loss_at(model, 0, rank)
+    handle = model.table.weight.register_hook(_fail) if rank == 1 else None
+    said = "stopped here" if rank == 1 else "rank 1 did not finish backward: an exception stopped it there"
+    with pytest.raises((UsageError, ZeroDivisionError), match=said):
+        loss.backward()
+    if handle is not None:
+        handle.remove()
+    model.zero_grad()
+    loss_at(model, 0, rank).backward()
+    torch.testing.assert_close(gradients_of(model), mean_of_plain([0], 2))

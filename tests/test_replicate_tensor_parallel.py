@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from composable import ConfigError, no_sync, replicate, step_in_backward, unannotate
 from tests.models import random_input, seeded
-from tests.world import run_ranks, run_threads
+from tests.parity import full, gradients_of
+from tests.world import on_ranks, run_threads
 
 DIM = 8
 TINY_CAP_MB = 200 / 2**20
@@ -40,14 +41,6 @@ def split(mesh: Any) -> Split:
 
 def loss_at(model: nn.Module, step: int, data_rank: int) -> torch.Tensor:
     return model(random_input(100 * step + data_rank, 4, DIM)).square().mean()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def train(**options: Any) -> None:
@@ -89,9 +82,9 @@ def train(**options: Any) -> None:
     torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}])
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}])
 def test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim(options: dict[str, bool]) -> None:
-    run_ranks(train, 4, **options)
+    run_threads(train, 4, **options)
 
 
 class Normed(torch.optim.Optimizer):
@@ -107,7 +100,8 @@ class Normed(torch.optim.Optimizer):
                 param.add_(param.grad / full(param.grad.norm()), alpha=-0.1)
 
 
-def step_in_both_ways() -> None:
+@on_ranks(4)
+def test_split_parameters_are_stepped_inside_backward_in_one_order_on_all_ranks() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data_rank = mesh["dp"].get_local_rank()
     models = [replicate(split(mesh["tp"]), mesh=mesh["dp"], bucket_cap_mb=TINY_CAP_MB) for _ in range(2)]
@@ -122,25 +116,17 @@ def step_in_both_ways() -> None:
     torch.testing.assert_close(stepped, expected, rtol=0, atol=0)
 
 
-def test_split_parameters_are_stepped_inside_backward_in_one_order_on_all_ranks() -> None:
-    run_ranks(step_in_both_ways, 4)
-
-
-def refuse_own_dim() -> str:
-    mesh = dist.init_device_mesh("cpu", (2,))
-    model = split(mesh)
-    with pytest.raises(ConfigError) as caught:
-        replicate(model, mesh=mesh)
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_a_parameter_split_over_the_ranks_that_average_is_refused() -> None:
-    for text in run_ranks(refuse_own_dim, 2):
-        assert text.startswith("parameter is a DTensor, which is sharded already\n  at:  rank ")
-        assert "parameter 'norm.weight' [8] float32" in text
+    mesh = dist.init_device_mesh("cpu", (2,))
+    with pytest.raises(ConfigError) as caught:
+        replicate(split(mesh), mesh=mesh)
+    assert str(caught.value).startswith("parameter is a DTensor, which is sharded already\n  at:  rank ")
+    assert "parameter 'norm.weight' [8] float32" in str(caught.value)
 
 
-def train_in_two_groups() -> None:
+@on_ranks(3)
+def test_parts_of_one_model_average_over_groups_of_their_own() -> None:
     rank = dist.get_rank()
     pairs = dist.new_group([0, 1]), dist.new_group([2])
     model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 3)), 0)
@@ -161,7 +147,3 @@ def train_in_two_groups() -> None:
             for among in [range(3) if fqn.startswith("0") else members]
         }
         torch.testing.assert_close(gradients_of(model), wanted)
-
-
-def test_parts_of_one_model_average_over_groups_of_their_own() -> None:
-    run_threads(train_in_two_groups, 3)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
@@ -45,8 +46,6 @@ from tests.secondary import (
 from tests.subclasses import Linear4bit, Params4bit, int8_model
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
-GROUPS = [(4, 2), (6, 2), (6, 3)]
-
 
 def shard(model: nn.Module, ranks: int = 2, **options: Any) -> Any:
     return fully_shard(model, policy={MLPBlock}, reshard_after_forward=ranks, **options)
@@ -73,26 +72,23 @@ def train_by_hand(ranks: int, transport: str) -> Run:
     return train_annotated("mlp", annotate)
 
 
-@pytest.mark.parametrize(("world_size", "ranks"), [*GROUPS, (4, 1), (4, 4), (1, 1)])
-@pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "transport"),
+    [
+        *[(4, 2, "process_group"), (6, 2, "point_to_point"), (6, 3, "process_group")],
+        *[(4, 1, "point_to_point"), (4, 4, "process_group")],
+    ],
+)
 def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int, transport: str) -> None:
-    runs = run_threads(train_by_hand, world_size, ranks, transport)
-    assert_equal_runs(runs, train_reference("mlp", world_size))
+    # Processes where gloo itself gathers among a part of the ranks.
+    run = run_ranks if (world_size, ranks) == (4, 2) else run_threads
+    assert_equal_runs(run(train_by_hand, world_size, ranks, transport), train_reference("mlp", world_size))
 
 
-def test_processes_train_like_one() -> None:
-    runs = run_ranks(train, 4, "mlp", reshard_after_forward=2)
-    assert_equal_runs(runs, train_reference("mlp", 4))
-
-
-def train_hybrid(shape: tuple[int, int], ranks: int) -> Run:
-    return train("mlp", reshard_after_forward=ranks, mesh=mesh_of(shape))
-
-
-@pytest.mark.parametrize(("shape", "ranks"), [((2, 4), 2), ((1, 4), 2)])
-def test_the_shard_group_may_be_that_of_a_hybrid_mesh(shape: tuple[int, int], ranks: int) -> None:
-    world_size = shape[0] * shape[1]
-    assert_equal_runs(run_threads(train_hybrid, world_size, shape, ranks), train_reference("mlp", world_size))
+@on_ranks(8)
+def test_the_shard_group_may_be_that_of_a_hybrid_mesh() -> None:
+    run = train("mlp", reshard_after_forward=2, mesh=mesh_of((2, 4)))
+    assert_equal_runs([run], train_reference("mlp", 8))
 
 
 # The plan
@@ -106,11 +102,6 @@ def test_one_rank_is_as_false_and_all_ranks_are_as_true() -> None:
     assert two not in (kept, freed) and two.digest() not in (kept.digest(), freed.digest())
 
 
-def test_a_strategy_says_what_is_freed_already() -> None:
-    with pytest.raises(ConfigError, match="strategy and reshard_after_forward"):
-        plan(net(), world_size=4, strategy="FULL_SHARD", reshard_after_forward=2)
-
-
 def test_the_plan_says_what_stays_for_backward() -> None:
     made = plan(net(), policy={MLPBlock}, world_size=4, reshard_after_forward=2)
     block = made.handles[1]
@@ -118,42 +109,32 @@ def test_the_plan_says_what_stays_for_backward() -> None:
     assert "kept for backward, a secondary shard over 2 ranks" in str(made)
 
 
-def test_only_gathers_for_backward_are_of_secondary_shards() -> None:
-    made = plan(net(), policy={MLPBlock}, world_size=4, reshard_after_forward=2).expected_collectives()
-    for one in made:
-        assert (one.all_gathers, one.secondary_all_gathers) == (1, 1)
-        assert one.all_gather_bytes == one.secondary_all_gather_bytes == one.reduce_scatter_bytes
-
-
-def counted(ranks: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], Any, int, list[int]]:
-    model = sharded_net(ranks, **options)
-    counting = CountingTransport.install(root_of(model))
-    steps, kept = 3, []
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "transport", "policy"),
+    [
+        (4, 2, "process_group", MixedPrecisionPolicy(param_dtype=BF16)),
+        (6, 3, "point_to_point", MixedPrecisionPolicy()),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
+    ranks: int, transport: str, policy: MixedPrecisionPolicy
+) -> None:
+    model = sharded_net(ranks, options=HandleOptions(transport=transport), mp_policy=policy)
+    counting, made, steps = CountingTransport.install(root_of(model)), fully_shard.state(model).plan, 3
     for step in range(steps):
         value = loss(model, step)
-        kept.append(secondary_bytes(model))
+        assert secondary_bytes(model) == sum(handle.secondary_bytes for handle in made.handles) > 0
         value.backward()
-        kept.append(secondary_bytes(model))
-    return counting.counts(), counting.bytes(), fully_shard.state(model).plan, steps, kept
+        assert secondary_bytes(model) == 0
+    counts, sent, expected = counting.counts(), counting.bytes(), made.expected_collectives()
+    for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
+        assert counts[op] == steps * sum(getattr(one, f"{op}s") for one in expected)
+        assert sent[op] == steps * sum(getattr(one, f"{op}_bytes") for one in expected)
 
 
-@pytest.mark.parametrize(("world_size", "ranks"), GROUPS)
-@pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=BF16)], ids=str)
-def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
-    world_size: int, ranks: int, transport: str, policy: MixedPrecisionPolicy
-) -> None:
-    options = {"options": HandleOptions(transport=transport), "mp_policy": policy}
-    for counts, sent, made, steps, kept in run_threads(counted, world_size, ranks, options):
-        expected = made.expected_collectives()
-        for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
-            assert counts[op] == steps * sum(getattr(one, f"{op}s") for one in expected)
-            assert sent[op] == steps * sum(getattr(one, f"{op}_bytes") for one in expected)
-        assert kept == [sum(handle.secondary_bytes for handle in made.handles), 0] * steps
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("growth", [0, 8, -8], ids=["equal", "growing", "shrinking"])
+@pytest.mark.parametrize(("precision", "growth"), list(zip(PRECISIONS, [8, -8, 8, -8, 0], strict=True)), ids=str)
 def test_a_step_takes_what_the_plan_says(precision: MixedPrecisionPolicy, growth: int) -> None:
     options = {"mp_policy": precision, "reshard_after_forward": 2}
     for found, planned in run_threads(peak_and_plan, 4, growth, options):
@@ -222,7 +203,15 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-def recompute(*, use_reentrant: bool) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    # A reentrant block runs without gradients first, so nobody knows that a backward is to come.
+    ("use_reentrant", "expected"),
+    [(False, (3, 3)), (True, (5, 1))],
+)
+@on_ranks(4)
+def test_checkpointed_blocks_are_recomputed_from_secondary_shards(
+    use_reentrant: bool, expected: tuple[int, int]
+) -> None:
     model = Checkpointed(*net(), use_reentrant=use_reentrant)
     fully_shard(model, policy={MLPBlock}, reshard_after_forward=2)
     x = x_of().requires_grad_()
@@ -230,18 +219,7 @@ def recompute(*, use_reentrant: bool) -> tuple[int, int]:
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
     counting = CountingTransport.install(root_of(model))
     model(x).square().mean().backward()
-    return gathers(counting.records)
-
-
-@pytest.mark.parametrize(
-    # A reentrant block runs without gradients first, so nobody knows that a backward is to come.
-    ("use_reentrant", "expected"),
-    [(False, (3, 3)), (True, (5, 1))],
-)
-def test_checkpointed_blocks_are_recomputed_from_secondary_shards(
-    use_reentrant: bool, expected: tuple[int, int]
-) -> None:
-    assert set(run_threads(recompute, 4, use_reentrant=use_reentrant)) == {expected}
+    assert gathers(counting.records) == expected
 
 
 @on_ranks(4)
@@ -313,8 +291,10 @@ def test_the_setter_chooses_between_all_and_nothing() -> None:
 # Values
 
 
-def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() -> None:
-    run_threads(write_between, 4, shard)
+@pytest.mark.parametrize("check", [write_between, copy_between, take_off_between, fail_in_backward])
+def test_what_happens_between_forward_and_backward_or_ends_it_leaves_nothing_wrong(check: Any) -> None:
+    """Parameters are written, the model is copied or its annotation taken off, or backward raises."""
+    assert run_threads(check, 4, shard) == [0 if check is fail_in_backward else None] * 4
 
 
 @on_ranks(4)
@@ -350,18 +330,6 @@ def test_a_forward_that_raises_leaves_only_what_another_backward_needs(in_backwa
         assert (left > 0) is in_backward
 
 
-def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
-    assert run_threads(fail_in_backward, 4, shard) == [0] * 4
-
-
-def test_a_deep_copy_between_forward_and_backward_has_none() -> None:
-    run_threads(copy_between, 4, shard)
-
-
-def test_unannotate_between_forward_and_backward_frees_them() -> None:
-    run_threads(take_off_between, 4, shard)
-
-
 @on_ranks(4)
 def test_a_module_that_was_its_own_root_before_leaves_nothing_to_the_next_one() -> None:
     model = net()
@@ -384,20 +352,16 @@ def groups_of(model: nn.Module) -> set[Any]:
     return {group for flat in flats for group in flat.routes.secondary_path.transport.groups}
 
 
-def groups() -> None:
-    models = [
-        sharded_net(options=HandleOptions(transport=transport))
+@on_ranks(4)
+def test_a_part_of_the_ranks_has_one_group_for_all_annotations() -> None:
+    first, second, third = (
+        groups_of(sharded_net(options=HandleOptions(transport=transport)))
         for transport in ("process_group", "process_group", "point_to_point")
-    ]
-    first, second, third = (groups_of(model) for model in models)
+    )
     assert first == second != third and len(first) == 1
     rank = dist.get_rank()
     for group in (*first, *third):
         assert dist.get_process_group_ranks(group) == [rank - rank % 2, rank - rank % 2 + 1]
-
-
-def test_a_part_of_the_ranks_has_one_group_for_all_annotations() -> None:
-    run_threads(groups, 4)
 
 
 @on_ranks(8)
@@ -415,18 +379,15 @@ def test_a_part_is_of_neighbours_in_the_shard_group() -> None:
     torch.testing.assert_close(grads(model), grads(twin), rtol=1e-6, atol=1e-6)
 
 
-class Gather:
+class Gather(DefaultAllGather):
     """An all-gather of the user's."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self.sizes.append(group.size())
-        return dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group, async_op=async_op)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.sizes.append(kwargs["group"].size())
+        return super().__call__(*args, **kwargs)
 
 
 @on_ranks(4)
@@ -474,25 +435,17 @@ def test_parameters_that_are_sharded_as_bytes_are_gathered_again_bit_by_bit() ->
     torch.testing.assert_close(x.grad, grad)
 
 
-def told() -> list[str | None]:
+@on_ranks(4)
+def test_ranks_that_wait_are_told_which_gather_it_is() -> None:
     model = sharded_net()
     value = loss(model)
     root = root_of(model)
-    found = []
-    for handle in root.handles:
+    modules = ("module Sequential", "module '1' (MLPBlock)", "module '2' (MLPBlock)")
+    for handle, module in zip(root.handles, modules, strict=True):
         (flat,) = handle.buffers
         assert handle.secondary is not None
         pending = handle.secondary.begin_gather(flat)
-        found.append(root.progress.name_of(pending))
+        assert root.progress.name_of(pending) == f"the all-gather of secondary shards of {module}"
         pending.finish()
         flat.free_buffer()
     value.backward()
-    return found
-
-
-def test_ranks_that_wait_are_told_which_gather_it_is() -> None:
-    expected = [
-        f"the all-gather of secondary shards of {where}"
-        for where in ("module Sequential", "module '1' (MLPBlock)", "module '2' (MLPBlock)")
-    ]
-    assert run_threads(told, 4) == [expected] * 4

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils import _pytree as pytree
 
 from composable import (
@@ -75,11 +76,15 @@ def train(model: nn.Module, width: int, *, steps: int = STEPS) -> list[float]:
     ]
 
 
-def train_alone(model: nn.Module, world_size: int, width: int) -> list[float]:
+def train_alone(model: nn.Module, width: int) -> list[float]:
     """Train in one process on the batches of all ranks together."""
-    ranks = range(world_size)
+    ranks = range(dist.get_world_size())
     batches = [torch.cat([batch(step, rank, width) for rank in ranks]) for step in range(STEPS)]
     return [loss.item() for loss in losses_of(model, batches)]
+
+
+def assert_trains_as(model: nn.Module, reference: nn.Module, width: int) -> None:
+    torch.testing.assert_close(train(model, width), train_alone(reference, width), rtol=1e-6, atol=1e-6)
 
 
 class RoundedLinear(nn.Linear):
@@ -101,55 +106,38 @@ def rounded_model() -> nn.Sequential:
 # -- gathered by their class
 
 
-def train_int8(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = int8_model(SHAPES)
-    fully_shard(model, policy={nn.Linear}, **options)
-    losses = train(model, SHAPES[0][1])
-    return losses, {fqn: full(param) for fqn, param in model.named_parameters()}
+@pytest.mark.parametrize(("world_size", "reshard"), [(1, True), (2, True), (3, False)])
+@on_ranks()
+def test_weights_that_their_class_gathers_train_as_in_one_process(reshard: bool) -> None:
+    model, reference = int8_model(SHAPES), rounded_model()
+    fully_shard(model, policy={nn.Linear}, reshard_after_forward=reshard)
+    assert_trains_as(model, reference, SHAPES[0][1])
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param), other.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_that_their_class_gathers_train_as_in_one_process(world_size: int, reshard: bool) -> None:
-    reference = rounded_model()
-    expected = train_alone(reference, world_size, SHAPES[0][1])
-    for losses, params in run_threads(train_int8, world_size, reshard_after_forward=reshard):
-        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
-        for fqn, param in reference.named_parameters():
-            torch.testing.assert_close(params[fqn], param.detach(), rtol=1e-5, atol=1e-6)
-
-
-class CountedGather:
+class CountedGather(DefaultAllGather):
     """Gathers as a user would, and counts."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
-
-
-def gather_by(comm: Any, kind: type) -> tuple[list[float], int]:
-    model = int8_model(SHAPES, kind)
-    fully_shard(model, policy={nn.Linear})
-    for linear in model:
-        linear.set_custom_all_gather(comm)
-    calls = 0 if comm is None else comm.calls
-    losses = train(model, SHAPES[0][1])
-    return losses, 0 if comm is None else comm.calls - calls
+        return super().__call__(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [Int8Weight, TwoPartWeight])
+@on_ranks(2)
 def test_a_gather_of_the_users_takes_what_the_class_gives(kind: type) -> None:
-    usual = run_threads(gather_by, 2, None, kind)
-    own = run_threads(gather_by, 2, CountedGather(), kind)
-    assert [losses for losses, _ in own] == [losses for losses, _ in usual]
+    usual, own, comm = int8_model(SHAPES, kind), int8_model(SHAPES, kind), CountedGather()
+    for model in (usual, own):
+        fully_shard(model, policy={nn.Linear})
+    for linear in own:
+        linear.set_custom_all_gather(comm)
+    comm.calls = 0
+    assert train(own, SHAPES[0][1]) == train(usual, SHAPES[0][1])
     # A weight and a bias of each layer, in forward and in backward.
-    assert own[0][1] == STEPS * len(SHAPES) * 2 * 2
+    assert comm.calls == STEPS * len(SHAPES) * 2 * 2
 
 
 @on_ranks(2, run=run_ranks)
@@ -165,9 +153,8 @@ def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch() -> None
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(6, 5), (7, 3), (1, 4)])
-@on_ranks()
+@pytest.mark.parametrize("shape", [(7, 3), (1, 4)])
+@on_ranks(3)
 def test_several_tensors_of_a_class_travel_and_fill_one_parameter_again_and_again(shape: tuple[int, int]) -> None:
     model = int8_model([shape], TwoPartWeight)
     plain = seeded(lambda: nn.Linear(shape[1], shape[0]), 0)
@@ -197,8 +184,7 @@ def test_the_unsharded_parameter_is_what_the_class_makes_and_is_freed_with_its_h
     assert (type(seen[0]).__name__, used, storage.nbytes()) == ("Int8Whole", 8 * 6, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(2)
 def test_gradients_that_no_sync_keeps_are_reduced_with_later_ones() -> None:
     found = []
     for accumulates in (True, False):
@@ -217,20 +203,14 @@ def test_gradients_that_no_sync_keeps_are_reduced_with_later_ones() -> None:
         torch.testing.assert_close(kept[fqn], grad, rtol=1e-5, atol=1e-6)
 
 
-def compute_in_bfloat16() -> tuple[torch.dtype, torch.dtype, float]:
+@on_ranks(2)
+def test_a_class_makes_the_parameter_in_the_dtype_of_computation() -> None:
     model = int8_model(SHAPES)
     fully_shard(model, policy={nn.Linear}, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     seen = []
     model[0].register_forward_pre_hook(lambda module, *_: seen.append(module.weight.dtype))
-    losses = train(model, 5)
-    return seen[0], model[0].weight.dtype, losses[-1]
-
-
-def test_a_class_makes_the_parameter_in_the_dtype_of_computation() -> None:
-    expected = train_alone(rounded_model(), 2, 5)
-    for computed, rested, loss in run_threads(compute_in_bfloat16, 2):
-        assert (computed, rested) == (torch.bfloat16, torch.float32)
-        assert loss == pytest.approx(expected[-1], rel=0.05)
+    assert train(model, 5)[-1] == pytest.approx(train_alone(rounded_model(), 5)[-1], rel=0.05)
+    assert (seen[0], model[0].weight.dtype) == (torch.bfloat16, torch.float32)
 
 
 class EchoWeight(Int8Weight):
@@ -248,24 +228,20 @@ class EchoWeight(Int8Weight):
         return None if out is not None else (EchoWeight(gathered[0]), gathered)
 
 
-def train_echo() -> list[float]:
-    model = int8_model(SHAPES, EchoWeight)
+@on_ranks(3)
+def test_gradients_that_a_class_wraps_are_reduced_as_what_is_inside() -> None:
+    model, reference = int8_model(SHAPES, EchoWeight), int8_model(SHAPES)
     fully_shard(model, policy={nn.Linear})
-    batches = [batch(step, dist.get_rank(), 5) for step in range(STEPS)]
-    return [mean_over_ranks(loss._values) for loss in losses_of(model, batches)]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_that_a_class_wraps_are_reduced_as_what_is_inside(world_size: int) -> None:
-    reference = int8_model(SHAPES)
     for linear in reference:
         linear.weight = nn.Parameter(linear.weight._values.detach())
-    expected = train_alone(reference, world_size, 5)
-    for losses in run_threads(train_echo, world_size):
-        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    losses = losses_of(model, [batch(step, dist.get_rank(), 5) for step in range(STEPS)])
+    found = [mean_over_ranks(loss._values) for loss in losses]  # type: ignore[attr-defined]
+    torch.testing.assert_close(found, train_alone(reference, 5), rtol=1e-6, atol=1e-6)
 
 
-def begin_without_values(way: str) -> list[float]:
+@pytest.mark.parametrize("way", ["param_init_fn", "sync_module_states", "load"])
+@on_ranks(3)
+def test_weights_that_their_class_gathers_may_get_their_values_later(way: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(inputs, outputs) for outputs, inputs in SHAPES))
     for linear in model:
@@ -282,46 +258,29 @@ def begin_without_values(way: str) -> list[float]:
             linear.weight.copy_(values[f"{name}.weight"])
             linear.bias.copy_(values[f"{name}.bias"])
 
-    if way == "param_init_fn":
-        fully_shard(model, policy={nn.Linear}, param_init_fn=fill)
-    elif way == "sync_module_states":
-        fully_shard(source if dist.get_rank() == 0 else model, policy={nn.Linear}, sync_module_states=True)
+    if way == "sync_module_states":
         model = source if dist.get_rank() == 0 else model
+        fully_shard(model, policy={nn.Linear}, sync_module_states=True)
     else:
-        fully_shard(model, policy={nn.Linear})
+        fully_shard(model, policy={nn.Linear}, param_init_fn=fill if way == "param_init_fn" else None)
+    if way == "load":
         load_full_state_dict(model, values)
-    return train(model, 5)
-
-
-@pytest.mark.parametrize("way", ["param_init_fn", "sync_module_states", "load"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_that_their_class_gathers_may_get_their_values_later(world_size: int, way: str) -> None:
-    expected = train_alone(rounded_model(), world_size, 5)
-    for losses in run_threads(begin_without_values, world_size, way):
-        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    assert_trains_as(model, rounded_model(), 5)
 
 
 # -- as bytes
 
 
-def train_quantised() -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
-    return train(model, WIDTH), full_state_dict(model)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_adapters_beside_quantised_weights_train_as_in_one_process(world_size: int) -> None:
-    reference = seeded(Quantised, 0)
-    expected = train_alone(reference, world_size, WIDTH)
-    runs = run_threads(train_quantised, world_size)
+@on_ranks()
+def test_adapters_beside_quantised_weights_train_as_in_one_process() -> None:
+    model, reference = seeded(Quantised, 0), seeded(Quantised, 0)
+    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+    assert_trains_as(model, reference, WIDTH)
     trained = dict(reference.named_parameters())
-    for losses, _ in runs:
-        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
-    for fqn, value in runs[0][1].items():
-        param = trained.get(fqn)
-        if param is not None and param.requires_grad:
-            torch.testing.assert_close(value, param.detach(), rtol=1e-5, atol=1e-6)
+    for fqn, value in full_state_dict(model).items():
+        if fqn in trained and trained[fqn].requires_grad:
+            torch.testing.assert_close(value, trained[fqn].detach(), rtol=1e-5, atol=1e-6)
 
 
 def gather_random(seed: int) -> None:
@@ -374,52 +333,42 @@ def gather_random(seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_bit_of_random_quantised_weights_arrives_with_their_state(world_size: int) -> None:
-    for seed in range(8):
+    for seed in range(3 * world_size, 3 * world_size + 3):
         run_threads(gather_random, world_size, seed)
 
 
-def load_into_others(folder: Path | None) -> bool:
+def load_into_others(way: str, folder: str) -> None:
     trained, fresh = seeded(Quantised, 0), seeded(Quantised, 1)
     for model in (trained, fresh):
         fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     x = batch(0, 0, WIDTH)
     train(trained, WIDTH, steps=1)
-    expected, before = trained(x), fresh(x)
-    assert not torch.equal(expected, before)
-    if folder is None:
+    expected = trained(x)
+    assert not torch.equal(expected, fresh(x))
+    if way == "full":
         load_full_state_dict(fresh, full_state_dict(trained))
-    elif folder == Path():
+    elif way == "torch":
         fresh.load_state_dict(trained.state_dict())
     else:
         save_checkpoint(folder, 1, trained)
         load_checkpoint(folder, fresh)
-    return torch.equal(fresh(x), expected)
+    assert torch.equal(fresh(x), expected)
 
 
 @pytest.mark.parametrize("way", ["full", "torch", "checkpoint"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_is_saved_of_quantised_weights_makes_another_model_the_same(
-    world_size: int, way: str, tmp_path: Path
-) -> None:
-    folder = {"full": None, "torch": Path(), "checkpoint": tmp_path / "run"}[way]
-    assert run_threads(load_into_others, world_size, folder) == [True] * world_size
+def test_what_is_saved_of_quantised_weights_makes_another_model_the_same(way: str, tmp_path: Path) -> None:
+    run_threads(load_into_others, 3, way, str(tmp_path / "run"))
 
 
-def cast_while_saving() -> dict[str, tuple[torch.dtype, bool]]:
+@on_ranks(2)
+def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_called() -> None:
     model, before = seeded(Quantised, 0), seeded(Quantised, 0)
     fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     values = full_state_dict(model, dtype=torch.float16)
-    packed = before.layers[1].base.weight.data.view(torch.uint8)
-    return {
-        key: (value.dtype, key == "layers.1.base.weight" and value.view(torch.uint8).equal(packed))
-        for key, value in values.items()
-    }
-
-
-def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_called() -> None:
-    saved = run_threads(cast_while_saving, 2)[0]
-    assert saved["layers.1.base.weight"] == (torch.bfloat16, True)
-    assert saved["head.weight"] == (torch.float16, False)
+    if dist.get_rank() == 0:
+        packed = values["layers.1.base.weight"]
+        assert packed.dtype is torch.bfloat16 and values["head.weight"].dtype is torch.float16
+        assert packed.view(torch.uint8).equal(before.layers[1].base.weight.data.view(torch.uint8))
 
 
 @on_ranks(2)
@@ -455,8 +404,7 @@ def rounded_head(model: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("policy", [{Adapted}, {Linear4bit, AffineLinear}])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(2)
 def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(policy: set[type[nn.Module]]) -> None:
     model = mixed()
     fully_shard(model, policy=policy, options=HandleOptions(shard_as_bytes=BYTES))
@@ -484,8 +432,7 @@ def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_stat
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(3)
 def test_unshard_params_shows_instances_of_each_class_and_writes_back(rank0_only: bool) -> None:
     model, before = mixed(), mixed()
     fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
@@ -545,10 +492,6 @@ class Unknown(nn.Parameter):
 class Half(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self,), None
-
-
-class Slotted(nn.Parameter):
-    __slots__ = ("scale",)
 
 
 class Scaled(AffineWeight):
@@ -635,16 +578,15 @@ class ScaledLinear(nn.Module):
         return F.linear(x, weight + (weight * self.scale - weight).detach())
 
 
-def train_beside(values: torch.Tensor, scale: torch.Tensor, splits: str) -> list[float]:
+def train_beside(values: torch.Tensor, scale: torch.Tensor, splits: str) -> None:
     model = nn.Linear(values.shape[1], values.shape[0], bias=False)
     model.weight = nn.Parameter(Beside(values.clone(), scale, splits))
     fully_shard(model, reshard_after_forward=True)
-    return train(model, values.shape[1])
+    assert_trains_as(model, ScaledLinear(values.clone(), scale), values.shape[1])
 
 
 @pytest.mark.parametrize("splits", ["cut", "whole", "plain"])
-@pytest.mark.parametrize("columns", [2, 3, 4])
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (3, 3), (4, 2)])
 def test_a_tensor_beside_the_rows_is_whole_on_every_rank_or_refused_if_it_has_rows_too(
     rows: int, columns: int, splits: str
 ) -> None:
@@ -663,8 +605,7 @@ def test_a_tensor_beside_the_rows_is_whole_on_every_rank_or_refused_if_it_has_ro
             assert "'weight'" in str(caught.value.at)
             assert "fsdp_pre_all_gather" in str(caught.value.fix)
         else:
-            expected = train_alone(ScaledLinear(values.clone(), scale), 2, columns)
-            assert run_threads(train_beside, 2, values, scale, splits) == [pytest.approx(expected)] * 2
+            run_threads(train_beside, 2, values, scale, splits)
 
 
 class Unbuildable(AffineWeight):
@@ -685,15 +626,12 @@ def linear_with(param: nn.Parameter) -> nn.Module:
     [
         (linear_with(Unknown(torch.zeros(4, 4))), {}, "Unknown is a tensor subclass"),
         (linear_with(nn.Parameter(torch.zeros(4, 4).as_subclass(Half))), {}, "lacks fsdp_post_all_gather"),
-        (linear_with(Slotted(torch.zeros(4, 4))), {}, "Slotted is a tensor subclass"),
         (linear_with(scaled_on_meta()), {}, "and they are on the meta device"),
-        (Linear4bit(nn.Linear(4, 4)), {}, "Params4bit is a tensor subclass"),
         (
             linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
             {"shard_as_bytes": BYTES},
             "is on the meta device",
         ),
-        (int8_model([(4, 4)]), {"align": {"0.weight": "tensor"}}, "is gathered by its class"),
         (int8_model([(4, 4)]), {"align": {"0.weight": 2}}, "is gathered by its class"),
         (linear_with(nn.Parameter(Int8Weight(torch.empty(0, 4)))), {}, "gathers rows, and the parameter has none"),
         (
@@ -734,7 +672,9 @@ def test_functions_of_a_parameter_alone_are_refused_by_the_plan(kind: type[nn.Pa
     assert "'weight'" in str(caught.value.at)
 
 
-def extended_on_one_rank(*, on_local: bool) -> str:
+@pytest.mark.parametrize("on_local", [True, False])
+@on_ranks(2)
+def test_functions_set_on_a_shard_are_refused_on_every_rank(*, on_local: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model, policy={nn.Linear})
     weight = model[1].weight
@@ -743,12 +683,7 @@ def extended_on_one_rank(*, on_local: bool) -> str:
         own_functions(weight._local_tensor if on_local else weight)
     with pytest.raises(UsageError, match="was set on the shard of a parameter") as caught:
         model(batch(0, 0, 4))
-    return str(caught.value.at)
-
-
-@pytest.mark.parametrize("on_local", [True, False])
-def test_functions_set_on_a_shard_are_refused_on_every_rank(*, on_local: bool) -> None:
-    assert run_threads(extended_on_one_rank, 2, on_local=on_local) == ["rank 0, parameter '1.weight'"] * 2
+    assert str(caught.value.at) == "rank 0, parameter '1.weight'"
 
 
 class Precomputed(Int8Weight):
@@ -795,7 +730,15 @@ class Strange(Fickle):
         raise NotImplementedError
 
 
-def gather_wrongly(kind: type) -> str:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Fickle, "Fickle: fsdp_pre_all_gather returned [2, 4] float64, [2, 4] float32, and [2, 4] float32"),
+        (Strange, "Strange: fsdp_pre_all_gather takes 2 arguments"),
+    ],
+)
+@on_ranks(2)
+def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type, message: str) -> None:
     Fickle.asked = 0
     model = int8_model([(4, 4)], kind)
     fully_shard(model, reshard_after_forward=True)
@@ -808,35 +751,18 @@ def gather_wrongly(kind: type) -> str:
 
     with pytest.raises(UsageError) as caught:
         run_twice()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Fickle, "Fickle: fsdp_pre_all_gather returned [2, 4] float64, [2, 4] float32, and [2, 4] float32"),
-        (Strange, "Strange: fsdp_pre_all_gather takes 2 arguments"),
-    ],
-)
-def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type, message: str) -> None:
-    for text in run_threads(gather_wrongly, 2, kind):
-        assert message in text
-        assert "parameter '0.weight'" in text
+    assert message in str(caught.value) and "parameter '0.weight'" in str(caught.value)
 
 
 @on_ranks(2)
 def test_a_state_that_would_not_follow_its_bytes_is_refused() -> None:
-    found = []
     with pytest.raises(ConfigError, match="sync_module_states does not send the state") as caught:
         fully_shard(seeded(Quantised, 0), options=HandleOptions(shard_as_bytes=BYTES), sync_module_states=True)
-    found.append(str(caught.value.at))
+    assert "layers.0.base.weight" in str(caught.value.at)
     model = seeded(Quantised, 0)
     fully_shard(model, options=HandleOptions(shard_as_bytes=BYTES))
     other = seeded(Quantised, 1).layers[0].base.state_dict(keep_vars=True)
     model.layers[0].base.load_state_dict(other, assign=True)
     with pytest.raises(UsageError, match="was replaced by another Params4bit") as caught:
         model(batch(0, 0, WIDTH))
-    found.append(str(caught.value.at))
-    at_sync, at_replace = found
-    assert "layers.0.base.weight" in at_sync
-    assert "layers.0.base.weight" in at_replace
+    assert "layers.0.base.weight" in str(caught.value.at)

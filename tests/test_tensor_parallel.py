@@ -28,7 +28,6 @@ from composable import (
     HandleOptions,
     RaggedShard,
     UsageError,
-    accelerate_optimizer,
     clip_grad_norm_,
     fully_shard,
     iter_full_params,
@@ -40,6 +39,7 @@ from composable import (
 )
 from tests.models import random_input, seeded
 from tests.ordered_groups import needs_ordered_groups
+from tests.parity import full, gradients_of
 from tests.secondary import refusal
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -119,14 +119,6 @@ def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(batch(step, rank)).square().mean()
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
-
-
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: full(param).detach() for fqn, param in model.named_parameters()}
 
@@ -136,9 +128,9 @@ def annotated(mesh: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=data_mesh(mesh), policy={Block}, **options)
 
 
-def train(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+def train(sizes: tuple[int, ...], freed: bool | int) -> None:
     mesh = mesh_of(*sizes)
-    model, plain = annotated(mesh, **options), seeded(Model, 0)
+    model, plain = annotated(mesh, reshard_after_forward=freed), seeded(Model, 0)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
     for step in range(3):
         if step == 1:
@@ -155,25 +147,27 @@ def train(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
-@pytest.mark.parametrize("frees", [True, False])
-def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], frees: bool) -> None:
-    world_size = int(torch.Size(sizes).numel())
-    run_threads(train, world_size, sizes, {"reshard_after_forward": frees})
-
-
-def spread() -> str:
-    mesh = mesh_of(2, 2, 2)
-    model = split(seeded(Model, 0), mesh["tp"])
-    return refusal(model, mesh=data_mesh(mesh), strategy="HYBRID_SHARD_OPTIM", policy={Block})
+@pytest.mark.parametrize(
+    ("sizes", "freed"),
+    [
+        *[((1, 2), True), ((2, 1), False), ((3, 2), True), ((2, 3), False), ((1, 2, 2), True), ((2, 2, 1), False)],
+        # Backward gathers among a part of the data ranks.
+        ((4, 2), 2),
+    ],
+)
+def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], freed: bool | int) -> None:
+    run_threads(train, math.prod(sizes), sizes, freed)
 
 
 @needs_ordered_groups
+@on_ranks(8)
 def test_optimizer_state_is_not_spread_over_copies_of_split_parameters() -> None:
-    for rank, text in enumerate(run_threads(spread, 8)):
-        assert "HYBRID_SHARD_OPTIM on parameters that tensor parallelism has split" in text
-        assert f"rank {rank}, parameter 'embedding.weight'" in text
-        assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
+    mesh = mesh_of(2, 2, 2)
+    model = split(seeded(Model, 0), mesh["tp"])
+    text = refusal(model, mesh=data_mesh(mesh), strategy="HYBRID_SHARD_OPTIM", policy={Block})
+    assert "HYBRID_SHARD_OPTIM on parameters that tensor parallelism has split" in text
+    assert f"rank {dist.get_rank()}, parameter 'embedding.weight'" in text
+    assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
 
 
 @needs_ordered_groups
@@ -187,10 +181,6 @@ def test_optimizer_state_is_spread_over_copies_of_what_is_not_split() -> None:
     for _ in range(2):
         model.zero_grad()
         compare_step(model, mesh)
-
-
-def test_backward_may_gather_among_a_part_of_the_data_ranks() -> None:
-    run_threads(train, 8, (4, 2), {"reshard_after_forward": 2})
 
 
 def compare_step(model: nn.Module, mesh: DeviceMesh, **tolerance: float) -> None:
@@ -213,10 +203,10 @@ def misuse(name: str) -> str:
     mesh = mesh_of(2, 2)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = nn.Linear(4, 4)
-    if name in ("own dim", "all ranks", "other root", "process group"):
+    if name in ("own dim", "other root"):
         parallelize_module(model, mesh["tp"], ColwiseParallel())
-    meshes = {"own dim": {"mesh": mesh["tp"]}, "all ranks": {}, "other root": {"mesh": other["data"]}}
-    meshes["process group"] = {"process_group": mesh["dp"].get_group()}
+    meshes = {"own dim": {"mesh": mesh["tp"]}, "other root": {"mesh": other["data"]}}
+
     if name in meshes:
         return error_of(lambda: fully_shard(model, **meshes[name]))
     if name == "partial":
@@ -235,17 +225,7 @@ MISUSES = {
         "ConfigError: the parameter is a DTensor over ranks [0, 1], some of which would share its shards ([0, 1])\n"
         f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: give the two other dims of one mesh: {FIX_MESH}"
     ),
-    "all ranks": (
-        "ConfigError: the parameter is a DTensor over ranks [0, 1], some of which would share its shards "
-        "([0, 1, 2, 3])\n"
-        f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: give the two other dims of one mesh: {FIX_MESH}"
-    ),
     "other root": (
-        "ConfigError: the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on\n"
-        f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: make one mesh, {FIX_MESH}, and pass mesh['tp'] to "
-        "parallelize_module and mesh['dp'] to fully_shard"
-    ),
-    "process group": (
         "ConfigError: the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on\n"
         f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: make one mesh, {FIX_MESH}, and pass mesh['tp'] to "
         "parallelize_module and mesh['dp'] to fully_shard"
@@ -269,9 +249,7 @@ MISUSES = {
 
 @pytest.mark.parametrize("name", list(MISUSES))
 def test_what_fits_no_mesh_is_refused_on_every_rank(name: str) -> None:
-    texts = run_threads(misuse, 4, name)
-    assert texts[0] == MISUSES[name]
-    assert len(texts) == 4
+    assert run_threads(misuse, 4, name)[0] == MISUSES[name]
 
 
 @on_ranks(4)
@@ -296,27 +274,23 @@ def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "SGD loop": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
-    "AdamW loop": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "SGD loop": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
     "Muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
 }
 
 
-def optimize(name: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_inside"), [*((name, False) for name in OPTIMIZERS), ("Adafactor", True), ("Muon", True)]
+)
+@on_ranks(4)
+def test_optimizers_step_as_in_one_process(name: str, is_inside: bool) -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), seeded(Model, 0)
     optimizer, expected = (OPTIMIZERS[name](list(one.parameters())) for one in (model, plain))
-    if way == "flat":
-        accelerate_optimizer(optimizer, model)
-    stepped = step_in_backward(optimizer) if way == "in backward" else None
+    if is_inside:
+        step_in_backward(optimizer)
     for step in range(3):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -338,7 +312,7 @@ def optimize(name: str, way: str) -> None:
             continue
         closure()
         whole()
-        if stepped is None:
+        if not is_inside:
             norm = clip_grad_norm_(optimizer, 0.5)
             torch.testing.assert_close(
                 norm, nn.utils.clip_grad_norm_(expected.param_groups[0]["params"], 0.5), rtol=1e-5, atol=1e-6
@@ -346,16 +320,6 @@ def optimize(name: str, way: str) -> None:
             optimizer.step()
         expected.step()
     torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_optimizers_step_as_in_one_process(name: str) -> None:
-    run_threads(optimize, 4, name, "")
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_optimizers_that_are_not_element_wise_step_inside_backward(name: str) -> None:
-    run_threads(optimize, 4, name, "in backward")
 
 
 def trained(mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -399,6 +363,8 @@ def test_operations_give_what_they_give_of_the_whole() -> None:
             torch.testing.assert_close((again + weight).to_local(), 2 * weight.to_local())
         pickled = pickle.loads(pickle.dumps(again))
         assert pickled._spec.layout.matches(weight._spec.layout)
+        weight.full_tensor().square().sum().backward()
+        torch.testing.assert_close(full(weight.grad), 2 * expected.detach())
         for one in (weight, expected):
             torch.manual_seed(5)
             with torch.no_grad():
@@ -406,64 +372,43 @@ def test_operations_give_what_they_give_of_the_whole() -> None:
         torch.testing.assert_close(full(weight), expected.detach())
 
 
+@pytest.mark.parametrize("options", [("offload_to_cpu",), ("with_grads",), ("rank0_only", "with_grads")])
 @on_ranks(4)
-def test_full_tensor_has_a_gradient() -> None:
-    mesh = mesh_of(2, 2)
-    model = annotated(mesh)
-    weight = model.blocks[0].up.weight
-    weight.full_tensor().square().sum().backward()
-    torch.testing.assert_close(full(weight.grad), 2 * full(weight).detach())
-
-
-def show_whole(options: dict[str, bool]) -> None:
+def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
     mesh = mesh_of(2, 2)
     model, plain = trained(mesh), trained_in_one_process()
-    is_shown = not options.get("rank0_only") or data_rank(mesh) == 0
-    with unshard_params(model, **options):
+    factor = 2 if "with_grads" in options else 1
+    with unshard_params(model, **dict.fromkeys(options, True)):
         weight = model.blocks[0].up.weight
-        if is_shown:
+        if "rank0_only" not in options or data_rank(mesh) == 0:
             assert type(weight) is DTensor
             assert weight.placements == (Shard(0),)
             torch.testing.assert_close(full(weight).detach(), plain.blocks[0].up.weight.detach())
-            if options.get("with_grads"):
+            if "with_grads" in options:
                 torch.testing.assert_close(full(weight.grad), plain.blocks[0].up.weight.grad)
                 weight.grad.mul_(2)
             with torch.no_grad():
                 weight.mul_(3)
     torch.testing.assert_close(full(model.blocks[0].up.weight).detach(), 3 * plain.blocks[0].up.weight.detach())
-    factor = 2 if options.get("with_grads") else 1
     torch.testing.assert_close(full(model.blocks[0].up.weight.grad), factor * plain.blocks[0].up.weight.grad)
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("with_grads",), ("offload_to_cpu",), ("rank0_only",), ("rank0_only", "with_grads")]
-)
-def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
-    run_threads(show_whole, 4, dict.fromkeys(options, True))
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(4)
+def test_what_raises_on_one_rank_is_written_back_in_no_block(offload: bool) -> None:
+    model, before = annotated(mesh_of(2, 2)), values_of(seeded(Model, 0))
 
-
-def fail_while_shown(sizes: tuple[int, ...], **options: bool) -> type[BaseException] | None:
-    mesh = mesh_of(*sizes)
-    model, before = annotated(mesh), values_of(seeded(Model, 0))
-    found = None
-    try:
-        with unshard_params(model, **options):
+    def fail() -> None:
+        with unshard_params(model, offload_to_cpu=offload):
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(3)
             if dist.get_rank() == 0:
                 raise ValueError("in the block")
-    except (ValueError, DesyncError) as error:
-        found = type(error)
+
+    with pytest.raises(DesyncError if dist.get_rank() else ValueError):
+        fail()
     torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
-    return found
-
-
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)])
-def test_what_raises_on_one_rank_is_written_back_in_no_block(sizes: tuple[int, ...]) -> None:
-    ranks = sizes[0] * sizes[1]
-    for options in ({}, {"offload_to_cpu": True}):
-        assert run_threads(fail_while_shown, ranks, sizes, **options) == [ValueError, *[DesyncError] * (ranks - 1)]
 
 
 @on_ranks(4)
@@ -493,17 +438,12 @@ def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None
     compare_step(fully_shard(model, mesh=mesh["dp"]), mesh)
 
 
-@pytest.mark.parametrize("others", ["real", "meta"])
 @on_ranks(4)
-def test_the_first_data_rank_gives_its_values_to_the_others(others: str) -> None:
+def test_the_first_data_rank_gives_its_values_to_the_others() -> None:
     mesh = mesh_of(2, 2)
-    with torch.device("meta") if others == "meta" and data_rank(mesh) else nullcontext():
+    with torch.device("meta") if data_rank(mesh) else nullcontext():
         model = seeded(Model, 0)
     split(model, mesh["tp"])
-    if others == "real":
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(1.0 + data_rank(mesh))
     fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True)
     torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)))
 
@@ -547,18 +487,14 @@ def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
     loss_at(model, 0, data_rank(mesh)).backward()
 
 
-def load() -> None:
+@on_ranks(4)
+def test_state_dicts_of_wholes_and_of_pieces_are_loaded() -> None:
     mesh = mesh_of(2, 2)
-    model, plain = annotated(mesh), seeded(Model, 3)
+    model, other, plain = annotated(mesh), annotated(mesh), seeded(Model, 3)
     model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(values_of(model), values_of(plain))
-    other = annotated(mesh)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(values_of(other), values_of(plain))
-
-
-def test_state_dicts_of_wholes_and_of_pieces_are_loaded() -> None:
-    run_threads(load, 4)
 
 
 class Weight(nn.Module):
@@ -602,9 +538,14 @@ class Product(nn.Module):
         return torch.tanh(x @ weight)
 
 
-@pytest.mark.parametrize("names", [("dp", "one", "two"), ("one", "dp", "two"), ("one", "two", "dp")])
 @pytest.mark.parametrize(
-    "placements", [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Replicate())]
+    ("names", "placements"),
+    [
+        (("dp", "one", "two"), (Shard(0), Shard(0))),
+        (("one", "dp", "two"), (Shard(1), Shard(0))),
+        (("one", "two", "dp"), (Replicate(), Shard(1))),
+        (("one", "dp", "two"), (Shard(0), Replicate())),
+    ],
 )
 @on_ranks(8)
 def test_two_other_dims_split_a_parameter(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
@@ -639,11 +580,11 @@ def test_the_data_dim_may_be_several_flattened_into_one() -> None:
     torch.testing.assert_close(gradients_of(model), gradients_of(trained_in_one_process()), rtol=1e-5, atol=1e-6)
 
 
-def scale() -> list[bool]:
+@on_ranks(4)
+def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), trained_in_one_process()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
-    changed = []
     for spoils in (False, True):
         optimizer.zero_grad()
         scaler.scale(loss_at(model, 0, data_rank(mesh))).backward()
@@ -655,15 +596,11 @@ def scale() -> list[bool]:
             local.fill_(math.inf)
         scaler.step(optimizer)
         scaler.update()
-        changed.append(any(not torch.equal(value, before[fqn]) for fqn, value in values_of(model).items()))
-    return changed
+        assert all(torch.equal(value, before[fqn]) for fqn, value in values_of(model).items()) is spoils
 
 
-def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
-    assert run_threads(scale, 4) == [[True, False]] * 4
-
-
-def hook() -> None:
+@on_ranks(4)
+def test_hooks_on_a_parameter_get_its_gradient() -> None:
     mesh, plain, seen = mesh_of(2, 2), trained_in_one_process(), []
     model = annotated(mesh)
     weight = model.blocks[0].up.weight
@@ -672,22 +609,6 @@ def hook() -> None:
     loss_at(model, 0, data_rank(mesh)).backward()
     torch.testing.assert_close(full(weight.grad), 2 * plain.blocks[0].up.weight.grad, rtol=1e-5, atol=1e-6)
     assert seen == [weight.shape]
-
-
-def test_hooks_on_a_parameter_get_its_gradient() -> None:
-    run_threads(hook, 4)
-
-
-@on_ranks(4)
-def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
-    shapes = []
-    for _ in range(2):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(nn.Sequential(nn.Linear(4, 6)), mesh["tp"], {"0": ColwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
-        model(torch.ones(2, 4)).sum().backward()
-        shapes.append(model[0].weight.grad.shape == (6, 4))
-    assert shapes == [True, True]
 
 
 @on_ranks(2, run=run_ranks)

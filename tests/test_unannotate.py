@@ -78,6 +78,27 @@ def is_plain(model: nn.Module, reference: nn.Module) -> bool:
 Result = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, bool]]
 
 
+def result_of(model: nn.Module) -> Result:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return (
+        {fqn: param.detach() for fqn, param in params.items()},
+        {fqn: param.grad for fqn, param in params.items() if param.grad is not None},
+        {fqn: param.requires_grad for fqn, param in params.items()},
+    )
+
+
+def undo_reference(name: str, world_size: int) -> Result:
+    model = make_model(name)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    for seed in range(3):
+        args, kwargs = global_inputs(model, seed, world_size)
+        loss_of(model(*args, **kwargs)).backward()
+        if not seed:
+            optimizer.step()
+            optimizer.zero_grad()
+    return result_of(model)
+
+
 def undo(cases: list[tuple[str, str]]) -> list[Result]:
     results = []
     for way, name in cases:
@@ -99,39 +120,15 @@ def undo(cases: list[tuple[str, str]]) -> list[Result]:
         for param, other in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(param.grad, other.grad)
         assert all(param.tag == "mark" for param in model.parameters())
-        params = dict(model.named_parameters(remove_duplicate=False))
-        results.append(
-            (
-                {fqn: param.detach() for fqn, param in params.items()},
-                {fqn: param.grad for fqn, param in params.items() if param.grad is not None},
-                {fqn: param.requires_grad for fqn, param in params.items()},
-            )
-        )
+        results.append(result_of(model))
         if "gpt_tied" in name:
             assert model.head.weight is model.tokens.weight
     return results
 
 
-def undo_reference(name: str, world_size: int) -> Result:
-    model = make_model(name)
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    for seed in range(3):
-        args, kwargs = global_inputs(model, seed, world_size)
-        loss_of(model(*args, **kwargs)).backward()
-        if not seed:
-            optimizer.step()
-            optimizer.zero_grad()
-    params = dict(model.named_parameters(remove_duplicate=False))
-    return (
-        {fqn: param.detach() for fqn, param in params.items()},
-        {fqn: param.grad for fqn, param in params.items() if param.grad is not None},
-        {fqn: param.requires_grad for fqn, param in params.items()},
-    )
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_gradients_and_everything_else_are_as_in_one_process(world_size: int) -> None:
-    cases = CASES if world_size == 2 else CASES[::3]
+    cases = CASES[world_size - 1 :: 3]
     expected = [undo_reference(name, world_size) for _, name in cases]
     for results in run_threads(undo, world_size, cases):
         for case, (params, grads, trainable), reference in zip(cases, results, expected, strict=True):
@@ -194,72 +191,55 @@ def test_a_part_is_undone_and_the_rest_trains_on(annotate: Annotate) -> None:
     assert_equal_runs(run_threads(train_annotated, 2, "mlp", annotate), train_reference("mlp", 2))
 
 
-def refuse() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() -> None:
     model = make_model("mlp")
     fully_shard([model.blocks[0], model.blocks[2]])
     fully_shard(model, policy={MLPBlock})
     replicated = replicate(make_model("mlp"))
-    texts: list[str] = []
 
-    def attempt(module: Any, error: type[Exception] = UsageError) -> None:
+    def attempt(module: Any, text: str, error: type[Exception] = UsageError) -> None:
         with pytest.raises(error) as caught:
             unannotate(module)
-        texts.append(str(caught.value))
+        said = str(caught.value)
+        assert text in said and f"rank {dist.get_rank()}" in said and "fix:" in said, said
 
     for one in (model, replicated):
         before = dict(one.named_parameters())
-        hook = one.inp.register_forward_hook(lambda *_, one=one: attempt(one))
+        hook = one.inp.register_forward_hook(lambda *_, one=one: attempt(one, "unannotate inside a forward"))
         output = one(*inputs_of(one, 0, dist.get_rank())[0])
         hook.remove()
-        output.register_hook(lambda _, one=one: attempt(one))
+        output.register_hook(lambda _, one=one: attempt(one, "unannotate inside a backward"))
         output.sum().backward()
         assert all(param is before[fqn] for fqn, param in one.named_parameters())
     with unshard_params(model):
-        attempt(model)
-    attempt(model.blocks[1].up)
-    attempt(model.inp)
-    attempt(model.blocks[0])
-    attempt(nn.Linear(2, 2))
-    attempt(3, ValueError)
+        attempt(model, "is to be unannotated while unshard_params shows its parameters")
+    attempt(model.blocks[1].up, "fix: call unannotate on module 'blocks.1' (MLPBlock) or a module around")
+    attempt(model.inp, "fix: call unannotate on module MLP or")
+    attempt(model.blocks[0], "unannotate on module 'blocks.0' (MLPBlock) and module 'blocks.2' (MLPBlock) or")
+    attempt(nn.Linear(2, 2), "unannotate found no annotated module")
+    attempt(3, "unannotate got int", ValueError)
     if dist.get_rank():
         model.inp.weight.grad = None
-    attempt(model, DesyncError)
+    weight = "inp.weight [8, 8] torch.float32"
+    attempt(
+        model, f"different parameters or gradients\n    rank 0: {weight} with a gradient\n    rank 1: inp", DesyncError
+    )
     assert type(model).__name__ == "FSDPMLP"
     model.zero_grad()
     backward(model, 1)
     backward(replicated, 1)
-    return texts
 
 
-def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() -> None:
-    expected = [
-        *("unannotate inside a forward", "unannotate inside a backward") * 2,
-        "is to be unannotated while unshard_params shows its parameters",
-        "fix: call unannotate on module 'blocks.1' (MLPBlock) or a module around",
-        "fix: call unannotate on module MLP or",
-        "fix: call unannotate on module 'blocks.0' (MLPBlock) and module 'blocks.2' (MLPBlock) or",
-        "unannotate found no annotated module",
-        "unannotate got int",
-        "different parameters or gradients\n    rank 0: inp.weight [8, 8] torch.float32 with a gradient\n    rank 1: inp",
-    ]
-    for rank, texts in enumerate(run_threads(refuse, 2)):
-        for text, part in zip(texts, expected, strict=True):
-            assert part in text and f"rank {rank}" in text and "fix:" in text, text
-
-
-def refuse_on_one_rank() -> str:
+@on_ranks(2)
+def test_an_error_on_one_rank_is_one_on_every_rank() -> None:
     model = fully_shard(make_model("mlp"), policy={MLPBlock})
     before = full_params(model)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="handle owns parameters inside and outside") as caught:
         # As in a forward that only one rank runs.
         unannotate(model.blocks[0] if dist.get_rank() else model.blocks[0].up)
     assert_equal_params(full_params(model), before, tolerance=0)
-    return str(caught.value)
-
-
-def test_an_error_on_one_rank_is_one_on_every_rank() -> None:
-    texts = run_threads(refuse_on_one_rank, 2)
-    assert all("handle owns parameters inside and outside" in text and "at:  rank 0" in text for text in texts)
+    assert "at:  rank 0" in str(caught.value)
 
 
 class Watching(nn.Linear):

@@ -4,7 +4,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,20 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import (
     ConfigError,
-    CPUOffloadPolicy,
-    DefaultState,
     DesyncError,
     HandleOptions,
-    MixedPrecisionPolicy,
     UsageError,
     as_ddp,
-    checkpoint,
     clip_grad_norm_,
     fully_shard,
     joinable,
     no_sync,
     reduce_gradients,
-    reduce_scatter_hook,
     register_comm_hook,
     replicate,
     set_divergence_timeout,
@@ -136,65 +131,17 @@ def replicate_pairs(model: Net) -> None:
     copy_whole(model.last)
 
 
-def reduce_by_hooks(model: Net) -> None:
-    shard_in_calls(model)
-    register_comm_hook(model, DefaultState(dist.group.WORLD), reduce_scatter_hook)
-
-
-def reduce_hybrid_by_hooks(model: Net) -> None:
-    mesh = hybrid_mesh()
-    shard(model, mesh=mesh, strategy="HYBRID_SHARD")
-    register_comm_hook(model, DefaultState(mesh["shard"].get_group()), reduce_scatter_hook)
-
-
 def hook_both(model: Net) -> None:
-    copy_whole(model.blocks[1])
-    shard(model)
+    replicate_inside(model)
     register_comm_hook(model.blocks[1], None, default_hooks.allreduce_hook)
     model.set_all_reduce_hook(lambda shard: shard.mul_(1.0))
 
 
-def set_up(change: Callable[[Any], None], annotate: Callable[[Net], None] = shard) -> Callable[[Net], None]:
-    def annotated(model: Net) -> None:
-        annotate(model)
-        change(model)
-
-    return annotated
-
-
-def keep_after_backward(model: Any) -> None:
-    model.set_reshard_after_backward(False)
-
-
-def prefetch_by_hand(model: Any) -> None:
-    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-
-
-def checkpoint_blocks(model: Net) -> None:
+def shard_with_groups_apart(model: Any) -> None:
     shard(model)
-    for block in model.blocks:
-        checkpoint(block)
+    model.set_separate_reduce_scatter_group(True)
 
 
-# Annotations with settings, in which every rank runs all modules.
-SETTINGS: dict[str, Callable[[Net], None]] = {
-    "offloaded": lambda model: shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "zeros for unused": lambda model: shard(model, options=HandleOptions(unused_gradients="zero")),
-    "kept after backward": set_up(keep_after_backward),
-    "hybrid kept after backward": set_up(keep_after_backward, lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2")),
-    "secondary shards": lambda model: shard(model, reshard_after_forward=hybrid_mesh().size(1)),
-    "prefetch by hand": set_up(prefetch_by_hand),
-    # Collectives of one group are told apart by their order alone.
-    "in one order": lambda model: shard(model, options=HandleOptions(transport="process_group")),
-    "one gradient buffer": set_up(lambda model: model.set_reduce_scatter_max_input_buffers(1)),
-    "groups apart": set_up(lambda model: model.set_separate_reduce_scatter_group(True)),
-    "sums": set_up(lambda model: model.set_force_sum_reduction_for_comms(True)),
-    "checkpointed": checkpoint_blocks,
-    "hooks": reduce_by_hooks,
-    "hybrid hooks": reduce_hybrid_by_hooks,
-    "hooks of both": hook_both,
-}
 ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "full": shard,
     "calls": shard_in_calls,
@@ -207,6 +154,10 @@ ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "replicate around": replicate_around,
     "pairs": replicate_pairs,
     "replicated": copy_whole,
+    # Collectives of one group are told apart by their order alone.
+    "in one order": lambda model: shard(model, options=HandleOptions(transport="process_group")),
+    "groups apart": shard_with_groups_apart,
+    "hooks of both": hook_both,
 }
 if HAS_ORDERED_GROUPS:
     ANNOTATIONS["hybrid optim"] = lambda model: shard_hybrid(model, "HYBRID_SHARD_OPTIM")
@@ -225,7 +176,7 @@ class Case:
     drops: str = "none at the end"
     optimizer: str = "SGD"
     seed: int = 0
-    more: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 1
 
     @property
     def steps(self) -> int:
@@ -257,17 +208,22 @@ def train_alone(case: Case) -> dict[str, torch.Tensor]:
     """Do what all ranks together do, with the inputs that there are."""
     model = net()
     optimizer = case.make_optimizer(model.parameters())
-    for step in range(case.steps):
-        if not case.averages(step):
-            continue
-        case.drop(optimizer, "begin")
-        running = [rank for rank, count in enumerate(case.counts) if count > step]
-        divisor = len(case.counts) if case.divides_by_all else len(running)
-        for rank in running:
-            for each in range(step - case.accumulates, step + 1):
-                (model(case.input_of(each, rank), case.skipped(each)).square().mean() / divisor).backward()
-        if case.clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for begin in range(0, 100 * case.epochs, 100):
+        for step in filter(case.averages, range(case.steps)):
+            case.drop(optimizer, "begin")
+            running = [rank for rank, count in enumerate(case.counts) if count > step]
+            divisor = len(case.counts) if case.divides_by_all else len(running)
+            for rank in running:
+                for each in range(step - case.accumulates, step + 1):
+                    x = case.input_of(begin + each, rank)
+                    (model(x, case.skipped(each)).square().mean() / divisor).backward()
+            if case.clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            case.drop(optimizer, "end")
+        optimizer.zero_grad()
+        for rank in range(len(case.counts)):
+            (model(case.input_of(begin + 99, rank)).square().mean() / len(case.counts)).backward()
         optimizer.step()
         case.drop(optimizer, "end")
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -281,8 +237,9 @@ def joined(*joinables: Any, **options: Any) -> Iterator[None]:
 
 
 def train_jointly(case: Case) -> dict[str, torch.Tensor]:
+    """Train on the inputs of this rank inside of ``Join``, and take a step of all ranks after it."""
     model = net()
-    (ANNOTATIONS | SETTINGS)[case.annotation](model)
+    ANNOTATIONS[case.annotation](model)
     optimizer = case.make_optimizer(model.parameters())
     rank = dist.get_rank()
 
@@ -292,14 +249,19 @@ def train_jointly(case: Case) -> dict[str, torch.Tensor]:
         optimizer.step()
         case.drop(optimizer, "end")
 
-    with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
-        for step in range(case.counts[rank]):
-            if step == 0 or case.averages(step - 1):
-                case.drop(optimizer, "begin")
-            with contextlib.nullcontext() if case.averages(step) else no_sync(model):
-                model(case.input_of(step, rank), case.skipped(step)).square().mean().backward()
-            if case.averages(step):
-                step_all()
+    for begin in range(0, 100 * case.epochs, 100):
+        with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
+            for step in range(case.counts[rank]):
+                if step == 0 or case.averages(step - 1):
+                    case.drop(optimizer, "begin")
+                with contextlib.nullcontext() if case.averages(step) else no_sync(model):
+                    model(case.input_of(begin + step, rank), case.skipped(step)).square().mean().backward()
+                if case.averages(step):
+                    step_all()
+        optimizer.zero_grad()
+        model(case.input_of(begin + 99, rank)).square().mean().backward()
+        optimizer.step()
+        case.drop(optimizer, "end")
     return full_params(model)
 
 
@@ -329,23 +291,22 @@ def all_equal(runs: Iterable[dict[str, torch.Tensor]], expected: Any, *, toleran
         assert_equal_params(found, expected, tolerance=tolerance)
 
 
+def is_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    all_equal([full_params(model)], expected)
+
+
 def check(case: Case, *, tolerance: float = 1e-6) -> None:
     all_equal(run_threads(train_jointly, len(case.counts), case), train_alone(case), tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("counts", "divides_by_all"), [([2, 0, 3], False), ([1, 2, 0, 3], True), ([1, 2, 0, 3], False)]
-)
 @pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
-def test_parameters_are_those_of_one_process_on_the_inputs_there_are(
-    annotation: str, counts: list[int], divides_by_all: bool
-) -> None:
-    check(Case(counts, annotation, divides_by_all))
+def test_parameters_are_those_of_one_process_on_the_inputs_there_are(annotation: str) -> None:
+    check(Case([1, 2, 0, 3], annotation, divides_by_all="hooks" in annotation, epochs=2))
 
 
 def draw(seed: int) -> Case:
     draw = random.Random(seed)
-    annotation = draw.choice(sorted(ANNOTATIONS | SETTINGS))
+    annotation = draw.choice(sorted(ANNOTATIONS))
     return Case(
         counts=[draw.choice([0, 1, 2, 3, 5]) for _ in range(draw.choice([2, 3, 4]))],
         annotation=annotation,
@@ -353,15 +314,17 @@ def draw(seed: int) -> Case:
         divides_by_all="hooks" in annotation or draw.random() < 0.5,
         accumulates=draw.random() < 0.3,
         clips=draw.random() < 0.5,
-        skips=annotation in ANNOTATIONS and draw.random() < 0.5,
+        skips="hooks" not in annotation and draw.random() < 0.5,
         optimizer=draw.choice(["SGD", "AdamW"]),
         drops=f"{draw.choice(['none', 'zeros'])} at the {draw.choice(['begin', 'end'])}",
         seed=seed,
     )
 
 
-@pytest.mark.parametrize("drops", ["none at the begin", "zeros at the begin", "never"])
-@pytest.mark.parametrize("annotation", ["full", "hybrid", "hybrid kept"])
+@pytest.mark.parametrize(
+    ("annotation", "drops"),
+    [("full", "none at the begin"), ("hybrid", "zeros at the begin"), ("hybrid kept", "never"), ("full", "never")],
+)
 def test_ranks_without_inputs_drop_gradients_where_the_loop_of_the_others_does(annotation: str, drops: str) -> None:
     check(Case([1, 3, 0, 4], annotation, skips=True, drops=drops))
 
@@ -369,12 +332,6 @@ def test_ranks_without_inputs_drop_gradients_where_the_loop_of_the_others_does(a
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int) -> None:
     check(draw(seed), tolerance=5e-5)
-
-
-@pytest.mark.parametrize("counts", [[3, 1], [2, 0, 1, 3]])
-@pytest.mark.parametrize("annotation", sorted(SETTINGS))
-def test_what_is_set_holds_for_ranks_without_inputs(annotation: str, counts: list[int]) -> None:
-    check(Case(counts, annotation, divides_by_all=True, accumulates=False))
 
 
 # Modules that only some ranks have
@@ -427,8 +384,7 @@ def train_own_blocks(counts: list[int], freed: bool | int) -> dict[str, torch.Te
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("freed", [True, False, 2])
-@pytest.mark.parametrize("counts", [[3, 1, 0, 2], [0, 0, 2, 3], [1, 3, 1, 3]])
+@pytest.mark.parametrize(("counts", "freed"), [([3, 1, 0, 2], True), ([0, 0, 2, 3], False), ([1, 3, 1, 3], 2)])
 def test_ranks_without_inputs_follow_blocks_that_only_some_ranks_have(counts: list[int], freed: bool | int) -> None:
     model = seeded(lambda: Some(range(4)), 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -478,284 +434,185 @@ def step_on_one_rank_only() -> None:
     Join([joinable(model)])
 
 
-def test_a_step_that_one_rank_alone_needs_is_missed_on_all() -> None:
+def go_without_a_step() -> None:
+    model = net()
+    shard(model)
+    Join([joinable(model)])
+
+
+@pytest.mark.parametrize("call", [step_on_one_rank_only, go_without_a_step])
+def test_a_step_is_needed_on_all_ranks_where_one_has_shards_of_its_own(call: Callable[[], None]) -> None:
     with pytest.raises(RankErrors) as caught:
-        run_threads(step_on_one_rank_only, 2)
-    assert {rank: type(error) for rank, error in caught.value.errors.items()} == {0: UsageError, 1: UsageError}
+        run_threads(call, 2)
+    assert [type(error) for error in caught.value.errors.values()] == [UsageError] * 2
+    assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
 
 
 # Ways to reduce
 
 
-def train_in_low_precision(case: Case) -> dict[str, torch.Tensor]:
-    model = net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    optimizer = case.make_optimizer(model.parameters())
-    return follow_loop(model, optimizer, case)
-
-
-def follow_loop(model: Net, optimizer: torch.optim.Optimizer | None, case: Case, **options: Any) -> Any:
-    """Train on the inputs of this rank in a plain loop; returns the parameters."""
-
-    def step_all() -> None:
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    options.setdefault("step", step_all)
-    with joined(joinable(model, **options), divide_by_initial_world_size=case.divides_by_all):
-        for step in range(case.counts[dist.get_rank()]):
-            model(case.input_of(step, dist.get_rank())).square().mean().backward()
+def follow_loop(model: Any, optimizer: torch.optim.Optimizer | None, counts: list[int], **options: Any) -> None:
+    """Train on the inputs of this rank in a plain loop."""
+    step_all = (lambda: None) if optimizer is None else stepping(optimizer)
+    divides_by_all, rank = options.pop("divides_by_all", True), dist.get_rank()
+    with joined(joinable(model, **{"step": step_all, **options}), divide_by_initial_world_size=divides_by_all):
+        for step in range(counts[rank]):
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             step_all()
-    return full_params(model)
 
 
-def test_ranks_without_inputs_follow_in_low_precision() -> None:
-    case = Case([2, 0, 3])
-    all_equal(run_threads(train_in_low_precision, 3, case), train_alone(case), tolerance=2e-2)
+def train_on_counts(counts: list[int], divisor: int) -> dict[str, torch.Tensor]:
+    """Do the same in one process."""
+    groups = [[(step, rank) for rank, count in enumerate(counts) if step < count] for step in range(max(counts))]
+    return train_plain(groups, divisor, momentum=0.9)
 
 
-def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "replicate around"])
+@on_ranks(4)
+def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
     model = net()
     ANNOTATIONS[annotation](model)
     step_in_backward(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    return follow_loop(model, None, case, step=None)
+    follow_loop(model, None, [2, 0, 1, 3], step=None)
+    is_equal(model, train_on_counts([2, 0, 1, 3], 4))
 
 
-@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around"])
-def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
-    case = Case([2, 0, 1, 3])
-    all_equal(run_threads(train_in_backward, 4, case, annotation), train_alone(case))
-
-
-def divide_by_own_factor(case: Case) -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
     model: Any = net()
     shard_in_calls(model)
     for module in (model, *model.blocks):
         module.set_gradient_divide_factor(4.0)
-    return follow_loop(model, case.make_optimizer(model.parameters()), case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    follow_loop(model, optimizer, [3, 1], divides_by_all=False)
+    is_equal(model, train_on_counts([3, 1], 4))
 
 
-def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
-    # As of four ranks, of which two never have inputs.
-    expected = train_alone(Case([3, 1, 0, 0]))
-    all_equal(run_threads(divide_by_own_factor, 2, Case([3, 1], divides_by_all=False)), expected)
-
-
-def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
+@on_ranks(4)
+def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
     """Average once for two backwards, in one of the ways to do so."""
     model: Any = net()
     shard(model, **({"mesh": hybrid_mesh()} if kind == "all-reduce" else {}))
-    step_all = stepping(case.make_optimizer(model.parameters()))
-    rank = dist.get_rank()
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
+    counts, rank = [4, 2, 0, 6], dist.get_rank()
     if kind == "by hand":
         model.set_manual_backward_finalization(True)
-    with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
-        for step in range(case.counts[rank]):
+    with joined(joinable(model, step=step_all)):
+        for step in range(counts[rank]):
             is_last = step % 2 == 1
             if kind == "all-reduce":
                 model.set_requires_all_reduce(is_last)
             if kind == "last backward":
                 model.set_is_last_backward(is_last)
             with no_sync(model) if kind == "reduce gradients" else contextlib.nullcontext():
-                model(case.input_of(step, rank)).square().mean().backward()
+                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             if is_last:
                 if kind == "by hand":
                     model.finalize_backward()
                 if kind == "reduce gradients":
                     reduce_gradients(model)
                 step_all()
-    return full_params(model)
+    pairs = [[(step + more, one) for more in (0, 1) for one in range(4) if step < counts[one]] for step in (0, 2, 4)]
+    is_equal(model, train_plain(pairs, 4, momentum=0.9))
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
-@pytest.mark.parametrize("counts", [[4, 2, 0, 6], [2, 2, 4, 4]])
-def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str, counts: list[int]) -> None:
-    case = Case(counts, accumulates=True)
-    all_equal(run_threads(train_in_parts, 4, case, kind), train_alone(case))
-
-
-def run_out_between_two_legs() -> dict[str, torch.Tensor]:
+@on_ranks(4)
+def test_what_was_reduced_before_inputs_end_counts() -> None:
     model: Any = net()
     shard(model, mesh=hybrid_mesh())
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    case, rank = Case([4, 1, 4, 4]), dist.get_rank()
+    rank = dist.get_rank()
     with joined(joinable(model, step=step_all)):
-        for step in range(case.counts[rank]):
+        for step in range([4, 1, 4, 4][rank]):
             model.set_requires_all_reduce(step % 2 == 1)
-            model(case.input_of(step, rank)).square().mean().backward()
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
             if step % 2 == 1:
                 step_all()
-    return full_params(model)
-
-
-def test_what_was_reduced_before_inputs_end_counts() -> None:
-    first, second = [(0, rank) for rank in range(4)], [(1, rank) for rank in (0, 2, 3)]
-    third = [(step, rank) for step in (2, 3) for rank in (0, 2, 3)]
-    all_equal(run_threads(run_out_between_two_legs, 4), train_plain([first + second, third], 4))
+    first = [(0, 1), *((step, one) for step in (0, 1) for one in (0, 2, 3))]
+    is_equal(model, train_plain([first, [(step, one) for step in (2, 3) for one in (0, 2, 3)]], 4))
 
 
 # Loops
 
 
-def train_with_forwards_alone(annotation: str, counts: list[int], kind: str) -> dict[str, torch.Tensor]:
-    """Run forwards that no backward follows, or that share one."""
-    model = net()
-    ANNOTATIONS[annotation](model)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    case, rank = Case(counts), dist.get_rank()
-    with joined(joinable(model, step=step_all)):
-        for step in range(counts[rank]):
-            x = case.input_of(step, rank)
-            if kind == "without gradients":
-                with torch.no_grad():
-                    model(x)
-            if kind == "without a backward":
-                model(x)
-            if kind == "two of a backward":
-                (model(x).square().mean() / 2 + model(x).square().mean() / 2).backward()
-            else:
-                model(x).square().mean().backward()
-            step_all()
-            if kind == "without gradients":
-                with torch.no_grad():
-                    model(x)
-    return full_params(model)
-
-
-@pytest.mark.parametrize("kind", ["without gradients", "without a backward", "two of a backward"])
 @pytest.mark.parametrize(
     "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
 )
-def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str, kind: str) -> None:
-    expected = train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3)
-    all_equal(run_threads(train_with_forwards_alone, 3, annotation, [2, 0, 3], kind), expected)
+@on_ranks(3)
+def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str) -> None:
+    """Run forwards without gradients, without a backward, and two that share one."""
+    model = net()
+    ANNOTATIONS[annotation](model)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
+    rank = dist.get_rank()
+    with joined(joinable(model, step=step_all)):
+        for step in range([2, 0, 3][rank]):
+            x = random_input(10 * step + rank, 3, DIM)
+            with torch.no_grad():
+                model(x)
+            model(x)
+            (model(x).square().mean() / 2 + model(x).square().mean() / 2).backward()
+            step_all()
+            with torch.no_grad():
+                model(x)
+    is_equal(model, train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3))
 
 
-def train_two_models() -> list[dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_several_models_join_beside_each_other() -> None:
     models = [net(), seeded(Net, 1)]
     fully_shard(models[0], policy={Block})
     replicate(models[1])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9) for model in models]
+    steps = [stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)) for model in models]
     rank = dist.get_rank()
-
-    def step_by(number: int) -> None:
-        optimizers[number].step()
-        optimizers[number].zero_grad()
-
-    view = joinable(models[1], step=lambda: step_by(1))
-    with joined(joinable(models[0], step=lambda: step_by(0)), view):
+    with joined(*(joinable(model, step=step_all) for model, step_all in zip(models, steps, strict=True))):
         for step in range(1 + 2 * rank):
-            for number, model in enumerate(models):
+            for model, step_all in zip(models, steps, strict=True):
                 model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-                step_by(number)
-    return [full_params(model) for model in models]
-
-
-def test_several_models_join_beside_each_other() -> None:
-    groups = [[(0, 0), (0, 1)], [(1, 1)], [(2, 1)]]
-    expected = [train_plain(groups, 2, momentum=0.9, seed=seed) for seed in range(2)]
-    for found in run_threads(train_two_models, 2):
-        for one, other in zip(found, expected, strict=True):
-            assert_equal_params(one, other, tolerance=1e-6)
-
-
-def train_before_and_after(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
-    model = net()
-    (ANNOTATIONS | SETTINGS)[annotation](model)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    rank = dist.get_rank()
-    for epoch in range(3):
-        context = joined(joinable(model, step=step_all)) if epoch != 1 else contextlib.nullcontext()
-        with context:
-            for step in range(counts[rank] if epoch != 1 else 2):
-                model(random_input(100 * epoch + 10 * step + rank, 3, DIM)).square().mean().backward()
                 step_all()
-    return full_params(model)
+    for seed, model in enumerate(models):
+        is_equal(model, train_plain([[(0, 0), (0, 1)], [(1, 1)], [(2, 1)]], 2, momentum=0.9, seed=seed))
 
 
-@pytest.mark.parametrize("annotation", [*sorted(ANNOTATIONS), "kept after backward", "groups apart"])
-def test_all_ranks_go_on_alike_after_the_context(annotation: str) -> None:
-    counts = [3, 0, 1, 2]
-    groups = [
-        [(10 * epoch + step, rank) for rank, count in enumerate(counts) if epoch == 1 or step < count]
-        for epoch in range(3)
-        for step in range(3 if epoch != 1 else 2)
-    ]
-    expected = train_plain(groups, 4, momentum=0.9)
-    all_equal(run_threads(train_before_and_after, 4, annotation, counts), expected)
-
-
-def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor]:
-    """Average a block over pairs of ranks only, and the rest over all."""
-    model = net()
-    pair = hybrid_mesh()["shard"]
-    if is_whole:
-        replicate(model.blocks[1], mesh=pair)
-    else:
-        fully_shard(model.blocks[1], mesh=pair)
-    fully_shard(model)
-    return follow_loop(model, case.make_optimizer(model.parameters()), case)
-
-
-@pytest.mark.parametrize("divides_by_all", [True, False])
-@pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("counts", [[3, 0, 1, 2], [0, 0, 2, 1]])
+@pytest.mark.parametrize(
+    ("counts", "is_whole", "divides_by_all"),
+    [([3, 0, 1, 2], True, False), ([3, 0, 1, 2], False, True), ([0, 0, 2, 1], False, False)],
+)
+@on_ranks(4)
 def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> None:
-    case = Case(counts, divides_by_all=divides_by_all)
+    """Average a block over pairs of ranks only, and the rest over all."""
+    model, pair = net(), hybrid_mesh()["shard"]
+    (replicate if is_whole else fully_shard)(model.blocks[1], mesh=pair)
+    fully_shard(model)
+    follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR), counts, divides_by_all=divides_by_all)
     nets = [net(), net()]
-    shared = [name for name, _ in nets[0].named_parameters() if "blocks.1" not in name]
-    optimizers = [case.make_optimizer(one.parameters()) for one in nets]
-    for step in range(case.steps):
+    for step in range(max(counts)):
         running = [rank for rank in range(4) if step < counts[rank]]
         for rank in running:
-            nets[rank // 2](case.input_of(step, rank)).square().mean().backward()
-        for index, one in enumerate(nets):
-            for name, param in one.named_parameters():
+            nets[rank // 2](random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+        for name, _ in nets[0].named_parameters():
+            params = [one.get_parameter(name) for one in nets]
+            total = sum(param.grad for param in params if param.grad is not None)
+            for index, param in enumerate(params):
                 inside = [rank for rank in running if rank // 2 == index]
-                if name not in shared and param.grad is not None:
-                    param.grad /= 2 if divides_by_all else len(inside)
-        for name in shared:
-            pair = [one.get_parameter(name) for one in nets]
-            total = sum(param.grad for param in pair if param.grad is not None)
-            for param in pair:
-                param.grad = total / (4 if divides_by_all else len(running))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank, found in enumerate(run_threads(train_on_two_meshes, 4, case, is_whole=is_whole)):
-        assert_equal_params(found, full_params(nets[rank // 2]), tolerance=1e-6)
+                if "blocks.1" not in name:
+                    param.grad = total / (4 if divides_by_all else len(running))
+                elif param.grad is not None:
+                    param.grad = param.grad / (2 if divides_by_all else len(inside))
+        for one in nets:
+            stepping(torch.optim.SGD(one.parameters(), lr=LR))()
+    is_equal(model, full_params(nets[dist.get_rank() // 2]))
 
 
-def run_a_part_before() -> dict[str, torch.Tensor]:
-    model = net()
-    shard_in_calls(model)
-    model.blocks[1](torch.ones(1, DIM))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    return follow_loop(model, optimizer, Case([2, 0, 1]))
-
-
-def test_a_part_that_ran_before_joins_with_the_root_around_it() -> None:
-    expected = train_alone(Case([2, 0, 1]))
-    all_equal(run_threads(run_a_part_before, 3), expected)
-
-
-def gather_by_hand() -> dict[str, torch.Tensor]:
+@on_ranks(3)
+def test_ranks_without_inputs_follow_parts_that_ran_before_and_are_gathered_by_hand() -> None:
     model: Any = net()
     shard_in_calls(model)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    case, rank = Case([2, 0, 1]), dist.get_rank()
-    with joined(joinable(model, step=step_all)):
-        for step in range(case.counts[rank]):
-            model.blocks[1].unshard(async_op=True)
-            model(case.input_of(step, rank)).square().mean().backward()
-            step_all()
-    return full_params(model)
-
-
-def test_ranks_without_inputs_follow_gathers_by_hand() -> None:
-    expected = train_alone(Case([2, 0, 1]))
-    all_equal(run_threads(gather_by_hand, 3), expected)
+    model.blocks[1](torch.ones(1, DIM))
+    model.register_forward_pre_hook(lambda model, _: model.blocks[1].unshard(async_op=True) and None)
+    follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), [2, 0, 1])
+    is_equal(model, train_on_counts([2, 0, 1], 3))
 
 
 # What all ranks have at the end
@@ -773,7 +630,9 @@ class Counted(nn.Module):
         return self.norm(self.inp(x))
 
 
-def count_batches(annotation: str) -> int:
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate", "both"])
+@on_ranks(3)
+def test_buffers_are_those_of_the_rank_that_ran_longest(annotation: str) -> None:
     model = nn.Sequential(Counted(), Counted())
     if annotation == "both":
         replicate(model[0])
@@ -786,24 +645,16 @@ def count_batches(annotation: str) -> int:
             model(random_input(0, 3, DIM)).sum().backward()
     counts = [int(module.norm.num_batches_tracked) for module in model]
     assert len(set(counts)) == 1
-    return counts[0]
+    assert counts[0] == 5
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate", "both"])
-def test_buffers_are_those_of_the_rank_that_ran_longest(annotation: str) -> None:
-    assert run_threads(count_batches, 3, annotation) == [5, 5, 5]
-
-
-def frozen_after_nothing() -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
     model = net()
     shard_in_calls(model)
     with joined(joinable(model, step=model.zero_grad)):
         pass
-    return full_params(model)
-
-
-def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
-    all_equal(run_threads(frozen_after_nothing, 2), full_params(net()), tolerance=0)
+    is_equal(model, full_params(net()))
 
 
 def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
@@ -818,10 +669,6 @@ def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
             if step:
                 optimizer.step()
     return full_params(model)
-
-
-def test_what_a_rank_has_not_averaged_when_its_inputs_end_is_dropped() -> None:
-    all_equal(run_threads(drop_what_was_not_averaged, 2), train_plain([[(0, 1), (1, 1)]], 2))
 
 
 def drop_by_hand() -> dict[str, torch.Tensor]:
@@ -839,13 +686,9 @@ def drop_by_hand() -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-def test_gradients_that_the_others_drop_are_dropped_without_inputs_too() -> None:
-    all_equal(run_threads(drop_by_hand, 4), train_plain([[(1, rank) for rank in (1, 2, 3)]], 4))
-
-
-def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
+def leave_gradients_to_wait() -> dict[str, torch.Tensor]:
     model = net()
-    ANNOTATIONS[annotation](model)
+    shard_in_calls(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     rank = dist.get_rank()
     with joined(joinable(model, step=optimizer.step)):
@@ -857,9 +700,18 @@ def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-@pytest.mark.parametrize("annotation", ["full", "calls"])
-def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str) -> None:
-    all_equal(run_threads(leave_gradients_to_wait, 2, annotation), train_plain([[(0, 0), (0, 1)]], 2))
+@pytest.mark.parametrize(
+    ("train", "counted"),
+    [
+        (drop_what_was_not_averaged, [(0, 1), (1, 1)]),
+        (leave_gradients_to_wait, [(0, 0), (0, 1)]),
+        (drop_by_hand, [(1, 1), (1, 2), (1, 3)]),
+    ],
+)
+def test_gradients_that_nobody_averages_are_dropped(train: Callable[[], Any], counted: list[tuple[int, int]]) -> None:
+    """Those of a rank whose inputs end, those that wait at the end, and those that the others drop."""
+    size = 4 if train is drop_by_hand else 2
+    all_equal(run_threads(train, size), train_plain([counted], size))
 
 
 # Choices of Join
@@ -869,10 +721,7 @@ def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str
 def test_a_context_that_is_switched_off_changes_nothing() -> None:
     model = net()
     shard(model)
-    with joined(joinable(model, step=model.zero_grad), enable=False):
-        for step in range(2):
-            model(random_input(step, 3, DIM)).square().mean().backward()
-    return full_params(model)
+    train_on_inputs(model, 2, enable=False)
 
 
 def train_on_inputs(model: Net, count: int, **options: Any) -> None:
@@ -898,12 +747,6 @@ def test_all_ranks_throw_where_one_has_no_inputs_left() -> None:
     assert ["Rank 0 exhausted" in texts[0], *("at least one rank" in text for text in texts[1:])] == [True] * 3
 
 
-def raise_inside(model: Net) -> None:
-    with joined(joinable(model, step=model.zero_grad)):
-        model(random_input(0, 3, DIM)).square().mean().backward()
-        raise KeyError
-
-
 def stop_after_two_steps(model: nn.Module) -> None:
     rank = dist.get_rank()
     stop = mock.Mock(side_effect=[None, KeyError])
@@ -916,12 +759,15 @@ def stop_after_two_steps(model: nn.Module) -> None:
 
 def raise_while_one_rank_follows(annotation: str) -> dict[str, torch.Tensor]:
     model = net()
-    (ANNOTATIONS | SETTINGS)[annotation](model)
+    ANNOTATIONS[annotation](model)
     with pytest.raises(KeyError):
         stop_after_two_steps(model)
     model.zero_grad()
     model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
-    return {name: full(param.grad) for name, param in model.named_parameters()}
+    grads = {name: full(param.grad) for name, param in model.named_parameters()}
+    unannotate(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    return grads
 
 
 @pytest.mark.parametrize("annotation", ["full", "in one order", "hybrid", "replicated"])
@@ -937,7 +783,9 @@ def fail(_: torch.Tensor) -> None:
     raise KeyError
 
 
-def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("annotation", ["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
+@on_ranks(4)
+def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
     model = net()
     ANNOTATIONS[annotation](model)
     step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
@@ -959,13 +807,7 @@ def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
                 continue
             loss.backward()
             step_all()
-    return full_params(model)
-
-
-@pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
-def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
-    expected = train_plain([[(0, rank) for rank in range(4)], [(2, rank) for rank in (1, 2, 3)]], 4)
-    all_equal(run_threads(skip_an_input_that_raises, 4, annotation), expected)
+    is_equal(model, train_plain([[(0, one) for one in range(4)], [(2, one) for one in (1, 2, 3)]], 4))
 
 
 # What is refused
@@ -981,19 +823,6 @@ def test_a_part_of_a_model_cannot_join() -> None:
         Join([joinable(model.blocks, step=model.zero_grad)])
 
 
-def go_without_a_step() -> None:
-    model = net()
-    shard(model)
-    Join([joinable(model)])
-
-
-def test_a_step_is_needed_where_ranks_have_shards_of_their_own() -> None:
-    with pytest.raises(RankErrors) as caught:
-        run_threads(go_without_a_step, 2)
-    assert {type(error) for error in caught.value.errors.values()} == {UsageError}
-    assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
-
-
 @on_ranks(2)
 def test_no_step_is_needed_where_nothing_is_trained() -> None:
     model = net()
@@ -1005,18 +834,6 @@ def test_no_step_is_needed_where_nothing_is_trained() -> None:
     with torch.no_grad(), joined(joinable(model)):
         for _ in range(dist.get_rank()):
             model(torch.ones(1, DIM))
-
-
-def choose_differently() -> None:
-    model = net()
-    shard(model)
-    Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=dist.get_rank() == 0)
-
-
-def test_ranks_that_choose_different_divisors_are_told() -> None:
-    with pytest.raises(RankErrors, match="prepare for uneven inputs in different ways") as caught:
-        run_threads(choose_differently, 2)
-    assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
 
 
 def run_different_modules() -> None:
@@ -1040,25 +857,27 @@ def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
     ]
 
 
-@on_ranks(2)
-def test_the_choice_of_a_divisor_is_a_bool() -> None:
+def join_badly(kind: str) -> None:
     model = net()
+    if kind == "static graph":
+        replicate(model.blocks[0], static_graph=True)
     shard(model)
-    for wrong in (0, None, "yes"):
-        with pytest.raises(ConfigError, match="divide_by_initial_world_size"):
-            Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=wrong)
+    divisor: Any = {"static graph": True, "divisors": dist.get_rank() == 0, "no bool": None}[kind]
+    Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=divisor)
 
 
-def refuse_a_static_graph() -> None:
-    model = net()
-    replicate(model.blocks[0], static_graph=True)
-    shard(model)
-    Join([joinable(model, step=model.zero_grad)])
-
-
-def test_a_static_graph_cannot_join() -> None:
-    with pytest.raises(RankErrors, match="static_graph=True: a rank without inputs has no graph"):
-        run_threads(refuse_a_static_graph, 2)
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("static graph", UsageError, "static_graph=True: a rank without inputs has no graph"),
+        ("divisors", DesyncError, "prepare for uneven inputs in different ways"),
+        ("no bool", ConfigError, "divide_by_initial_world_size"),
+    ],
+)
+def test_what_cannot_join_is_refused_on_every_rank(kind: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(RankErrors, match=message) as caught:
+        run_threads(join_badly, 2, kind)
+    assert [type(one) for one in caught.value.errors.values()] == [error] * 2
 
 
 def miss_a_gradient() -> None:
@@ -1125,16 +944,6 @@ def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bo
         )
 
 
-@on_ranks(2)
-def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
-    model = net()
-    shard(model)
-    with pytest.raises(KeyError):
-        raise_inside(model)
-    unannotate(model)
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
 def fail_while_it_follows(way: str) -> str:
     set_divergence_timeout(0.3)
     model = net()
@@ -1187,16 +996,15 @@ def raise_on_one_rank() -> None:
             model(torch.ones(1, DIM)).sum().backward()
 
 
-@pytest.mark.parametrize("run", [run_threads, run_ranks])
-def test_ranks_do_not_hang_where_one_of_them_raises(run: Callable[..., Any]) -> None:
+def test_ranks_do_not_hang_where_one_of_them_raises() -> None:
     with pytest.raises(RankErrors, match="of one rank"):
-        run(raise_on_one_rank, 3)
+        run_ranks(raise_on_one_rank, 3)
 
 
 # Processes
 
 
-@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around", "hooks of both"])
+@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "hooks of both"])
 def test_processes_with_uneven_inputs_train_like_one(annotation: str) -> None:
     case = Case([3, 0, 1, 2], annotation, clips=True)
     all_equal(run_ranks(train_jointly, 4, case), train_alone(case))

@@ -11,12 +11,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from composable import ConfigError, UsageError, full_state_dict, fully_shard, iter_full_params, plan, save_safetensors
 from tests.models import BATCH, DIM, make_model, random_input
-from tests.world import run_threads
+from tests.world import on_ranks
 
 ORDERS = ("before", "after")
 
 
-def printed_names(order: str) -> dict[str, str]:
+@pytest.mark.parametrize("order", ORDERS)
+@on_ranks(2)
+def test_wrappers_of_torch_add_nothing_to_names(order: str) -> None:
     """Return all that shows names of a model whose blocks and stack are wrapped."""
     model = make_model("mlp")
     blocks = list(model.blocks)
@@ -51,16 +53,11 @@ def printed_names(order: str) -> dict[str, str]:
         with pytest.raises((ConfigError, UsageError, RuntimeError)) as caught:
             call()
         shown[name] = str(caught.value)
-    return shown
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_wrappers_of_torch_add_nothing_to_names(order: str) -> None:
-    for rank, shown in enumerate(run_threads(printed_names, 2, order)):
-        assert [name for name, text in shown.items() if "_checkpoint_wrapped_module" in text] == []
-        for name in ("state_dict", "iter_full_params", "load", *["full_state_dict"] * (rank == 0)):
-            assert "blocks.0.up.weight" in shown[name]
-        assert "up" in shown["outside"]
+    rank = dist.get_rank()
+    assert [name for name, text in shown.items() if "_checkpoint_wrapped_module" in text] == []
+    for name in ("state_dict", "iter_full_params", "load", *["full_state_dict"] * (rank == 0)):
+        assert "blocks.0.up.weight" in shown[name]
+    assert "up" in shown["outside"]
 
 
 def test_a_plan_aligns_parameters_below_wrappers_by_either_name() -> None:
