@@ -65,14 +65,6 @@ def test_what_is_no_wait_passes_through_as_it_is(error: Exception) -> None:
     assert caught.value is error and caught.value.__cause__ is None
 
 
-@on_ranks(3, run=run_ranks)
-def test_waits_that_end_well_are_left_alone() -> None:
-    total = torch.tensor(float(dist.get_rank()))
-    with explain_waits():
-        dist.all_reduce(total)
-    assert total.item() == 3.0
-
-
 @on_ranks(2, run=run_ranks)
 def test_the_first_verdict_holds_for_all_ranks() -> None:
     """Return what is read of two questions: rank 0 is the first to decide one, rank 1 the other."""

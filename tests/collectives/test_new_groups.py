@@ -77,34 +77,29 @@ def run_program(seed: int, count: int) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_programs_that_make_and_destroy_groups_train_as_one_process(seed: int) -> None:
     run_threads(run_program, len(EVERYONE), seed, 8)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_such_programs_train_as_one_process_on_gloo(seed: int) -> None:
-    run_ranks(run_program, len(EVERYONE), seed, 8, timeout_s=120)
+def test_such_programs_train_as_one_process_on_gloo() -> None:
+    run_ranks(run_program, len(EVERYONE), 1, 8, timeout_s=120)
 
 
-def rank_0_first(annotate: str) -> None:
+def beside_other_groups(annotate: str) -> None:
     mesh = DeviceMesh("cpu", [0])
     if dist.get_rank() == 0:
         check(annotate, 0, (0,), mesh)
     check("fully_shard", 1, (0, 1), None)
-
-
-def a_group_in_between(annotate: str) -> None:
     group = dist.new_group([0, 1])
     check(annotate, 0, (0, 1), None)
     dist.destroy_process_group(group)
     check("fully_shard", 1, (0, 1), None)
 
 
-@pytest.mark.parametrize("program", [rank_0_first, a_group_in_between])
 @pytest.mark.parametrize("annotate", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("run", [run_ranks, run_threads])
 def test_groups_that_one_rank_has_alone_or_that_are_gone_are_in_nobodys_way(
-    run: Callable[..., object], annotate: str, program: Callable[[str], None]
+    run: Callable[..., object], annotate: str
 ) -> None:
-    run(program, 2, annotate, timeout_s=40)
+    run(beside_other_groups, 2, annotate, timeout_s=40)

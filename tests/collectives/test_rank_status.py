@@ -18,8 +18,7 @@ def text_from(file: Path) -> str:
     """Return what a process is said to do while code of ``file`` runs."""
     found: dict[str, Any] = {}
     exec(compile("def work(call):\n    return call()", str(file), "exec"), found)
-    text: str = found["work"](local_status).text
-    return text
+    return found["work"](local_status).text
 
 
 @pytest.mark.parametrize("module", [torch, composable])

@@ -8,18 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable import (
     ComposableError,
     fully_shard,
-    iter_full_params,
     load_full_state_dict,
     rebind_optimizer,
     replicate,
     strict_mode,
-    unannotate,
     unshard_params,
 )
 from composable.comm import Grid, Ranks
@@ -44,21 +42,25 @@ def fail_on(failing: list[int], error: Exception) -> str:
     return "no error" if caught is None else f"{type(caught).__name__}: {caught}"
 
 
-def test_every_rank_raises_what_one_rank_raised() -> None:
-    here, there = run_threads(fail_on, 2, [1], ConfigError("key is missing", at="parameter 'a'", fix="add it"))[::-1]
-    assert here == "ConfigError: key is missing\n  at:  parameter 'a'\n  fix: add it"
-    assert there == "ConfigError: key is missing\n  at:  rank 1, parameter 'a'\n  fix: add it"
+HERE = "ConfigError: key is missing\n  at:  parameter 'a'\n  fix: add it"
+TOLD = "DesyncError: another rank raised RuntimeError: disk is full\n  at:  rank 0"
 
 
-def test_other_errors_are_told_by_name_and_rank() -> None:
-    told = run_threads(fail_on, 3, [0, 2], RuntimeError("disk is full"))
-    assert told[0] == told[2] == "RuntimeError: disk is full"
-    assert told[1] == "DesyncError: another rank raised RuntimeError: disk is full\n  at:  rank 0"
-
-
-def test_one_rank_alone_raises_its_own_error() -> None:
-    assert run_threads(fail_on, 1, [0], ConfigError("x")) == ["ConfigError: x"]
-    assert run_threads(fail_on, 2, [], ConfigError("x")) == ["no error"] * 2
+@pytest.mark.parametrize(
+    ("failing", "error", "said"),
+    [
+        (
+            [1],
+            ConfigError("key is missing", at="parameter 'a'", fix="add it"),
+            [HERE.replace("at:  ", "at:  rank 1, "), HERE],
+        ),
+        ([0, 2], RuntimeError("disk is full"), ["RuntimeError: disk is full", TOLD, "RuntimeError: disk is full"]),
+        ([0], ConfigError("x"), ["ConfigError: x"]),
+        ([], ConfigError("x"), ["no error"] * 2),
+    ],
+)
+def test_every_rank_raises_what_one_rank_raised(failing: list[int], error: Exception, said: list[str]) -> None:
+    assert run_threads(fail_on, len(said), failing, error) == said
 
 
 def leave() -> None:
@@ -92,7 +94,7 @@ def in_a_subgroup(call: str) -> str:
     group = dist.new_group([2, 3])
     if dist.get_rank() < 2:
         return ""
-    mesh = init_mesh_of(group)
+    mesh = DeviceMesh.from_group(group, "cpu")
     is_last = dist.get_rank() == 3
     try:
         CALLS[call](mesh, group, is_last)
@@ -101,44 +103,22 @@ def in_a_subgroup(call: str) -> str:
     raise AssertionError("ranks that differ went on")
 
 
-def init_mesh_of(group: dist.ProcessGroup) -> dist.DeviceMesh:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(group, "cpu")
-
-
-def other_plans(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def other_plans(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     model = nn.Linear(4, 8 if is_last else 4)
     fully_shard(model, mesh=mesh)
     model(torch.ones(1, 4))
 
 
-def other_modules(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def other_modules(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     replicate(nn.Linear(4, 8 if is_last else 4), process_group=group)
 
 
-def other_values(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    next(iter(iter_full_params(model, dtype=torch.float64 if is_last else torch.float32)))
-
-
-def other_gradients(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    if is_last:
-        model.weight.grad = torch.zeros_like(model.weight)
-    unannotate(model)
-
-
-def one_argument_wrong(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
-    replicate(nn.Linear(4, 4), process_group=group, bucket_cap_mb=-1 if is_last else 25)
-
-
-def one_state_dict_wrong(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def one_state_dict_wrong(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     load_full_state_dict(model, {"bias": torch.zeros(4)} if is_last else None, src=1)
 
 
-def torn_gradients(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def torn_gradients(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     if is_last:
         model.weight.grad = torch.zeros_like(model.weight)
@@ -146,19 +126,19 @@ def torn_gradients(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: boo
         pass
 
 
-def hidden_gather(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def hidden_gather(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     weight = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
     assert f" on rank {dist.get_rank()}," in repr(weight)
     with strict_mode():
         weight.detach().sort()
 
 
-def foreign_piece(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def foreign_piece(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     weight = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
     piece_at(MetadataIndex("weight", torch.Size([5, 0])), weight.to_local(), weight._spec.layout)
 
 
-def foreign_state(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+def foreign_state(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.weight]["momentum_buffer"] = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
@@ -171,9 +151,6 @@ CALLS = {
     "rebind_optimizer": foreign_state,
     "fully_shard": other_plans,
     "replicate": other_modules,
-    "iter_full_params": other_values,
-    "unannotate": other_gradients,
-    "replicate, one wrong": one_argument_wrong,
     "load_full_state_dict, one wrong": one_state_dict_wrong,
     "unshard_params": torn_gradients,
 }

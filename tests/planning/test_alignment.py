@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from composable import plan
@@ -125,12 +125,6 @@ def test_names_are_from_the_annotated_root_whatever_the_policy_picks() -> None:
     assert sorted(asked) == sorted(fqn for fqn, _ in model.named_parameters())
 
 
-def test_names_in_a_list_of_modules_start_with_the_position() -> None:
-    shard_plan = plan([nn.Linear(2, 3), nn.Linear(3, 2)], world_size=2, align={"1.weight": "tensor"})
-    assert [param.fqn for param in shard_plan.handles[0].params if param.promise] == ["1.weight"]
-    assert "; whole on one rank: 1.weight" in str(shard_plan)
-
-
 def test_a_tied_parameter_may_be_named_by_any_of_its_names() -> None:
     model = TinyGPT(tied=True)
     by_first, by_second = (
@@ -166,7 +160,7 @@ def fail(*_: object) -> None:
 AT = r"[^\n]*\n  at:  parameter 'weight' \[6, 4\] float32\n  fix: "
 
 
-@pytest.mark.parametrize("wish", ["rows", 0, -1, True, 1.5, [], torch.ones(2), Shard(0)])
+@pytest.mark.parametrize("wish", ["rows", 0, True, torch.ones(2)])
 def test_an_align_that_is_none_is_refused_in_a_dict_and_from_a_function(wish: object) -> None:
     message = r"align of 'weight' is .*\n  fix: pass 'row', 'element', 'tensor' or a number of rows"
     for align in ({"weight": wish}, lambda fqn, _: wish):
@@ -182,11 +176,8 @@ def test_an_align_that_is_none_is_refused_in_a_dict_and_from_a_function(wish: ob
     ("placement", "message"),
     [
         (Replicate(), "returned a .*Replicate, not a Shard"),
-        (Partial(), "returned a .*Partial, not a Shard"),
         (_StridedShard(0, split_factor=2), "returned a .*_StridedShard, not a Shard"),
         (0, "returned 0, not a Shard"),
-        (False, "returned False, not a Shard"),
-        ("Shard(0)", r"returned 'Shard\(0\)', not a Shard"),
         (Shard, "returned the class Shard, not a Shard"),
         (Shard(2), r"returned Shard\(2\) for a parameter of 2 dims"),
         (Shard(-3), r"returned Shard\(-3\) for a parameter of 2 dims"),
@@ -198,13 +189,6 @@ def test_a_placement_that_cannot_be_had_is_refused_with_the_parameter(placement:
         plan(nn.Linear(4, 6), world_size=2, shard_placement_fn=lambda _: placement)
 
 
-def test_a_scalar_has_no_dim_to_cut() -> None:
-    module = nn.Linear(2, 2)
-    module.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"Shard\(0\) for a parameter of 0 dims\n  at:  parameter 'scale' \[\]"):
-        plan(module, world_size=2, shard_placement_fn=lambda _: Shard(0))
-
-
 @pytest.mark.parametrize("name", ["align", "shard_placement_fn"])
 def test_a_function_that_raises_is_named_with_the_parameter(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} raised KeyError: 'weight'{AT}return None for") as caught:
@@ -212,9 +196,7 @@ def test_a_function_that_raises_is_named_with_the_parameter(name: str) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize(
-    ("align", "dim"), [("tensor", 0), ("element", 0), ("tensor", 1), ("element", 1), ("row", 1), (1, 1), (2, -1)]
-)
+@pytest.mark.parametrize(("align", "dim"), [("tensor", 0), ("element", 1), ("row", 1), (2, -1)])
 def test_wishes_that_contradict_each_other_are_refused(align: Any, dim: int) -> None:
     said = re.escape(f"align says {align!r} and shard_placement_fn says Shard({dim % 2})")
     with pytest.raises(ConfigError, match=f"{said}{AT}let one of the two"):

@@ -1,7 +1,6 @@
 """Layouts of flat buffers: examples, and properties over many shapes and world sizes."""
 
 import math
-import time
 from itertools import pairwise
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.planning.layout import Align, FlatLayout, Span, boxes, local_shape, plan_layout
+from composable.planning.layout import FlatLayout, Span, boxes, local_shape, plan_layout
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -79,29 +78,23 @@ def test_parameters_lie_whole_in_order_and_apart_whatever_is_promised(
     layout = plan_layout(params, world_size, align=align)
     assert [(span.fqn, span.shape) for span in layout.spans] == params
     assert all(span.numel == span.shape.numel() for span in layout.spans)
+    assert layout == plan_layout(params, world_size, align=dict(reversed(align.items())))
     ends = [0, *(span.stop for span in layout.spans)]
     assert all(span.start >= end for span, end in zip(layout.spans, ends[:-1], strict=True))
     assert ends[-1] <= layout.numel == layout.world_size * layout.shard_numel
 
 
 @quick
-@given(named_shapes, world_sizes)
+@given(
+    st.one_of(named_shapes, st.lists(st.tuples(*[st.integers(1, 300)] * 2), max_size=12).map(lambda it: sizes(*it))),
+    world_sizes,
+)
 def test_padding_is_the_least_there_is_or_at_most_one_percent(
     params: list[tuple[str, torch.Size]], world_size: int
 ) -> None:
     layout = plan_layout(params, world_size)
     total = sum(shape.numel() for _, shape in params)
-    least = -total % world_size
-    assert layout.padding_numel == layout.numel - total
-    assert layout.padding_numel <= max(least, total // 100)
-
-
-@quick
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12), st.integers(1, 16))
-def test_padding_keeps_its_bound_where_it_buys_row_cuts(dims: list[tuple[int, int]], world_size: int) -> None:
-    params = sizes(*dims)
-    total = sum(rows * columns for rows, columns in dims)
-    assert plan_layout(params, world_size).padding_numel <= max(-total % world_size, total // 100)
+    assert layout.padding_numel == layout.numel - total <= max(-total % world_size, total // 100)
 
 
 @quick
@@ -153,38 +146,19 @@ def test_boxes_tile_a_flat_range_exactly_and_in_order(shape: list[int], data: st
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-def test_boxes_reach_their_largest_number_for_a_range_with_two_ragged_ends() -> None:
-    assert boxes([4, 3, 2], 3, 22) == [
-        ((0, 1, 1), (1, 1, 1)),
-        ((0, 2, 0), (1, 1, 2)),
-        ((1, 0, 0), (2, 3, 2)),
-        ((3, 0, 0), (1, 2, 2)),
-    ]
-
-
-def test_boxes_of_a_scalar_are_the_scalar() -> None:
-    assert boxes([], 0, 1) == [((), ())]
-    assert boxes([], 0, 0) == []
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("dim", [64, 512])
-def test_a_transformer_block_is_cut_on_rows(dim: int, world_size: int) -> None:
-    layout = plan_layout(gpt_block(dim), world_size)
+@pytest.mark.parametrize(
+    ("params", "world_size"),
+    [
+        *((gpt_block(dim), size) for dim in (64, 512) for size in (2, 3, 4)),
+        *((sizes((50257, 768)), n) for n in (3, 64)),
+    ],
+)
+def test_what_is_large_is_cut_on_rows(params: list[tuple[str, torch.Size]], world_size: int) -> None:
+    layout = plan_layout(params, world_size)
     assert all(is_row_aligned(layout, span) for span in layout.spans)
     assert layout.padding_numel * 100 <= layout.numel
-
-
-def test_row_cuts_cost_no_more_padding_than_they_need() -> None:
-    # 49984 elements over 2 ranks: the middle cuts rows of 64, half a row away from the nearest bound.
+    # The middle cuts rows of 64, half a row away from the nearest bound.
     assert plan_layout(gpt_block(64), 2).padding_numel == 64
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
-def test_a_huge_embedding_is_cut_on_rows_by_every_rank(world_size: int) -> None:
-    layout = plan_layout(sizes((50257, 768)), world_size)
-    assert is_row_aligned(layout, layout.spans[0])
-    assert layout.shard_numel % 768 == 0
 
 
 def test_a_gap_moves_the_only_cut_onto_a_row() -> None:
@@ -222,52 +196,5 @@ def test_whole_tensors_stay_whole_at_the_least_shard_that_holds_the_largest() ->
 
 
 def test_a_promise_of_blocks_costs_as_little_as_the_blocks_allow() -> None:
-    layout = plan_layout(
-        sizes(
-            (100, 10),
-        ),
-        3,
-        align={"p0": 32},
-    )
+    layout = plan_layout([("p0", torch.Size((100, 10)))], 3, align={"p0": 32})
     assert layout.bounds(layout.spans[0]) == (0, 640, 1000, 1000)
-
-
-def test_more_ranks_than_elements_leaves_ranks_empty() -> None:
-    layout = plan_layout(sizes((3,), ()), 7)
-    assert layout.shard_numel == 1
-    assert [layout.bounds(span) for span in layout.spans] == [(0, 1, 2, 3, 3, 3, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1)]
-
-
-def test_scalars_and_empty_parameters_need_no_special_place() -> None:
-    layout = plan_layout(sizes((), (0, 3), (3, 0), (0,), (2, 2)), 2)
-    assert layout.padding_numel <= 1
-    assert [local_shape(span.shape, layout.bounds(span), 0) for span in layout.spans[:4]] == [(1,), (0, 3), (0,), (0,)]
-
-
-@pytest.mark.parametrize("params", [[], sizes((0,), (4, 0))])
-def test_a_buffer_without_elements_is_empty(params: list[tuple[str, torch.Size]]) -> None:
-    layout = plan_layout(params, 3)
-    assert (layout.numel, layout.padding_numel, layout.shard_of(2)) == (0, 0, slice(0, 0))
-    assert all(layout.bounds(span) == (0, 0, 0, 0) for span in layout.spans)
-
-
-def test_equal_arguments_give_equal_layouts() -> None:
-    params = gpt_block(48)
-    align: dict[str, Align] = {"p2": "tensor", "p8": 5}
-    assert plan_layout(params, 6, align=align) == plan_layout(params, 6, align=dict(reversed(align.items())))
-
-
-def test_a_thousand_parameters_are_planned_as_fast_for_a_thousand_ranks() -> None:
-    generator = torch.Generator().manual_seed(0)
-    dims = torch.randint(1, 300, (1000, 2), generator=generator).tolist()
-
-    def planning_s(world_size: int) -> float:
-        times = []
-        for _ in range(3):
-            start = time.process_time()
-            plan_layout(sizes(*map(tuple, dims)), world_size)
-            times.append(time.process_time() - start)
-        return min(times)
-
-    # 20 ms on an idle core, for any number of ranks; work per rank would take a hundred times as long.
-    assert planning_s(1024) < 20 * planning_s(8)

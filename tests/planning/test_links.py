@@ -39,7 +39,7 @@ def play(
     return seconds
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_estimate_is_what_rounds_take_one_after_the_other(seed: int) -> None:
     rng = random.Random(seed)
     ranks_per_host = rng.randint(1, 4)
@@ -73,20 +73,14 @@ def test_of_ranks_that_send_directly_the_one_with_most_peers_elsewhere_counts(ho
     assert found == (0, pytest.approx(3))
 
 
-def test_of_a_host_alone_no_link_between_is_needed() -> None:
-    made = plan(nn.Linear(4, 4, bias=False), world_size=2, ranks_per_host=2)
-    found = made.estimate(Links(FAST))
+def test_a_link_between_hosts_is_needed_where_there_are_several() -> None:
+    made = plan(nn.Linear(4, 4, bias=False), world_size=2)
+    found = made.on_hosts(2).estimate(Links(FAST))
     assert (found.inside_s, found.between_s) == (pytest.approx(2 * (1e-6 + 32e-9)), 0)
-
-
-def test_between_hosts_a_link_is_needed() -> None:
     with pytest.raises(ConfigError, match="several hosts, and no link between them"):
-        plan(nn.Linear(4, 4), world_size=2, ranks_per_host=1).estimate(Links(FAST))
-
-
-def test_without_hosts_there_is_no_estimate() -> None:
+        made.on_hosts(1).estimate(Links(FAST))
     with pytest.raises(UsageError, match="which ranks share a host is not known"):
-        plan(nn.Linear(4, 4), world_size=2).estimate(Links(FAST, SLOW))
+        made.estimate(Links(FAST, SLOW))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +90,7 @@ def test_without_hosts_there_is_no_estimate() -> None:
         (0, 0, "bandwidth of the link is 0"),
         (float("nan"), 1, "latency of the link is nan"),
         (float("inf"), 1, "infinite"),
-        (0, float("inf"), "infinite"),
         (0, "fast", "bandwidth of the link is 'fast'"),
-        (True, 1, "latency of the link is True"),
     ],
 )
 def test_a_link_that_makes_no_sense_is_refused(latency: float, bandwidth: float, message: str) -> None:
@@ -117,7 +109,7 @@ communication of a step: 376.5 us, 75.1 us inside hosts and 301.4 us between hos
     )
 
 
-@pytest.mark.parametrize("world_size", [8, 64, 512, 4096])
+@pytest.mark.parametrize("world_size", [8, 4096])
 def test_more_ranks_send_more_between_hosts_and_a_copy_on_each_host_sends_less(world_size: int) -> None:
     with torch.device("meta"):
         model = GPT(GPTSize(layers=24, width=2048, heads=16, context=64))

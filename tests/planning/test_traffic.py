@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def messages_of(ranks: list[int], *, is_direct: bool, passes: int) -> list[tuple
     return [(one, following[one]) for _ in range(passes * (len(ranks) - 1)) for one in ranks]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_bytes_by_class_are_those_of_messages_counted_one_by_one(seed: int) -> None:
     rng = random.Random(seed)
     world_size, replicas = rng.randint(1, 9), rng.randint(1, 5)
@@ -61,59 +62,51 @@ def wide() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8, bias=False))
 
 
-def test_a_ring_leaves_each_host_once_and_direct_slices_to_all_peers_elsewhere() -> None:
-    # A buffer of 256 bytes, in slices of 64; gathered for forward, and reduced.
-    ring = plan(wide(), world_size=4, ranks_per_host=2, transport="process_group").expected_traffic()
-    assert (ring.inside_bytes, ring.between_bytes) == (2 * 3 * 64 // 2, 2 * 3 * 64 // 2)
-    direct = plan(wide(), world_size=4, ranks_per_host=2, transport="point_to_point").expected_traffic()
-    assert (direct.inside_bytes, direct.between_bytes) == (2 * 64, 2 * 2 * 64)
+RING = {"world_size": 4, "ranks_per_host": 2, "transport": "process_group"}
 
 
-def test_with_a_copy_on_each_host_only_the_all_reduce_leaves_it() -> None:
-    made = plan(wide(), world_size=2, replicas=3, ranks_per_host=2, strategy="HYBRID_SHARD")
-    (found,) = made.expected_traffic().handles
-    # Two gathers and a reduction of 256 bytes in two slices; an all-reduce of one slice between three.
-    assert (found.inside_bytes, found.between_bytes) == (3 * 128, round(2 * 128 * 2 / 3))
-    assert found.collectives == 4
-
-
-def test_copies_inside_a_host_and_shards_across_is_the_other_way_round() -> None:
-    made = plan(wide(), world_size=2, replicas=2, ranks_per_host=1, strategy="HYBRID_SHARD").expected_traffic()
-    assert made.inside_bytes == 0 and made.between_bytes == 3 * 128 + 128
-
-
-def test_gathers_from_secondary_shards_stay_where_their_ranks_are() -> None:
-    options = {"world_size": 4, "ranks_per_host": 2, "transport": "process_group"}
-    whole = plan(wide(), **options, reshard_after_forward=True).expected_traffic()
-    made = plan(wide(), **options, reshard_after_forward=2)
-    found = made.expected_traffic()
-    # The second gather is of 256 bytes between two ranks of one host: half of the buffer inside, none between.
-    assert (found.inside_bytes, found.between_bytes) == (2 * 96 + 128, 2 * 96)
-    assert (whole.inside_bytes, whole.between_bytes) == (3 * 96, 3 * 96)
-    assert found.collectives == whole.collectives == 3
-
-
-def test_one_rank_sends_nothing_wherever_it_is() -> None:
-    found = plan(wide(), world_size=1).expected_traffic()
-    assert (found.inside_bytes, found.between_bytes, found.collectives) == (0, 0, 2)
+@pytest.mark.parametrize(
+    ("options", "inside", "between", "collectives"),
+    [
+        # A buffer of 256 bytes, in slices of 64; gathered for forward, and reduced. A ring leaves each host once,
+        (RING, 2 * 3 * 64 // 2, 2 * 3 * 64 // 2, 2),
+        # direct slices go to all peers elsewhere.
+        ({**RING, "transport": "point_to_point"}, 2 * 64, 2 * 2 * 64, 2),
+        ({**RING, "reshard_after_forward": True}, 3 * 96, 3 * 96, 3),
+        # The second gather is between two ranks of one host: half of the buffer inside, none between.
+        ({**RING, "reshard_after_forward": 2}, 2 * 96 + 128, 2 * 96, 3),
+        # Two gathers and a reduction in two slices, and an all-reduce of one slice between three copies.
+        (
+            {"world_size": 2, "replicas": 3, "ranks_per_host": 2, "strategy": "HYBRID_SHARD"},
+            3 * 128,
+            round(2 * 128 * 2 / 3),
+            4,
+        ),
+        # Shards across hosts, copies too.
+        ({"world_size": 2, "replicas": 2, "ranks_per_host": 1, "strategy": "HYBRID_SHARD"}, 0, 3 * 128 + 128, 4),
+        ({"world_size": 1}, 0, 0, 2),
+    ],
+)
+def test_a_rank_sends_slices_as_the_transport_and_the_strategy_move_them(
+    options: dict[str, Any], inside: int, between: int, collectives: int
+) -> None:
+    found = plan(wide(), **options).expected_traffic()
+    assert (found.inside_bytes, found.between_bytes, found.collectives) == (inside, between, collectives)
 
 
 def test_without_hosts_there_is_an_error_that_says_how_to_name_them() -> None:
     made = plan(wide(), world_size=2)
     with pytest.raises(UsageError, match="which ranks share a host is not known"):
         made.expected_traffic()
-    assert made.on_hosts(1).expected_traffic().between_bytes == 2 * 128
+    named = made.on_hosts(1)
+    assert named.expected_traffic().between_bytes == 2 * 128
+    assert named == made and named.digest() == made.digest()
 
 
-@pytest.mark.parametrize("ranks_per_host", [0, -1, 3, 8, True, 2.0, "2"])
+@pytest.mark.parametrize("ranks_per_host", [0, 3, 8, True, "2"])
 def test_hosts_that_do_not_fit_the_ranks_are_refused(ranks_per_host: int) -> None:
     with pytest.raises(ConfigError, match=f"ranks_per_host is {ranks_per_host!r}, and there are 4 ranks"):
         plan(wide(), world_size=2, replicas=2, ranks_per_host=ranks_per_host)
-
-
-def test_hosts_change_neither_equality_nor_what_ranks_compare() -> None:
-    made = plan(wide(), world_size=4)
-    assert made.on_hosts(2) == made and made.on_hosts(2).digest() == made.digest()
 
 
 def test_what_a_rank_sends_prints_with_equal_siblings_in_one_line() -> None:
@@ -137,40 +130,29 @@ def test_a_part_of_a_plan_is_on_the_same_hosts() -> None:
 # -- a live annotation
 
 
-def hosts_of_annotation(shape: tuple[int, ...]) -> tuple[int, ...]:
-    names = ("replicate", "shard")[-len(shape) :]
+def hosts_of_annotation(shape: tuple[int, ...], name: str | None) -> tuple[int, ...]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model = wide()
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    fully_shard(model, mesh=mesh[name] if name else mesh)
     return fully_shard.state(model).plan.hosts
 
 
 @pytest.mark.parametrize(
-    ("shape", "count", "hosts"),
+    ("shape", "name", "count", "hosts"),
     [
-        ((4,), "2", (0, 0, 1, 1)),
-        ((2, 2), "2", (0, 0, 1, 1)),
-        ((4,), "4", (0, 0, 0, 0)),
-        ((4,), "3", ()),
-        ((4,), "", ()),
+        ((4,), None, "2", (0, 0, 1, 1)),
+        ((2, 2), None, "2", (0, 0, 1, 1)),
+        # Of every second rank.
+        ((2, 2), "replicate", "2", (0, 1)),
+        ((4,), None, "3", ()),
+        ((4,), None, "", ()),
     ],
 )
 def test_an_annotation_knows_the_hosts_that_torchrun_names(
-    shape: tuple[int, ...], count: str, hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], name: str | None, count: str, hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
-    assert run_threads(hosts_of_annotation, 4, shape) == [hosts] * 4
-
-
-def hosts_of_every_second_rank() -> tuple[int, ...]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = wide()
-    fully_shard(model, mesh=mesh["data"])
-    return fully_shard.state(model).plan.hosts
-
-
-def test_a_mesh_of_every_second_rank_is_on_the_hosts_of_those(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert run_threads(hosts_of_every_second_rank, 4) == [(0, 1)] * 4
+    assert run_threads(hosts_of_annotation, 4, shape, name) == [hosts] * 4
 
 
 # -- what leaves the process
@@ -209,5 +191,4 @@ def test_a_rank_sends_the_bytes_that_the_plan_says(transport: str, low: bool, re
         sent = written_bytes() - before
     dist.barrier()
     traffic = fully_shard.state(model).plan.on_hosts(dist.get_world_size()).expected_traffic()
-    sent, planned = sent, traffic.inside_bytes
-    assert sent == pytest.approx(planned, rel=0.01)
+    assert sent == pytest.approx(traffic.inside_bytes, rel=0.01)

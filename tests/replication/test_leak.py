@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable.replicate import replicate
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 
 def count_of_process() -> tuple[int, int]:
@@ -26,7 +26,10 @@ def make_trained() -> nn.Module:
     return model
 
 
-def drop_models(*, deep: bool) -> None:
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
+@pytest.mark.parametrize("deep", [False, True])
+@on_ranks(2, run=run_ranks)
+def test_dropped_models_are_collected_with_their_threads_and_files(deep: bool) -> None:
     counts = []
     for number in range(4):
         models = [make_trained()]
@@ -53,13 +56,8 @@ def drop_models(*, deep: bool) -> None:
     assert count_of_process() == counts[-1]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
-@pytest.mark.parametrize("deep", [False, True])
-def test_dropped_models_are_collected_with_their_threads_and_files(*, deep: bool) -> None:
-    run_ranks(drop_models, 2, deep=deep)
-
-
-def unfinished() -> None:
+@on_ranks(2, run=run_ranks)
+def test_a_group_in_which_something_never_ended_is_not_used_again() -> None:
     """Drop a model whose backward was stopped on one rank: nobody takes its group."""
     model = make_trained()
     other = make_trained()
@@ -81,7 +79,3 @@ def unfinished() -> None:
         pending.finish()
     else:
         dist.all_reduce(torch.ones(2), group=group)
-
-
-def test_a_group_in_which_something_never_ended_is_not_used_again() -> None:
-    run_ranks(unfinished, 2)

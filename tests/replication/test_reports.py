@@ -24,12 +24,6 @@ def added_up(
     return total
 
 
-def test_nothing_is_reported_where_nobody_complains() -> None:
-    total = added_up((None, 0, 1), ([True, False], 0, 0))
-    assert FlagBlock(NUMEL, 0, 2).read(total) is None
-    assert total.tolist() == [2, 1, 0, 0, 1, 1, 2, 1]
-
-
 def test_every_rank_reads_who_complains_and_how_many_had_each_gradient_and_which_was_the_last() -> None:
     total = added_up((None, 0, 1), ([True, False], 1, 0), ([False, False], -1, None))
     for rank in range(3):
@@ -48,6 +42,8 @@ def test_the_last_of_many_parameters_is_read_in_any_dtype(dtype: torch.dtype) ->
 
 
 def test_what_a_rank_says_of_itself_is_that_of_the_running_round() -> None:
+    total = added_up((None, 0, 1), ([True, False], 0, 0))
+    assert FlagBlock(NUMEL, 0, 2).read(total) is None and total.tolist() == [2, 1, 0, 0, 1, 1, 2, 1]
     tail = FlagBlock(NUMEL, 0, 1)
     written = torch.empty(tail.numel)
     for complaint, last in [(1, 0), (0, 0), (0, 1), (2, None)]:
@@ -58,7 +54,7 @@ def test_what_a_rank_says_of_itself_is_that_of_the_running_round() -> None:
         assert written.tolist()[-1] == (0 if last is None else last + 1)
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2, 2), (3, 1), (1, 0), (3, 0), (300, 299), (40, 256)])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 2), (1, 0), (300, 299), (40, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_ranks_that_ran_different_numbers_of_times_read_so(dtype: torch.dtype, counts: tuple[int, int]) -> None:
     blocks = [FlagBlock(NUMEL, rank, 2) for rank in range(2)]

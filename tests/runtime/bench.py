@@ -23,7 +23,6 @@ class Bench:
     """A model with its optimizer on a recording device.
 
     Attributes:
-        clears: Whether ``step`` sets gradients to ``None`` or to zero.
         home: Where shards rest; ``None``: on the device.
         reshard: The option ``reshard_after_forward``.
     """
@@ -32,7 +31,6 @@ class Bench:
         self.recorder = recorder
         self.runtime = runtime
         self.model = make_model(name)
-        self.clears = True
         self.reshard = options.get("reshard_after_forward")
         self.home: RestingPlace | None = options.pop("home", None)
         fully_shard(self.model, **{"policy": BLOCK_CLASSES, **options})
@@ -60,7 +58,7 @@ class Bench:
 
     def update(self) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.clears)
+        self.optimizer.zero_grad()
 
     def train(self, steps: int = 2) -> None:
         for seed in range(steps):

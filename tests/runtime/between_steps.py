@@ -33,13 +33,6 @@ def update_after_unshard(bench: Bench) -> None:
         bench.update()
 
 
-def unshard_by_hand(bench: Bench) -> None:
-    """The only gather after a step is that of ``unshard``."""
-    bench.train(1)
-    bench.blocks[0].unshard()
-    read(bench.blocks[0])
-
-
 def reshard_by_hand(bench: Bench) -> None:
     for seed in range(2):
         for block in bench.blocks:
@@ -54,24 +47,20 @@ def reshard_by_hand(bench: Bench) -> None:
         bench.update()
 
 
-def read(module: object) -> None:
-    assert isinstance(module, nn.Module)
+def read(module: nn.Module) -> None:
     for param in module.parameters():
         param.detach().sum()
 
 
-def show_params(bench: Bench) -> None:
+def show_params(**options: bool) -> Callable[[Bench], None]:
     """The only gather after a step is that of ``unshard_params``."""
-    bench.train(1)
-    with unshard_params(bench.model, writeback=False):
-        read(bench.model)
 
+    def run(bench: Bench) -> None:
+        bench.train(1)
+        with unshard_params(bench.model, writeback=False, **options):
+            read(bench.model)
 
-def show_copies(bench: Bench) -> None:
-    """The only gather after a step is that of ``unshard_params`` for its copies."""
-    bench.train(1)
-    with unshard_params(bench.model, offload_to_cpu=True, writeback=False):
-        read(bench.model)
+    return run
 
 
 def change_params(**options: bool) -> Callable[[Bench], None]:
@@ -171,13 +160,12 @@ def copies(bench: Bench) -> None:
 
 BETWEEN_STEPS: dict[str, Callable[[Bench], None]] = {
     "unshard, then forward": update_after_unshard,
-    "unshard by hand": unshard_by_hand,
+    "unshard by hand": lambda bench: (bench.train(1), bench.blocks[0].unshard(), read(bench.blocks[0])),
     "reshard by hand": reshard_by_hand,
-    "unshard_params": show_params,
-    "unshard_params, copies": show_copies,
+    "unshard_params": show_params(),
+    "unshard_params, copies": show_params(offload_to_cpu=True),
     "unshard_params, writeback": change_params(),
     "unshard_params, with_grads": change_params(with_grads=True),
-    "unshard_params, rank0_only": change_params(rank0_only=True),
     "unshard_params, rank0_only, with_grads": change_params(rank0_only=True, with_grads=True),
     "unshard_params, offload_to_cpu, with_grads": change_params(offload_to_cpu=True, with_grads=True),
     "run inside unshard_params": run_in_the_block,

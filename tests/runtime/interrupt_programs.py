@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,9 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, *, has_unused: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, dim)
-        self.down = nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, dim), nn.Linear(dim, dim)
         if has_unused:
-            self.extra = nn.Parameter(torch.randn(dim))
-            self.spare = nn.Parameter(torch.randn(dim))
+            self.extra, self.spare = (nn.Parameter(torch.randn(dim)) for _ in range(2))
 
     def forward(self, x: torch.Tensor, *, uses: bool, leaks: bool) -> torch.Tensor:
         y: torch.Tensor = self.down(torch.tanh(self.up(x)))
@@ -52,11 +51,9 @@ class Net(nn.Module):
 
     def __init__(self, dim: int, *, has_unused: bool = False, checkpoints: bool = False, leaks: bool = False) -> None:
         super().__init__()
-        self.inp = nn.Linear(dim, dim)
+        self.inp, self.head = nn.Linear(dim, dim), nn.Linear(dim, dim)
         self.blocks = nn.ModuleList(Block(dim, has_unused=has_unused) for _ in range(2))
-        self.head = nn.Linear(dim, dim)
-        self.checkpoints = checkpoints
-        self.leaks = leaks
+        self.checkpoints, self.leaks = checkpoints, leaks
         self.register_buffer("factor", torch.ones(1))
 
     def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
@@ -102,8 +99,7 @@ class Program:
         return seeded(lambda: Net(self.dim, **dict(self.options)), 0).double()
 
     def forward(self, model: nn.Module, rank: int, seed: int) -> torch.Tensor:
-        out: torch.Tensor = model(random_input(1000 * seed + rank, 3, self.dim).double(), rank == 0)
-        return out
+        return model(random_input(1000 * seed + rank, 3, self.dim).double(), rank == 0)
 
     def step(self, model: nn.Module, rank: int, seed: int, scale: float, *, is_plain: bool = False) -> torch.Tensor:
         """Run the forwards and backwards of one step; returns the last loss."""
@@ -136,12 +132,7 @@ class Program:
         return loss.detach()
 
 
-def by_policy(model: Net) -> None:
-    fully_shard(model, policy={Block})
-
-
-def by_policy_on_group(model: Net) -> None:
-    fully_shard(model, policy={Block}, options=HandleOptions(transport="process_group"))
+by_policy = partial(fully_shard, policy={Block})
 
 
 def with_shared_buffers(model: Net) -> None:
@@ -151,17 +142,12 @@ def with_shared_buffers(model: Net) -> None:
     fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.float32))
 
 
-def with_zeros(model: Net) -> None:
-    fully_shard(model, policy={Block}, options=HandleOptions(unused_gradients="zero"))
-
-
 def by_hand(model: Net) -> None:
     """Some are kept between forward and backward; prefetch is by hand."""
     first, second = model.blocks
     fully_shard(first, reshard_after_forward=False)
     fully_shard(second, reshard_after_forward=True)
     fully_shard(model, reshard_after_forward=True)
-    assert isinstance(model, FSDPModule) and isinstance(first, FSDPModule) and isinstance(second, FSDPModule)
     model.set_modules_to_forward_prefetch([first, second])
     second.set_modules_to_backward_prefetch([first])
 
@@ -170,7 +156,6 @@ def to_two_ranks(model: Net) -> None:
     """After forward there are secondary shards; one block is gathered ahead of its backward."""
     fully_shard(model, policy={Block}, reshard_after_forward=2)
     first, second = model.blocks
-    assert isinstance(second, FSDPModule)
     second.set_modules_to_backward_prefetch([first])
 
 
@@ -197,27 +182,15 @@ def with_hooks(model: Net) -> None:
     model.head.weight.register_hook(hook_on_gradient)
 
 
-def in_buckets(model: Net) -> None:
-    replicate(model, bucket_cap_mb=0.0002)
-
-
-def in_uneven_buckets(model: Net) -> None:
-    """One rank uses more parameters than the other, so it steps more buckets before backward ends."""
-    replicate(model, bucket_cap_mb=0.0002, find_unused_parameters=True)
-
-
-def in_copied_buckets(model: Net) -> None:
-    replicate(model, bucket_cap_mb=0.0002, gradient_as_bucket_view=False, find_unused_parameters=True)
-
-
-def in_static_buckets(model: Net) -> None:
-    replicate(model, bucket_cap_mb=0.0002, static_graph=True)
+in_buckets = partial(replicate, bucket_cap_mb=0.0002)
+# One rank uses more parameters than the other, so it steps more buckets before backward ends.
+in_uneven_buckets = partial(in_buckets, find_unused_parameters=True)
 
 
 def in_delayed_buckets(model: Net) -> None:
     delayed = list(model.blocks[1].named_parameters(prefix="blocks.1"))
     first = next(model.blocks[0].parameters())
-    replicate(model, bucket_cap_mb=0.0002, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=first)
+    in_buckets(model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=first)
 
 
 def averaged(state: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -251,35 +224,27 @@ UNUSED = (("has_unused", True),)
 
 PROGRAMS = [
     Program("policy", by_policy),
-    Program("policy, 3 ranks", by_policy, world_size=3),
-    Program("policy, process_group", by_policy_on_group),
+    Program("policy, process_group", partial(by_policy, options=HandleOptions(transport="process_group"))),
     Program("prefetch and reshard by hand", by_hand),
-    Program("unused parameters", by_policy, UNUSED),
-    Program("unused parameters as zeros", with_zeros),
-    Program("hooks on parameters", with_hooks, UNUSED),
+    Program("unused parameters as zeros", partial(by_policy, options=HandleOptions(unused_gradients="zero"))),
     Program("no_sync", by_policy, UNUSED, accumulates=True),
     Program("casts of shared buffers", with_shared_buffers, (("checkpoints", True),)),
-    Program("deferred", by_policy, UNUSED, defers="to the second"),
     Program("deferred, hooks on parameters", with_hooks, UNUSED, defers="to the second"),
     Program("finalized by hand", by_policy, UNUSED, defers="by hand"),
     Program("steps in backward", by_policy, UNUSED, steps=True),
     Program("steps in backward, no_sync", by_policy, UNUSED, steps=True, accumulates=True),
-    Program("steps in backward, hooks on parameters", with_hooks, UNUSED, steps=True),
     Program("checkpointing", by_policy, (("checkpoints", True),)),
     Program("side channel", by_policy, (("leaks", True),)),
     Program("first step", by_policy, is_first=True),
     Program("replicate", in_buckets),
-    Program("replicate, copies", in_copied_buckets, UNUSED),
+    Program("replicate, copies", partial(in_uneven_buckets, gradient_as_bucket_view=False), UNUSED),
     Program("replicate, communication hook", by_communication_hook),
-    Program("replicate, no_sync", in_buckets, accumulates=True),
     Program("replicate, first step", in_buckets, is_first=True),
     Program("replicate, steps in backward", in_buckets, steps=True),
     Program("replicate, steps in backward, unused parameters", in_uneven_buckets, UNUSED, steps=True),
-    Program("replicate, static graph", in_static_buckets, UNUSED),
-    Program("replicate, static graph, first step", in_static_buckets, UNUSED, is_first=True),
+    Program("replicate, static graph", partial(in_buckets, static_graph=True), UNUSED),
     Program("replicate, delayed", in_delayed_buckets),
     Program("nested", nested, UNUSED),
-    Program("nested, steps in backward", nested, UNUSED, steps=True),
     Program("nested otherwise", nested_otherwise),
     Program("nested, no_sync", nested, UNUSED, accumulates=True),
     *[Program("over two hosts", over_two_hosts, UNUSED, world_size=4)] * HAS_ORDERED_GROUPS,

@@ -51,13 +51,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Tried:
-    """What became of the points of one program.
-
-    Attributes:
-        tried: How many were tried.
-        missed: Those that some rank did not come to.
-        wrong: Those after which the next step was wrong, and what was.
-    """
+    """How many points of a program were tried, which some rank did not come to, and after which the step was wrong."""
 
     tried: int = 0
     missed: list[Point] = field(default_factory=list)
@@ -265,13 +259,8 @@ def train_through(
 ) -> None:
     """End a step at each of the points, on this rank, and check the next one.
 
-    Args:
-        rank: This rank.
-        program: What is trained.
-        points: Where.
-        error: What is raised.
-        keeps_traceback: It is still there when the next step runs, as in a notebook.
-        note: Is told which point comes next, and then whether this rank came to it.
+    The traceback may be kept while the next step runs, as in a notebook; ``note`` is told which point comes next, and
+    then whether this rank came to it.
     """
     twins = _warm(program, rank)
     for number, point in enumerate(points):

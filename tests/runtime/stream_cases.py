@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
-    FSDPModule,
     accelerate_optimizer,
     clip_grad_norm_,
     fully_shard,
@@ -34,19 +33,6 @@ __all__ = ["CASES", "ON_BLOCKS", "SECONDARY", "SPREAD"]
 
 def train(bench: Bench) -> None:
     bench.train(2)
-
-
-def train_into_zeroed_gradients(bench: Bench) -> None:
-    bench.clears = False
-    bench.train(2)
-
-
-def train_with_clipping_and_adam(bench: Bench) -> None:
-    bench.optimizer = torch.optim.AdamW([p for p in bench.model.parameters() if p.requires_grad], lr=LR)
-    for seed in range(2):
-        bench.forward(seed).backward()
-        clip_grad_norm_(bench.model.parameters(), 0.1)
-        bench.update()
 
 
 def train_with_an_accelerated_optimizer(bench: Bench) -> None:
@@ -80,24 +66,6 @@ def accumulate(bench: Bench) -> None:
         bench.update()
 
 
-def accumulate_reduced(bench: Bench) -> None:
-    for seed in range(3):
-        bench.forward(seed).backward()
-    bench.update()
-    bench.train(1)
-
-
-def freeze_between_steps(bench: Bench) -> None:
-    bench.train(1)
-    params = list(bench.model.parameters())
-    for param in params[: len(params) // 2]:
-        param.requires_grad_(False)
-    bench.train(1)
-    for param in params:
-        param.requires_grad_(True)
-    bench.train(1)
-
-
 def train_on_a_stream_of_the_user(bench: Bench) -> None:
     own = bench.recorder.Stream(name="user")
     bench.train(1)
@@ -113,7 +81,6 @@ def train_on_a_stream_of_the_user(bench: Bench) -> None:
 
 def prefetch_by_list(bench: Bench) -> None:
     root, blocks = bench.model, bench.blocks
-    assert isinstance(root, FSDPModule)
     root.set_modules_to_forward_prefetch(blocks[:2])
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
@@ -124,7 +91,6 @@ def prefetch_by_list(bench: Bench) -> None:
 
 def prefetch_in_vain(bench: Bench) -> None:
     root, blocks = bench.model, bench.blocks
-    assert isinstance(root, FSDPModule)
     bench.train(1)
     root.set_modules_to_forward_prefetch([])
     for block in blocks[:-1]:
@@ -163,7 +129,6 @@ def evaluate(bench: Bench) -> None:
 def checkpointed(use_reentrant: bool) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         for block in bench.blocks:
-            assert isinstance(block, nn.Module)
             forward = block.forward
 
             def again(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
@@ -171,17 +136,6 @@ def checkpointed(use_reentrant: bool) -> Callable[[Bench], None]:
 
             block.forward = again
         bench.train(2)
-
-    return run
-
-
-def checkpoint_around(use_reentrant: bool) -> Callable[[Bench], None]:
-    def run(bench: Bench) -> None:
-        for seed in range(3):
-            (x,), _ = inputs_of(bench.model, seed, 0)
-            out = checkpoint(bench.model, x.requires_grad_(True), use_reentrant=use_reentrant)
-            loss_of(out).backward()
-            bench.update()
 
     return run
 
@@ -197,7 +151,6 @@ def halve(params: Iterable[torch.Tensor]) -> None:
 
 def write_frozen(bench: Bench) -> None:
     last = bench.blocks[-1]
-    assert isinstance(last, nn.Module)
     trained = list(last.parameters())
     for param in bench.model.parameters():
         param.requires_grad_(any(param is one for one in trained))
@@ -211,7 +164,6 @@ def write_frozen(bench: Bench) -> None:
 
 def write_unsharded_by_hand(bench: Bench) -> None:
     for block in bench.blocks:
-        assert isinstance(block, nn.Module)
         params = list(block.parameters())
         block.unshard()
         halve(params)
@@ -221,7 +173,6 @@ def write_unsharded_by_hand(bench: Bench) -> None:
 
 def write_after_an_unused_unshard(bench: Bench) -> None:
     for block in bench.blocks:
-        assert isinstance(block, nn.Module)
         block.unshard(async_op=True)
         block.reshard()
         halve(block.parameters())
@@ -242,7 +193,6 @@ def raise_broken(*_: Any) -> None:
 def exception_in_forward(bench: Bench) -> None:
     bench.train(1)
     block = bench.blocks[1]
-    assert isinstance(block, nn.Module)
     hook = next(block.children()).register_forward_pre_hook(raise_broken)
     with pytest.raises(Broken):
         bench.forward()
@@ -254,7 +204,6 @@ def exception_in_forward(bench: Bench) -> None:
 def exception_in_backward(bench: Bench) -> None:
     bench.train(1)
     for block in (bench.blocks[1], bench.blocks[0]):
-        assert isinstance(block, nn.Module)
         hook = block.register_full_backward_pre_hook(raise_broken)
         with pytest.raises(Broken):
             bench.forward().backward()
@@ -264,18 +213,18 @@ def exception_in_backward(bench: Bench) -> None:
 
 
 class Fails:
-    """A path whose first reduction breaks after its work was queued."""
+    """A path that breaks once, after its work was queued."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.is_due = True
 
-    def begin(self, source: torch.Tensor) -> Any:
-        reduction = self.inner.begin(source)
+    def begin(self, *tensors: torch.Tensor) -> Any:
+        begun = self.inner.begin(*tensors)
         if self.is_due:
             self.is_due = False
             raise Broken
-        return reduction
+        return begun
 
 
 def exception_in_a_reduction(bench: Bench) -> None:
@@ -287,22 +236,9 @@ def exception_in_a_reduction(bench: Bench) -> None:
     bench.train(2)
 
 
-class FailsToGather:
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.is_due = True
-
-    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Any:
-        gather = self.inner.begin(buffer, shard)
-        if self.is_due:
-            self.is_due = False
-            raise Broken
-        return gather
-
-
 def exception_in_a_gather(bench: Bench) -> None:
     flat = bench.root.handles[1].buffers[-1]
-    flat.routes.gather_path = FailsToGather(flat.routes.gather_path)
+    flat.routes.gather_path = Fails(flat.routes.gather_path)
     with pytest.raises(Broken):
         bench.forward()
     with torch.no_grad():
@@ -339,34 +275,6 @@ def two_roots(bench: Bench) -> None:
     for seed in range(3):
         (x,), _ = inputs_of(bench.model, seed, 0)
         loss_of(other(bench.model(x))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        bench.update()
-
-
-class Outside(nn.Module):
-    """Calls a model that it does not contain."""
-
-    def __init__(self, outside: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.outside = [outside]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outside[0](self.inner(x))
-
-
-def prefetch_another_root(bench: Bench) -> None:
-    """A root gathers ahead for another one that runs inside its forward."""
-    outer = Outside(bench.model)
-    fully_shard(outer, reshard_after_forward=bench.reshard)
-    bench.adopt(outer)
-    assert isinstance(outer, FSDPModule) and isinstance(bench.model, FSDPModule)
-    outer.set_modules_to_forward_prefetch([bench.model])
-    optimizer = torch.optim.SGD(outer.parameters(), lr=LR)
-    for seed in range(3):
-        (x,), _ = inputs_of(bench.model, seed, 0)
-        loss_of(outer(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
         bench.update()
@@ -430,13 +338,9 @@ BY_MODEL = [
 ] + [Case("train, one handle", name, train, {"policy": None}) for name in ("empty_params", "uneven", "with_buffers")]  # fmt: skip
 
 ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
-    "train into zeroed gradients": train_into_zeroed_gradients,
-    "clip and step with AdamW": train_with_clipping_and_adam,
     "step an accelerated optimizer": train_with_an_accelerated_optimizer,
     "step in backward": step_in_backward,
     "accumulate under no_sync": accumulate,
-    "accumulate reduced gradients": accumulate_reduced,
-    "freeze and unfreeze": freeze_between_steps,
     "train on a stream of the user": train_on_a_stream_of_the_user,
     "prefetch by lists": prefetch_by_list,
     "prefetch in vain": prefetch_in_vain,
@@ -447,8 +351,6 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "write shards after an unused unshard": write_after_an_unused_unshard,
     "checkpoint blocks": checkpointed(False),
     "checkpoint blocks, reentrant": checkpointed(True),
-    "checkpoint the model": checkpoint_around(False),
-    "checkpoint the model, reentrant": checkpoint_around(True),
     "exception in forward": exception_in_forward,
     "exception in backward": exception_in_backward,
     "exception in a reduction": exception_in_a_reduction,
@@ -456,7 +358,6 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     **BETWEEN_STEPS,
     "an inner root first": inner_first,
     "two roots": two_roots,
-    "prefetch another root": prefetch_another_root,
     "a branch on a stream of its own": branches,
     "exception in a branch": exception_in_a_branch,
 }

@@ -4,6 +4,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,33 +14,30 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from composable import HandleOptions, UsageError, fully_shard, no_sync, plan, replicate
-from composable.annotation.root import Root
+from composable import HandleOptions, UsageError, fully_shard, no_sync, replicate
 from tests.counting import CountingTransport
 from tests.models import random_input, seeded
 from tests.parity import full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 WIDTH = 6
 
-# A program is a model, how it is annotated, and what one rank does in a step with a module and a scale: the loss of
-# rank r is scaled by 1 in the annotated run, and by 1 / W in the plain one, which does all ranks' parts.
+Gradients = dict[str, torch.Tensor | None]
+# What one rank does in a step with a module and a scale: the loss of rank r is scaled by 1 in the annotated run, and
+# by 1 / W in the plain one, which does all ranks' parts.
 Step = Callable[[nn.Module, int, float], None]
-PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], Step]] = {}
-
-
-def program(
-    name: str, make: Callable[[], nn.Module], annotate: Callable[[nn.Module], object]
-) -> Callable[[Step], Step]:
-    def add(step: Step) -> Step:
-        PROGRAMS[name] = (make, annotate, step)
-        return step
-
-    return add
 
 
 def x_of(seed: int) -> torch.Tensor:
     return random_input(seed, 3, WIDTH)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def squares(model: nn.Module, seed: int, scale: float) -> None:
+    (model(x_of(seed)).pow(2).mean() * scale).backward()
 
 
 def each(*names: str, **options: Any) -> Callable[[nn.Module], object]:
@@ -53,46 +51,39 @@ def each(*names: str, **options: Any) -> Callable[[nn.Module], object]:
     return annotate
 
 
-def root_of(model: nn.Module) -> Root:
-    state = fully_shard.state(model)
-    assert state is not None
-    return state.lazy_init()
-
-
 def by_linear(model: nn.Module) -> object:
     return fully_shard(model, policy={nn.Linear})
 
 
-def one_step(name: str, steps: int = 2) -> list[dict[str, torch.Tensor | None]]:
+def gradients_of(model: nn.Module) -> Gradients:
+    return {fqn: None if p.grad is None else full(p.grad).clone() for fqn, p in model.named_parameters()}
+
+
+def one_step(name: str) -> list[Gradients]:
     make, annotate, step = PROGRAMS[name]
-    torch.manual_seed(0)
-    model = make()
+    model = seeded(make, 0)
     annotate(model)
-    rank, found = dist.get_rank(), []
-    for number in range(steps):
+    found = []
+    for number in range(2):
         model.zero_grad()
-        step(model, rank + 10 * number, 1.0)
-        found.append({fqn: None if p.grad is None else full(p.grad).clone() for fqn, p in model.named_parameters()})
+        step(model, dist.get_rank() + 10 * number, 1.0)
+        found.append(gradients_of(model))
     return found
 
 
-def plain_step(name: str, world_size: int, steps: int = 2) -> list[dict[str, torch.Tensor | None]]:
+def plain_step(name: str, world_size: int) -> list[Gradients]:
     make, _, step = PROGRAMS[name]
-    torch.manual_seed(0)
-    model = make()
+    model = seeded(make, 0)
     found = []
-    for number in range(steps):
+    for number in range(2):
         model.zero_grad()
         for rank in range(world_size):
             step(model, rank + 10 * number, 1.0 / world_size)
-        found.append({fqn: p.grad for fqn, p in model.named_parameters()})
-        found[-1] = {fqn: None if grad is None else grad.clone() for fqn, grad in found[-1].items()}
+        found.append(gradients_of(model))
     return found
 
 
-def assert_equal_gradients(
-    found: list[dict[str, torch.Tensor | None]], expected: list[dict[str, torch.Tensor | None]]
-) -> None:
+def assert_equal_gradients(found: list[Gradients], expected: list[Gradients]) -> None:
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.keys() == other.keys()
         for fqn, grad in other.items():
@@ -109,50 +100,36 @@ def assert_equal_gradients(
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.enc = nn.Linear(WIDTH, WIDTH)
+        self.enc = linear()
         self.heads = nn.ModuleList([nn.Linear(WIDTH, 2) for _ in range(3)])
 
     def forward(self, x: torch.Tensor, head: int | None = None) -> torch.Tensor:
         return torch.tanh(self.enc(x)) if head is None else self.heads[head](x)
 
 
-@program("features once, one backward a head", Heads, by_linear)
 def one_backward_a_head(model: nn.Module, seed: int, scale: float) -> None:
     features = model(x_of(seed))
     for head in range(3):
         (model(features, head).pow(2).mean() * scale).backward(retain_graph=head < 2)
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Linear(WIDTH, WIDTH)
-        self.critic = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor, part: str) -> torch.Tensor:
-        result: torch.Tensor = getattr(self, part)(x)
-        return result
-
-
-@program("two losses of a GAN", Gan, by_linear)
-def gan(model: nn.Module, seed: int, scale: float) -> None:
-    fake = model(x_of(seed), "generator")
-    ((model(fake.detach(), "critic") - model(x_of(seed + 5), "critic")).pow(2).mean() * scale).backward()
-    (model(fake, "critic").pow(2).mean() * scale).backward()
+def two_losses_of_a_gan(model: nn.Module, seed: int, scale: float) -> None:
+    """Let the generator's handle run before a backward that does not reach it."""
+    fake = model(x_of(seed))
+    ((model(fake.detach(), 0) - model(x_of(seed + 5), 0)).pow(2).mean() * scale).backward()
+    (model(fake, 0).pow(2).mean() * scale).backward()
 
 
 def two_models() -> nn.Module:
-    trunk, one, other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-    return nn.ModuleList([nn.Sequential(trunk, nn.Tanh(), one), nn.Sequential(trunk, nn.Tanh(), other)])
+    trunk = linear()
+    return nn.ModuleList([nn.Sequential(trunk, nn.Tanh(), linear()), nn.Sequential(trunk, nn.Tanh(), linear())])
 
 
 def shard_two_models(models: nn.Module) -> None:
-    fully_shard(models.get_submodule("0.0"))
-    fully_shard(models.get_submodule("0"))
-    fully_shard(models.get_submodule("1"))
+    for name in ("0.0", "0", "1"):
+        fully_shard(models.get_submodule(name))
 
 
-@program("two models with one trunk", two_models, shard_two_models)
 def shared_trunk(models: nn.Module, seed: int, scale: float) -> None:
     one, other = models.get_submodule("0"), models.get_submodule("1")
     ((one(x_of(seed)).pow(2).mean() + other(x_of(seed)).abs().mean()) * scale).backward()
@@ -167,61 +144,27 @@ class SideChannel(nn.Module):
     def __init__(self, when: str) -> None:
         super().__init__()
         self.when = when
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.lin = linear()
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-        self.aux: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.lin(x))
-        if self.when == "before":
-            self.aux = (y @ self.w @ self.w).pow(2).mean()
-            return y * 2
         self.aux = (y @ self.w @ self.w).pow(2).mean()
-        return y
+        return y * 2 if self.when == "before" else y
 
 
 class WithSideChannel(nn.Module):
-    def __init__(self, when: str) -> None:
+    """Uses what a block leaves in an attribute, beside its output or in place of it."""
+
+    def __init__(self, when: str, *, uses_output: bool = True) -> None:
         super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.block = SideChannel(when)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.uses_output = uses_output
+        self.inp, self.block, self.head = linear(), SideChannel(when), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.head(self.block(self.inp(x))).pow(2).mean() + self.block.aux
-        return loss
-
-
-def add_side_channel(when: str) -> None:
-    @program(f"side channel {when} the output", lambda: WithSideChannel(when), each("inp", "block", "head"))
-    def step(model: nn.Module, seed: int, scale: float) -> None:
-        (model(x_of(seed)) * scale).backward()
-
-
-add_side_channel("before")
-add_side_channel("after")
-
-
-class OnlyAttribute(WithSideChannel):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Use what the block leaves in an attribute, and not its output."""
         h = self.inp(x)
-        self.block(h)
-        assert self.block.aux is not None
-        loss: torch.Tensor = self.head(h).pow(2).mean() + self.block.aux
-        return loss
-
-
-@program("an attribute instead of the output", lambda: OnlyAttribute("before"), each("inp", "block", "head"))
-def only_attribute(model: nn.Module, seed: int, scale: float) -> None:
-    (model(x_of(seed)) * scale).backward()
-
-
-class Slots:
-    __slots__ = ("value",)
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+        y = self.block(h)
+        return self.head(y if self.uses_output else h).pow(2).mean() + self.block.aux
 
 
 class Hidden(nn.Module):
@@ -229,65 +172,32 @@ class Hidden(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.out: torch.Tensor | None = None
+        self.kind, self.lin = kind, linear()
 
     def forward(self, x: torch.Tensor) -> Any:
         y = torch.tanh(self.lin(x))
-        if self.kind == "slots":
-            return Slots(y)
-        if self.kind == "closure":
-            return lambda: y
-        if self.kind == "generator":
-            return (part for part in [y])
-        if self.kind == "deque":
-            return deque([y])
-        self.out = y
-        return None
+        if self.kind == "attribute":
+            self.out = y
+            return None
+        return deque([y]) if self.kind == "deque" else lambda: y
+
+    def read(self, out: Any) -> torch.Tensor:
+        if self.kind == "attribute":
+            return self.out
+        return out[0] if self.kind == "deque" else out()
 
 
 class AroundHidden(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.block = Hidden(kind)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.inp, self.block, self.head = linear(), Hidden(kind), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.block(self.inp(x))
-        read: dict[str, Callable[[], Any]] = {
-            "slots": lambda: out.value,
-            "closure": lambda: out(),
-            "generator": lambda: next(out),
-            "deque": lambda: out[0],
-            "attribute": lambda: self.block.out,
-        }
-        loss: torch.Tensor = self.head(read[self.kind]()).pow(2).mean()
-        return loss
+        return self.head(self.block.read(self.block(self.inp(x))))
 
 
-def add_hidden(kind: str) -> None:
-    @program(f"output in a {kind}", lambda: AroundHidden(kind), each("inp", "block", "head"))
-    def step(model: nn.Module, seed: int, scale: float) -> None:
-        (model(x_of(seed)) * scale).backward()
-
-    @program(f"output of the root in a {kind}", lambda: Hidden(kind), fully_shard)
-    def step_of_root(model: nn.Module, seed: int, scale: float) -> None:
-        out = model(x_of(seed))
-        y = {
-            "slots": lambda: out.value,
-            "closure": lambda: out(),
-            "generator": lambda: next(out),
-            "deque": lambda: out[0],
-            "attribute": lambda: model.out,
-        }[kind]()
-        (y.pow(2).mean() * scale).backward()
-
-
-for hidden in ("slots", "closure", "generator", "deque", "attribute"):
-    add_hidden(hidden)
+def hidden_root(model: Any, seed: int, scale: float) -> None:
+    (model.read(model(x_of(seed))).pow(2).mean() * scale).backward()
 
 
 # -- the order of autograd
@@ -298,7 +208,7 @@ class Drop(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.lin = linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -307,72 +217,55 @@ class Drop(nn.Module):
 class Middle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(WIDTH, WIDTH)
-        self.two = nn.Linear(WIDTH, WIDTH)
+        self.one, self.two = linear(), linear()
 
     def forward(self, z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.two(torch.tanh(self.one(z)) + x)
-        return result
+        return self.two(torch.tanh(self.one(z)) + x)
 
 
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.drop = Drop()
-        self.middle = Middle()
+        self.drop, self.middle = Drop(), Middle()
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.middle(z, self.drop(x))
-        return result
+        return self.middle(z, self.drop(x))
 
 
-def add_leaf_output(needs_grad: bool) -> None:
-    @program(f"a leaf as output, {needs_grad}", Dropped, each("drop", "middle"))
+def leaf_as_output(needs_grad: bool) -> Step:
     def step(model: nn.Module, seed: int, scale: float) -> None:
         out = model(x_of(seed).requires_grad_(), x_of(seed + 5).requires_grad_(needs_grad))
         (out.pow(2).mean() * scale).backward()
 
-
-add_leaf_output(False)
-add_leaf_output(True)
+    return step
 
 
 class SometimesCheckpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.b = nn.Linear(WIDTH, WIDTH)
+        self.lin, self.b = linear(), linear()
 
     def forward(self, x: torch.Tensor, is_checkpointed: bool) -> torch.Tensor:
-        result: torch.Tensor = self.lin(checkpoint(self.b, x, use_reentrant=True) if is_checkpointed else self.b(x))
-        return result
+        return self.lin(checkpoint(self.b, x, use_reentrant=True) if is_checkpointed else self.b(x))
 
 
 class TwoCalls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.wrap = SometimesCheckpointed()
+        self.inp, self.wrap = linear(), SometimesCheckpointed()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inp(x)
-        result: torch.Tensor = self.wrap(h, True) + self.wrap(2 * h, False)
-        return result
-
-
-@program("reentrant checkpoint in one call of two", TwoCalls, each("inp", "wrap.b", "wrap"))
-def sometimes_checkpointed(model: nn.Module, seed: int, scale: float) -> None:
-    (model(x_of(seed)).pow(2).mean() * scale).backward()
+        return self.wrap(h, True) + self.wrap(2 * h, False)
 
 
 class InThreads(nn.Module):
-    """Runs a child in another thread; ``inside`` also runs half of its own work there."""
+    """Runs a child in another thread; ``is_inside``: half of its own work."""
 
     def __init__(self, *, is_inside: bool) -> None:
         super().__init__()
         self.is_inside = is_inside
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.b = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.a, self.b = linear(), nn.Sequential(linear(), nn.Tanh(), linear())
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -384,44 +277,16 @@ class InThreads(nn.Module):
         worker = threading.Thread(target=run)
         worker.start()
         worker.join()
-        result: torch.Tensor = y + out[0] + (self.b(y) if self.is_inside else y @ self.w)
-        return result
-
-
-class AroundThreads(nn.Module):
-    def __init__(self, *, is_inside: bool) -> None:
-        super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.net = InThreads(is_inside=is_inside)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.net(self.inp(x))
-        return result
-
-
-def add_threads(is_inside: bool) -> None:
-    name = "inside a module" if is_inside else "of a child"
-    make = lambda: AroundThreads(is_inside=is_inside)  # noqa: E731
-
-    @program(f"another thread, {name}", make, each("inp", "net.a", "net.b", "net"))
-    def step(model: nn.Module, seed: int, scale: float) -> None:
-        (model(x_of(seed)).pow(2).mean() * scale).backward()
-
-
-IN_PROCESSES = {"another thread, inside a module", "another thread, of a child"}
-add_threads(False)
-add_threads(True)
+        return y + out[0] + (self.b(y) if self.is_inside else y @ self.w)
 
 
 # -- parameters that no rank, or not every rank, uses
 
 
-@program("a head that no rank uses", Heads, fully_shard)
-def unused_head(model: nn.Module, seed: int, scale: float) -> None:
-    (model(model(x_of(seed)), 1).pow(2).mean() * scale).backward()
+def one_head_a_step(model: nn.Module, seed: int, scale: float) -> None:
+    (model(model(x_of(seed)), seed // 10).pow(2).mean() * scale).backward()
 
 
-@program("another head on each rank", Heads, fully_shard)
 def another_head(model: nn.Module, seed: int, scale: float) -> None:
     (model(model(x_of(seed)), seed % 2).pow(2).mean() * scale).backward()
 
@@ -431,7 +296,7 @@ class PassThrough(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.lin = linear()
         self.w = nn.Parameter(torch.randn(WIDTH))
         self.w2 = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
@@ -444,15 +309,6 @@ def pass_through(model: nn.Module, seed: int, scale: float) -> None:
     (model(x_of(seed).requires_grad_(), seed % 10 == 0).pow(2).mean() * scale).backward()
 
 
-def add_pass_through(transport: str) -> None:
-    annotate = each("lin", options=HandleOptions(transport=transport), reshard_after_forward=True)
-    program(f"pass through, {transport}", PassThrough, annotate)(pass_through)
-
-
-add_pass_through("process_group")
-add_pass_through("point_to_point")
-
-
 def nest_replicated(model: nn.Module) -> None:
     replicate(model.get_submodule("lin"))
     fully_shard(model)
@@ -463,21 +319,19 @@ def nest_both_replicated(model: nn.Module) -> None:
     replicate(model, find_unused_parameters=True)
 
 
-program("pass through, replicated in sharded", PassThrough, nest_replicated)(pass_through)
-program("pass through, replicated in replicated", PassThrough, nest_both_replicated)(pass_through)
-
-
 # -- backward of backward
 
 
-@program("gradient penalty", lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)), by_linear)
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
 def gradient_penalty(model: nn.Module, seed: int, scale: float) -> None:
     x = x_of(seed).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (slope.pow(2).sum() * scale).backward()
 
 
-@program("loss and gradient penalty", lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)), by_linear)
 def loss_and_penalty(model: nn.Module, seed: int, scale: float) -> None:
     x = x_of(seed).requires_grad_()
     out = model(x)
@@ -491,73 +345,96 @@ class Force(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(WIDTH))
-        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.teacher, self.head = linear().requires_grad_(requires_grad=False), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         at = x * self.w
         energy = torch.tanh(self.teacher(at)).square().sum()
         (force,) = torch.autograd.grad(energy, at, create_graph=True)
-        out: torch.Tensor = self.head(torch.tanh(force))
-        return out
+        return self.head(torch.tanh(force))
 
 
-def frozen_with_trainable(model: Force) -> None:
-    fully_shard([model.teacher, model.head])
+def frozen_with_trainable(model: nn.Module) -> None:
+    fully_shard([model.get_submodule("teacher"), model.get_submodule("head")])
     fully_shard(model)
-
-
-@program("derivative through frozen parameters of a handle that has others", Force, frozen_with_trainable)
-def derivative(model: nn.Module, seed: int, scale: float) -> None:
-    (model(x_of(seed)).square().mean() * scale).backward()
 
 
 # -- a module that returns parameters
 
 
 class ReturnsParams(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, *, whole: bool) -> None:
         super().__init__()
-        self.kind = kind
-        self.emb = nn.Embedding(WIDTH, WIDTH)
+        self.whole = whole
         self.pos = nn.Parameter(torch.randn(4, WIDTH))
 
     def forward(self, x: torch.Tensor) -> Any:
-        if self.kind == "view":
-            return self.pos[:3]
-        if self.kind == "views":
-            return self.pos[:2], {"more": self.pos[1:], "x": x}
-        return self.pos
+        return (self.pos, {}) if self.whole else (self.pos[:2], {"more": self.pos[1:], "x": x})
 
 
 class AroundParams(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, *, whole: bool) -> None:
         super().__init__()
-        self.embed = ReturnsParams(kind)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.embed, self.head = ReturnsParams(whole=whole), linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.embed(x)
-        if isinstance(out, tuple):
-            out = torch.cat([out[0], out[1]["more"]])
-        result: torch.Tensor = self.head(out).sum() + self.head(x).sum()
-        return result
+        out, more = self.embed(x)
+        out = torch.cat([out, more["more"]]) if more else out
+        return self.head(out).sum() + self.head(x).sum()
 
 
-def add_returned(kind: str) -> None:
-    @program(f"forward returns a parameter: {kind}", lambda: AroundParams(kind), each("embed", "head"))
-    def step(model: nn.Module, seed: int, scale: float) -> None:
-        with torch.no_grad():
-            assert math.isfinite(model(x_of(seed)).item())
-        (model(x_of(seed)).pow(2) * scale).backward()
+def evaluate_first(model: nn.Module, seed: int, scale: float) -> None:
+    with torch.no_grad():
+        assert math.isfinite(model(x_of(seed)).item())
+    squares(model, seed, scale)
 
 
-for returned in ("view", "views", "whole"):
-    add_returned(returned)
+PARTS = each("inp", "block", "head")
+HIDDEN = ("closure", "deque", "attribute")
+# Of each program the model, how it is annotated, and the step.
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], Step]] = {
+    "features once, one backward a head": (Heads, by_linear, one_backward_a_head),
+    "two losses of a GAN": (Heads, by_linear, two_losses_of_a_gan),
+    "two models with one trunk": (two_models, shard_two_models, shared_trunk),
+    "side channel before the output": (partial(WithSideChannel, "before"), PARTS, squares),
+    "side channel after the output": (partial(WithSideChannel, "after"), PARTS, squares),
+    "an attribute instead of the output": (partial(WithSideChannel, "before", uses_output=False), PARTS, squares),
+    **{f"output in a {kind}": (partial(AroundHidden, kind), PARTS, squares) for kind in HIDDEN},
+    **{f"output of the root in a {kind}": (partial(Hidden, kind), fully_shard, hidden_root) for kind in HIDDEN},
+    "a leaf as output": (Dropped, each("drop", "middle"), leaf_as_output(False)),
+    "a leaf as output, two inputs": (Dropped, each("drop", "middle"), leaf_as_output(True)),
+    "reentrant checkpoint in one call of two": (TwoCalls, each("inp", "wrap.b", "wrap"), squares),
+    "another thread, inside a module": (partial(InThreads, is_inside=True), each("a", "b"), squares),
+    "another thread, of a child": (partial(InThreads, is_inside=False), each("a", "b"), squares),
+    "a head that no rank uses": (Heads, fully_shard, one_head_a_step),
+    "another head on each rank": (Heads, fully_shard, another_head),
+    **{
+        f"pass through, {transport}": (
+            PassThrough,
+            each("lin", options=HandleOptions(transport=transport), reshard_after_forward=True),
+            pass_through,
+        )
+        for transport in ("process_group", "point_to_point")
+    },
+    "pass through, replicated in sharded": (PassThrough, nest_replicated, pass_through),
+    "pass through, replicated in replicated": (PassThrough, nest_both_replicated, pass_through),
+    "gradient penalty": (small, by_linear, gradient_penalty),
+    "loss and gradient penalty": (small, by_linear, loss_and_penalty),
+    "derivative through frozen parameters of a handle that has others": (Force, frozen_with_trainable, squares),
+    "forward returns a parameter": (partial(AroundParams, whole=True), each("embed", "head"), evaluate_first),
+    "forward returns views": (partial(AroundParams, whole=False), each("embed", "head"), evaluate_first),
+}
+# Ranks that are threads know no thread that one of them starts.
+IN_PROCESSES = ("another thread, inside a module", "another thread, of a child")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in IN_PROCESSES])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *((name, 2) for name in PROGRAMS if name not in IN_PROCESSES),
+        *((name, world_size) for name in ("another head on each rank", "two losses of a GAN") for world_size in (1, 3)),
+    ],
+)
 def test_gradients_are_those_of_one_process(name: str, world_size: int) -> None:
     expected = plain_step(name, world_size)
     for found in run_threads(one_step, world_size, name):
@@ -571,72 +448,16 @@ def test_gradients_are_those_of_one_process_on_processes(name: str) -> None:
         assert_equal_gradients(found, expected)
 
 
-# -- a parameter that nobody uses is left alone by optimizers
-
-
-def train_heads(kind: str, decay: float) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Heads()
-    is_sharded = dist.is_initialized()
-    if is_sharded:
-        fully_shard(model)
-    ranks = [dist.get_rank()] if is_sharded else [0, 1]
-    options = {"momentum": 0.9} if kind == "SGD" else {}
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2, weight_decay=decay, **options)
-    for number in range(20):
-        optimizer.zero_grad()
-        for rank in ranks:
-            head = 1 if number in (1, 3) else 0
-            (model(model(x_of(rank + 2 * number)), head).pow(2).mean() / len(ranks)).backward()
-        optimizer.step()
-    return {fqn: full(param) for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_an_unused_head_moves_as_in_one_process(kind: str, decay: float) -> None:
-    expected = train_heads(kind, decay)
-    for found in run_threads(train_heads, 2, kind, decay):
-        for fqn, param in expected.items():
-            torch.testing.assert_close(found[fqn], param, atol=1e-5 if kind == "AdamW" else 1e-6, rtol=0)
-
-
-def zeros_for_unused() -> tuple[list[str], int]:
-    model = Heads()
-    fully_shard(model, options=HandleOptions(unused_gradients="zero"))
-    root = root_of(model)
-    counting = CountingTransport.install(root)
-    model(model(x_of(0)), 1).sum().backward()
-    zero = [fqn for fqn, p in model.named_parameters() if p.grad is not None and not full(p.grad).any()]
-    return zero, counting.counts()["reduce_scatter"]
-
-
-def test_unused_gradients_can_be_zeros() -> None:
-    for zero, reductions in run_threads(zeros_for_unused, 2):
-        assert set(zero) == {f"heads.{head}.{name}" for head in (0, 2) for name in ("weight", "bias")}
-        assert reductions == 1
-
-
-def test_an_unknown_choice_for_unused_gradients_is_an_error() -> None:
-    with pytest.raises(ValueError, match="unused_gradients is None"):
-        plan(Heads(), world_size=2, unused_gradients=None)  # type: ignore[arg-type]
-
-
 # -- gradients that no_sync kept
 
 
 def zero_grads(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
-    if how == "model":
-        model.zero_grad()
-    elif how == "model, in place":
-        model.zero_grad(set_to_none=False)
-    elif how == "optimizer":
-        optimizer.zero_grad()
-    elif how == "optimizer, in place":
-        optimizer.zero_grad(set_to_none=False)
-    elif how == "by hand":
+    if how == "by hand":
         for param in model.parameters():
             param.grad = None
+    else:
+        owner = model if how.startswith("model") else optimizer
+        owner.zero_grad(set_to_none="in place" not in how)
 
 
 class Leaking(nn.Module):
@@ -644,7 +465,7 @@ class Leaking(nn.Module):
 
     def __init__(self, left: list[torch.Tensor]) -> None:
         super().__init__()
-        self.lin, self.aux, self.left = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), left
+        self.lin, self.aux, self.left = linear(), nn.Linear(WIDTH, 1), left
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.lin(x)
@@ -652,11 +473,11 @@ class Leaking(nn.Module):
         return out
 
 
-def accumulate(program: list[str], options: dict[str, Any], leaks: bool) -> list[dict[str, torch.Tensor | None]]:
+def accumulate(program: list[str], options: dict[str, Any], leaks: bool) -> list[Gradients]:
     """Run forwards and backwards, synchronising or not, and what drops gradients between them."""
     torch.manual_seed(0)
     left: list[torch.Tensor] = []
-    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model: nn.Module = nn.Sequential(linear(), nn.Tanh(), linear())
     if leaks:
         model = Leaking(left)
     is_sharded = dist.is_initialized()
@@ -698,8 +519,7 @@ def random_program(seed: int) -> list[str]:
     return [*program, "sync", "step", "keep", WAYS[seed % len(WAYS)], "sync", "step"]
 
 
-@pytest.mark.parametrize("leaks", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(("seed", "leaks"), [(seed, bool(seed // 2 % 2)) for seed in range(20)])
 def test_zero_grad_drops_what_no_sync_kept(seed: int, leaks: bool) -> None:
     program, options = random_program(seed), {"foreach": bool(seed % 2)}
     expected = accumulate(program, options, leaks)
@@ -760,8 +580,9 @@ def test_hooks_of_parameters_run_on_the_reduced_gradient(when: str, kind: str) -
             torch.testing.assert_close(found[fqn], param, atol=1e-6, rtol=1e-5)
 
 
-def return_garbage() -> str:
-    model = nn.Linear(WIDTH, WIDTH)
+@on_ranks(2)
+def test_a_hook_that_returns_something_else_is_named() -> None:
+    model = linear()
     fully_shard(model)
     hook = model.weight.register_hook(lambda grad: grad.full_tensor())
     with pytest.raises(UsageError) as caught:
@@ -770,12 +591,9 @@ def return_garbage() -> str:
     model.zero_grad()
     model(x_of(0)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-    return str(caught.value)
-
-
-def test_a_hook_that_returns_something_else_is_named() -> None:
-    for rank, text in enumerate(run_threads(return_garbage, 2)):
-        assert "returned Tensor [6, 6]" in text and f"rank {rank}, parameter 'weight'" in text and "fix:" in text
+    text = str(caught.value)
+    assert "returned Tensor [6, 6]" in text and "fix:" in text
+    assert f"rank {dist.get_rank()}, parameter 'weight'" in text
 
 
 # -- what one rank cannot reduce, all hear of
@@ -784,108 +602,62 @@ def test_a_hook_that_returns_something_else_is_named() -> None:
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb = nn.Embedding(WIDTH, WIDTH, sparse=True)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.emb, self.head = nn.Embedding(WIDTH, WIDTH, sparse=True), linear()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.emb(tokens))
-        return result
+        return self.head(self.emb(tokens))
 
 
-def sparse_on_one_rank() -> str:
-    model = Tokens()
-    fully_shard(model.emb)
-    fully_shard(model)
-    model.emb.sparse = dist.get_rank() == 1
-    with pytest.raises(UsageError) as caught:
-        model(torch.arange(3)).sum().backward()
-    model.emb.sparse = False
-    model.zero_grad()
-    model(torch.arange(3)).sum().backward()
-    assert full(model.emb.weight.grad).any()
-    return str(caught.value)
-
-
-def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all() -> None:
-    for text in run_threads(sparse_on_one_rank, 3):
-        assert "a gradient is sparse" in text and "rank 1, parameter 'emb.weight'\n" in text
-
-
-def sparse_on_all_ranks_without_a_message() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    model, plain = Tokens(), Tokens()
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model.emb, options=HandleOptions(unused_gradients="zero"))
-    fully_shard(model, options=HandleOptions(unused_gradients="zero"))
-    with pytest.raises(UsageError) as caught:
-        model(torch.arange(3)).sum().backward()
-    for each in (model, plain):
-        each.emb.sparse = False
-        each.zero_grad()
-        each(torch.arange(3)).sum().backward()
-    return (
-        str(caught.value),
-        {fqn: full(param.grad) for fqn, param in model.named_parameters()},
-        {fqn: param.grad for fqn, param in plain.named_parameters() if param.grad is not None},
-    )
-
-
-def test_without_a_message_each_rank_raises_its_own_and_the_next_step_is_right() -> None:
-    for rank, (text, found, expected) in enumerate(run_threads(sparse_on_all_ranks_without_a_message, 2)):
-        assert "a gradient is sparse" in text and f"rank {rank}, parameter 'emb.weight'" in text
-        torch.testing.assert_close(found, expected)
-
-
-def sparse_beside_a_dense_one_of_equal_shape() -> str:
-    model = Tokens()
-    fully_shard(model)
-    with pytest.raises(UsageError) as caught:
-        model(torch.arange(3)).sum().backward()
-    return str(caught.value)
-
-
-def test_only_the_parameter_with_the_sparse_gradient_is_named() -> None:
-    (text,) = run_threads(sparse_beside_a_dense_one_of_equal_shape, 1)
-    assert "rank 0, parameter 'emb.weight'\n" in text
-
-
-def sparse_where_several_modules_share_a_handle() -> str:
-    model = nn.Sequential(nn.Sequential(nn.Embedding(WIDTH, WIDTH, sparse=True)), nn.Linear(WIDTH, WIDTH))
-    fully_shard([model[1], model[0]])
-    fully_shard(model)
-    with pytest.raises(UsageError) as caught:
-        model(torch.arange(3)).sum().backward()
-    return str(caught.value)
-
-
-def test_where_several_modules_share_a_handle_the_name_is_that_from_the_root() -> None:
-    (text,) = run_threads(sparse_where_several_modules_share_a_handle, 1)
-    assert "rank 0, parameter '0.0.weight'\n" in text
-
-
-def sparse_on_one_rank_of_two_meshes() -> str:
+def on_two_meshes(model: nn.Module) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    model = Tokens()
-    fully_shard(model.emb, mesh=mesh["b"])
+    fully_shard(model.get_submodule("emb"), mesh=mesh["b"])
     fully_shard(model, policy={nn.Linear})
-    model.emb.sparse = dist.get_rank() == 0
+
+
+def in_one_handle(model: nn.Module) -> None:
+    fully_shard([model.get_submodule("head"), model.get_submodule("emb")])
+    fully_shard(model)
+
+
+# Of each the ranks, those whose gradient is sparse, and the ranks that are named: each its own without a message.
+SPARSE: dict[str, tuple[Callable[[nn.Module], object], int, list[int], list[int]]] = {
+    "on one rank": (each("emb"), 3, [1], [1, 1, 1]),
+    "on one rank of two meshes": (on_two_meshes, 4, [0], [0, 0, 0, 0]),
+    "without a message": (each("emb", options=HandleOptions(unused_gradients="zero")), 2, [0, 1], [0, 1]),
+    "beside a dense one of equal shape": (fully_shard, 1, [0], [0]),
+    "where several modules share a handle": (in_one_handle, 1, [0], [0]),
+}
+
+
+def fail_on_a_sparse_gradient(kind: str) -> str:
+    annotate, _, sparse, _ = SPARSE[kind]
+    model, plain = seeded(Tokens, 0), seeded(Tokens, 0)
+    annotate(model)
+    model.emb.sparse = dist.get_rank() in sparse
     with pytest.raises(UsageError) as caught:
         model(torch.arange(3)).sum().backward()
-    model.emb.sparse = False
-    model.zero_grad()
-    model(torch.arange(3)).sum().backward()
+    # The next step is right.
+    for one in (model, plain):
+        one.emb.sparse = False
+        one.zero_grad()
+        one(torch.arange(3)).sum().backward()
+    assert_equal_gradients([gradients_of(model)], [gradients_of(plain)])
     return str(caught.value)
 
 
-def test_so_it_is_on_ranks_that_share_only_some_of_the_handles() -> None:
-    (text,) = set(run_threads(sparse_on_one_rank_of_two_meshes, 4))
-    assert "a gradient is sparse" in text and "rank 0, parameter 'emb.weight'\n" in text
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all(kind: str) -> None:
+    _, world_size, _, named = SPARSE[kind]
+    for rank, text in enumerate(run_threads(fail_on_a_sparse_gradient, world_size, kind)):
+        assert "a gradient is sparse" in text and f"rank {named[rank]}, parameter 'emb.weight'\n" in text
 
 
-def one_message_a_backward() -> tuple[int, int]:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+@on_ranks(2)
+def test_ranks_exchange_one_message_in_a_backward_that_synchronises() -> None:
+    model = nn.Sequential(*(linear() for _ in range(4)))
     fully_shard(model, policy={nn.Linear})
     model(x_of(0)).sum().backward()
-    root = root_of(model)
+    root = fully_shard.state(model).lazy_init()
     counts, transports = [], []
     for agreement in root.scheduler.step.finalizer.agreements:
         transports.append(CountingTransport(agreement.transport))
@@ -895,11 +667,7 @@ def one_message_a_backward() -> tuple[int, int]:
     counts.append(sum(len(one.records) for one in transports))
     model(x_of(0)).sum().backward()
     counts.append(sum(len(one.records) for one in transports))
-    return counts[0], counts[1]
-
-
-def test_ranks_exchange_one_message_in_a_backward_that_synchronises() -> None:
-    assert run_threads(one_message_a_backward, 2) == [(0, 1)] * 2
+    assert counts == [0, 1]
 
 
 # -- a hook of the user that raises when the ranks have agreed
@@ -910,8 +678,7 @@ class Choice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
+        self.one, self.other = linear(), linear()
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         y = torch.tanh(self.one(x))
@@ -935,7 +702,7 @@ def step_of_choices(model: nn.Module, number: int, rank: int, scale: float) -> N
     (model(x_of(rank + 10 * number), *both).pow(2).mean() * scale).backward()
 
 
-def step_after_a_hook_raised() -> dict[str, torch.Tensor | None]:
+def step_after_a_hook_raised() -> Gradients:
     model, rank = seeded(Choices, 0), dist.get_rank()
     fully_shard(model, policy={Choice})
 
@@ -949,15 +716,15 @@ def step_after_a_hook_raised() -> dict[str, torch.Tensor | None]:
     hook.remove()
     model.zero_grad()
     step_of_choices(model, 1, rank, 1.0)
-    return {fqn: None if p.grad is None else full(p.grad).clone() for fqn, p in model.named_parameters()}
+    return gradients_of(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_step_after_a_hook_raised_has_nothing_of_that_backward(world_size: int) -> None:
+def test_the_step_after_a_hook_raised_has_nothing_of_that_backward() -> None:
+    world_size = 3
     plain = seeded(Choices, 0)
     for rank in range(world_size):
         step_of_choices(plain, 1, rank, 1.0 / world_size)
-    expected = {fqn: p.grad for fqn, p in plain.named_parameters()}
+    expected = gradients_of(plain)
     assert [fqn for fqn, grad in expected.items() if grad is None] == ["blocks.1.other.weight", "blocks.1.other.bias"]
     for grads in run_threads(step_after_a_hook_raised, world_size):
         assert_equal_gradients([grads], [expected])

@@ -10,7 +10,7 @@ from torch import nn
 
 from composable import ConfigError, FSDPModule, fully_shard, register_fsdp_forward_method, replicate, unannotate
 from tests.models import DIM, random_input, seeded
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 
 class Coder(nn.Module):
@@ -22,18 +22,18 @@ class Coder(nn.Module):
     def encode(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
         if fails:
             raise ValueError("as asked")
-        result: torch.Tensor = self.inner(x) * self.scale
-        return result
+        return self.inner(x) * self.scale
 
     def encode_twice(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self(self.encode(x)) + self.scale
-        return result
+        return self(self.encode(x)) + self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.encode(x)
 
 
-def train_by_methods(*, is_root: bool) -> None:
+@pytest.mark.parametrize("is_root", [False, True])
+@on_ranks(2)
+def test_registered_methods_train_as_forward_does(is_root: bool) -> None:
     plain, model = (seeded(lambda: nn.Sequential(Coder(), nn.Linear(DIM, DIM)), 0) for _ in range(2))
     fully_shard(model[0].inner[0])  # type: ignore[index]
     fully_shard(model[0])
@@ -45,8 +45,7 @@ def train_by_methods(*, is_root: bool) -> None:
     def loss_of(net: Any, rank: int, number: int) -> torch.Tensor:
         method = ("encode", "encode_twice", "forward")[number % 3]
         run = net[0] if method == "forward" else getattr(net[0], method)
-        result: torch.Tensor = run(random_input(10 * number + rank, 4, DIM)).square().mean()
-        return result
+        return run(random_input(10 * number + rank, 4, DIM)).square().mean()
 
     def check(net: Any, number: int) -> None:
         net.zero_grad()
@@ -68,11 +67,6 @@ def train_by_methods(*, is_root: bool) -> None:
     assert twin[0].encode.__self__ is twin[0]  # type: ignore[union-attr]
     unannotate(model)
     check(model, 1)
-
-
-@pytest.mark.parametrize("is_root", [False, True])
-def test_registered_methods_train_as_forward_does(is_root: bool) -> None:
-    run_threads(train_by_methods, 2, is_root=is_root)
 
 
 def register_wrongly() -> str:

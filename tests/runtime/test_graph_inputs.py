@@ -9,7 +9,7 @@ from torch import nn
 
 from composable import UsageError, fully_shard, no_sync, replicate
 from tests.parity import full
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 SHAPE = (4, 6)
 
@@ -65,27 +65,24 @@ def compare(form: str, seed: int) -> None:
             one.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("form", ["root", "policy", "kept", "replicate"])
-def test_the_parameters_that_backward_names_get_the_gradients_of_one_process(form: str, world_size: int) -> None:
-    for seed in range(4):
-        run_threads(compare, world_size, form, seed)
+def test_the_parameters_that_backward_names_get_the_gradients_of_one_process(form: str) -> None:
+    for seed in range(3):
+        run_threads(compare, 1 + seed, form, seed)
 
 
-def name_leaves() -> list[bool]:
+@on_ranks(2)
+def test_parameters_may_be_named_as_forward_holds_them() -> None:
     """Name parameters as modules hold them inside forward."""
     model = annotated("policy")
     met: list[nn.Parameter] = []
     model[2].register_forward_pre_hook(lambda module, _: met.append(module.weight))
     model(batch(0)).sum().backward(inputs=met)
-    return [param.grad is not None for param in model.parameters()]
+    assert [param.grad is not None for param in model.parameters()] == [number == 2 for number in range(6)]
 
 
-def test_parameters_may_be_named_as_forward_holds_them() -> None:
-    assert run_threads(name_leaves, 2) == [[False, False, True, False, False, False]] * 2
-
-
-def name_a_parameter_that_is_in_the_graph() -> list[bool]:
+@on_ranks(2)
+def test_a_loss_of_the_sharded_parameters_themselves_is_as_before() -> None:
     """Name sharded parameters to a loss that is computed from themselves."""
     model = annotated("policy")
     model(batch(0)).sum().backward()
@@ -93,31 +90,25 @@ def name_a_parameter_that_is_in_the_graph() -> list[bool]:
     params = list(model.parameters())
     penalty = sum((param.square().sum() for param in params), torch.zeros(()))
     penalty.backward(inputs=params)
-    first = [torch.allclose(full(param.grad), 2 * full(param)) for param in params]
+    assert all(torch.allclose(full(param.grad), 2 * full(param)) for param in params)
     found = torch.autograd.grad(sum((p.square().sum() for p in params), torch.zeros(())), params)
-    return [*first, *(torch.allclose(full(grad), 2 * full(param)) for grad, param in zip(found, params, strict=True))]
+    assert all(torch.allclose(full(grad), 2 * full(param)) for grad, param in zip(found, params, strict=True))
 
 
-def test_a_loss_of_the_sharded_parameters_themselves_is_as_before() -> None:
-    assert run_threads(name_a_parameter_that_is_in_the_graph, 2) == [[True] * 12] * 2
-
-
-def ask_for_gradients(form: str) -> str:
-    model = annotated(form)
+@on_ranks(2)
+def test_grad_of_sharded_parameters_is_an_error_that_says_what_to_call() -> None:
+    model = annotated("policy")
     inputs = batch(dist.get_rank()).requires_grad_()
     (of_inputs,) = torch.autograd.grad(model(inputs).sum(), inputs)
     assert of_inputs.abs().sum() > 0
     with pytest.raises(UsageError) as caught:
         torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
     assert torch.autograd.grad(model(inputs).sum(), list(model.parameters()), allow_unused=True)[0] is None
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("form", ["root", "policy"])
-def test_grad_of_sharded_parameters_is_an_error_that_says_what_to_call(form: str) -> None:
-    for rank, text in enumerate(run_threads(ask_for_gradients, 2, form)):
-        assert "torch.autograd.grad of sharded parameters: " in text
-        assert f"rank {rank}, '0.weight', '0.bias'" in text and "fix: call backward() and read param.grad" in text
+    text = str(caught.value)
+    assert "torch.autograd.grad of sharded parameters: " in text
+    assert (
+        f"rank {dist.get_rank()}, '0.weight', '0.bias'" in text and "fix: call backward() and read param.grad" in text
+    )
 
 
 def ask_for_own_gradients() -> list[float]:
@@ -135,8 +126,10 @@ def test_grad_of_replicated_parameters_is_that_of_a_rank_which_is_logged(caplog:
     assert len([text for text in texts if "gives the gradients of this rank alone" in text]) == 2
 
 
-def call_as_torch_does() -> None:
+@on_ranks(1)
+def test_other_tensors_go_to_torchs_own_code() -> None:
     """Run torch's two functions with every kind of input that they take, on tensors that are not ours."""
+    annotated("root")
     x = torch.ones(3, requires_grad=True)
     edge = torch.autograd.graph.get_gradient_edge(x)
     torch.autograd.backward((x * 2).sum(), inputs=(x,))
@@ -148,12 +141,3 @@ def call_as_torch_does() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.autograd.grad(torch.ones(()), x)
     assert torch.func.grad(lambda y: (y * y).sum())(torch.ones(2)).tolist() == [2.0, 2.0]
-
-
-def annotate_and_call() -> None:
-    annotated("root")
-    call_as_torch_does()
-
-
-def test_other_tensors_go_to_torchs_own_code() -> None:
-    run_threads(annotate_and_call, 1)

@@ -11,7 +11,7 @@ from torch.nn.utils import stateless
 
 from composable import UsageError, fully_shard, replicate, unshard_params
 from tests.models import DIM, random_input, seeded
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 
 def make() -> nn.Sequential:
@@ -52,15 +52,13 @@ def calls_refused(given: list[str], *, way: str, is_warm: bool, reshard: bool) -
 ALL = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("is_warm", [False, True])
-@pytest.mark.parametrize("way", ["func", "stateless"])
 @pytest.mark.parametrize(
-    ("given", "at"),
+    ("given", "at", "way", "is_warm", "reshard"),
     [
-        (ALL, None),
-        (["2.bias"], "module Sequential, parameter '2.bias'"),
-        (["0.bias"], "module '0' (Linear), parameter 'bias'"),
+        (ALL, None, "func", True, True),
+        (ALL, None, "stateless", False, False),
+        (["2.bias"], "module Sequential, parameter '2.bias'", "func", True, False),
+        (["0.bias"], "module '0' (Linear), parameter 'bias'", "func", False, True),
     ],
 )
 def test_other_parameters_are_refused_and_harm_nothing(
@@ -74,7 +72,8 @@ def test_other_parameters_are_refused_and_harm_nothing(
         assert fix.startswith("  fix: call it inside unshard_params(model)")
 
 
-def calls_that_work() -> None:
+@on_ranks(2)
+def test_own_parameters_buffers_and_shown_parameters_are_accepted() -> None:
     x = random_input(3, 4, DIM)
     model, plain = make(), make()
     fully_shard(model[0])
@@ -98,11 +97,9 @@ def calls_that_work() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-def test_own_parameters_buffers_and_shown_parameters_are_accepted() -> None:
-    run_threads(calls_that_work, 2)
-
-
-def load_between_steps(*, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(2)
+def test_parameters_that_loads_assign_between_steps_stay(reshard: bool) -> None:
     model, plain = make(), make()
     fully_shard(model[0], reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
@@ -123,12 +120,9 @@ def load_between_steps(*, reshard: bool) -> None:
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-def test_parameters_that_loads_assign_between_steps_stay(reshard: bool) -> None:
-    run_threads(load_between_steps, 2, reshard=reshard)
-
-
-def replicated_calls(*, finds_unused: bool) -> None:
+@pytest.mark.parametrize("finds_unused", [False, True])
+@on_ranks(2)
+def test_replicated_modules_run_on_other_parameters_as_plain_ones(finds_unused: bool) -> None:
     x = random_input(3, 4, DIM)
     model, plain = make(), make()
     replicate(model, find_unused_parameters=finds_unused)
@@ -155,8 +149,3 @@ def replicated_calls(*, finds_unused: bool) -> None:
         (plain(random_input(rank, 4, DIM)).square().mean() / 2).backward()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
-
-
-@pytest.mark.parametrize("finds_unused", [False, True])
-def test_replicated_modules_run_on_other_parameters_as_plain_ones(finds_unused: bool) -> None:
-    run_threads(replicated_calls, 2, finds_unused=finds_unused)

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard, plan
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 
 class Records(logging.Handler):
@@ -66,53 +67,40 @@ def run_steps(model: nn.Module, steps: int = 3) -> None:
 # Texts are logged once in a process, and processes serve many tests: each test has a class of its own.
 
 
-def make_one_handle() -> list[str]:
+@on_ranks(2, run=run_ranks)
+def test_the_warning_of_a_plan_is_logged_once_on_the_first_rank_and_not_of_parts() -> None:
     class Whole(Block):
         pass
 
+    class Part(Block):
+        pass
+
+    text = "the whole model is one handle: nothing can overlap; pass a policy\n  at:  rank 0, module Whole"
     with recorded() as texts:
         model = fully_shard(Whole())
         run_steps(model)
         run_steps(fully_shard(Whole()))
         assert fully_shard.state(model).plan.warnings
-    return texts
-
-
-def test_the_warning_of_a_plan_is_logged_once_on_the_first_rank() -> None:
-    text = "the whole model is one handle: nothing can overlap; pass a policy\n  at:  rank 0, module Whole"
-    assert run_ranks(make_one_handle, 2) == [[text], []]
-
-
-def annotate_part_by_part() -> list[str]:
-    class Part(Block):
-        pass
-
-    with recorded() as texts:
-        model = nn.Sequential(Part(), Part())
-        for block in model:
+        assert texts == ([text] if dist.get_rank() == 0 else [])
+        texts.clear()
+        parts = nn.Sequential(Part(), Part())
+        for block in parts:
             fully_shard(block)
         # Of a part alone it would be said, were it the whole.
-        assert fully_shard.state(model[0]).plan.warnings
-        run_steps(fully_shard(model))
-    return texts
+        assert fully_shard.state(parts[0]).plan.warnings
+        run_steps(fully_shard(parts))
+        assert plan(Part(), world_size=2).warnings  # A plan that is not applied logs nothing.
+    assert not texts
 
 
-def test_parts_of_a_model_that_are_one_handle_each_are_not_warned_of() -> None:
-    assert run_ranks(annotate_part_by_part, 2) == [[], []]
-
-
-def annotate_alone() -> list[str]:
+@on_ranks(1, run=run_ranks)
+def test_one_rank_alone_is_not_warned() -> None:
     class Alone(Block):
         pass
 
     with recorded() as texts:
         run_steps(fully_shard(Alone()))
-        assert plan(Alone(), world_size=2).warnings
-    return texts
-
-
-def test_one_rank_alone_and_a_plan_that_is_not_applied_log_nothing() -> None:
-    assert run_ranks(annotate_alone, 1) == [[]]
+    assert not texts
 
 
 def leak(way: str, *, reshard: bool) -> list[str]:
@@ -144,9 +132,10 @@ def test_a_forward_that_leaks_is_logged_once_for_each_module() -> None:
     ]
 
 
-@pytest.mark.parametrize("way", ["", "attribute", "no grad", "before"])
+# Where parameters stay for backward anyway, a leak is no matter.
+@pytest.mark.parametrize("way", ["", "attribute", "no grad", "before", "list"])
 def test_a_forward_that_leaks_nothing_is_not_warned_of(way: str) -> None:
-    assert run_threads(leak, 2, way, reshard=True) == [[], []]
+    assert run_threads(leak, 2, way, reshard=way != "list") == [[], []]
 
 
 def fail() -> list[str]:
@@ -159,7 +148,3 @@ def fail() -> list[str]:
 
 def test_a_forward_that_raises_is_not_said_to_leak() -> None:
     assert run_threads(fail, 2) == [[], []]
-
-
-def test_a_leak_is_not_warned_of_where_parameters_stay_for_backward_anyway() -> None:
-    assert run_threads(leak, 2, "list", reshard=False) == [[], []]

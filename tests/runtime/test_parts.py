@@ -11,7 +11,7 @@ from torch import nn
 
 from composable import ConfigError, FSDPModule, fully_shard, no_sync
 from tests.models import DIM, random_input, seeded
-from tests.world import run_threads
+from tests.world import on_ranks
 
 
 class Leaf(nn.Module):
@@ -73,7 +73,9 @@ def random_program(draw: random.Random, parts: int) -> list[tuple[list[int], boo
     return [*steps, ([0], True)]
 
 
-def train_in_parts(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(25))
+@on_ranks(2)
+def test_parts_train_right_in_any_order_with_the_whole(seed: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed)
     shape = draw.random()
@@ -96,8 +98,3 @@ def train_in_parts(seed: int) -> None:
         torch.testing.assert_close(
             grad.full_tensor(), expected[name].grad, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_parts_train_right_in_any_order_with_the_whole(seed: int) -> None:
-    run_threads(train_in_parts, 2, seed)

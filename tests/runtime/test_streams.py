@@ -1,35 +1,26 @@
 """The stream rules, on a device that records: what no event orders is found, and every rule is needed."""
 
-import difflib
-import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from composable import fully_shard
-from composable.engine import unsharded
-from composable.engine.unsharded import DeviceStreams
-from tests.models import BLOCK_CLASSES
 from tests.ordered_groups import needs_ordered_groups
-from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.runtime.bench import Case, run_case
 from tests.runtime.between_steps import saver
-from tests.runtime.recorded import put_on_device
 from tests.runtime.recording import Recorder
 from tests.runtime.stream_cases import CASES, ON_BLOCKS, SECONDARY, SPREAD
-from tests.runtime.stream_mutations import HARMLESS, MUTATIONS, OF_SECONDARY, Mutation, find, mutated_source
+from tests.runtime.stream_mutations import EDITS, Mutation, broken_lines, find
 from tests.world import run_ranks
 
 TWO = pytest.mark.parametrize("world_size", [2], indirect=True)
-# With one rank only the transport differs.
-BY_WORLD_SIZE = [(2, case) for case in CASES] + [(1, case) for case in CASES if case.name.endswith("=None")]
-BY_WORLD_SIZE += [(4, case) for case in SECONDARY]
-BROKEN = [(2, mutation) for mutation in MUTATIONS] + [(4, mutation) for mutation in OF_SECONDARY]
+# With one rank only the transport differs; a shard rests elsewhere in the same way with and without secondary ones.
+BY_WORLD_SIZE = [(2, case) for case in CASES] + [(1, case) for case in CASES[::8]]
+BY_WORLD_SIZE += [(4, case) for case in SECONDARY if not case.name.startswith("offloaded") or "train" in case.name]
+EXPECTED = {mutation.name: text for mutation, text in EDITS}
+BROKEN = [(4 if one.is_secondary else 2, one) for one in (*broken_lines(), *(mutation for mutation, _ in EDITS))]
 
 
 @pytest.fixture(scope="module")
@@ -57,71 +48,6 @@ def test_a_stream_that_waits_for_no_event_races() -> None:
         "race of a tensor: add_.Tensor writes on side, not ordered after: ones writes on default",
         "race of a tensor: sum reads on default, not ordered after: add_.Tensor writes on side",
     ]
-
-
-def test_events_order_streams_also_through_a_third() -> None:
-    recorder = Recorder()
-    side, other = recorder.Stream(), recorder.Stream()
-    with recorder:
-        x = torch.ones(3)
-        side.wait_stream(recorder.current_stream())
-        other.wait_event(side.record_event())
-        with recorder.stream(other):
-            x.add_(1)
-        recorder.current_stream().wait_stream(other)
-        x.sum()
-    assert not recorder.violations and recorder.events == 3
-
-
-def test_reads_on_two_streams_race_with_no_one() -> None:
-    recorder = Recorder()
-    side = recorder.Stream()
-    with recorder:
-        x = torch.ones(3)
-        side.wait_stream(recorder.current_stream())
-        with recorder.stream(side):
-            x.sum()
-        x.sum()
-        assert not recorder.violations
-        x.zero_()
-    assert [found.kind for found in recorder.violations] == ["race"]
-
-
-def test_shapes_and_views_of_a_tensor_are_no_accesses() -> None:
-    recorder = Recorder()
-    side = recorder.Stream()
-    with recorder:
-        x = torch.ones(3, 2)
-        with recorder.stream(side):
-            x.t().view(2, 3)[0].detach()
-            torch.empty_like(x)
-    assert not recorder.violations
-
-
-def test_freed_memory_is_used_again_by_its_own_stream() -> None:
-    recorder = Recorder()
-    side = recorder.Stream(name="side")
-    with recorder:
-        x = torch.ones(3)
-        side.wait_stream(recorder.current_stream())
-        with recorder.stream(side):
-            x.sum()
-            del x
-            # From the other pool.
-            torch.ones(3)
-        assert not recorder.violations
-        torch.ones(3)
-    assert [found.kind for found in recorder.violations] == ["reuse"]
-
-
-def test_a_buffer_is_freed_by_resizing_its_storage() -> None:
-    recorder = Recorder(keeps_memory=True)
-    with recorder:
-        x = torch.ones(3)
-        x.untyped_storage().resize_(0)
-        x.sum()
-    assert [found.kind for found in recorder.violations] == ["use after free"]
-    assert x.untyped_storage().resize_(0).nbytes() == 0
 
 
 def test_the_host_races_with_copies_that_it_does_not_wait_for() -> None:
@@ -160,16 +86,6 @@ def test_a_copy_to_the_host_that_blocks_has_run_and_what_follows_it_on_any_strea
     assert len(recorder.violations) == 1
 
 
-def test_what_operations_make_of_host_memory_is_host_memory() -> None:
-    recorder = Recorder()
-    with recorder:
-        host = torch.empty(3, pin_memory=True)
-        device = torch.ones(3)
-        assert recorder.is_on_host(host * 2) and recorder.is_on_host(device.pin_memory())
-        assert not recorder.is_on_host(device * 2)
-        assert host.is_pinned() and not device.is_pinned()
-
-
 # The rules hold
 
 
@@ -193,27 +109,6 @@ def test_streams_are_named_for_debugging() -> None:
     recorder = Recorder()
     bench = run_case(CASES[0], recorder)
     assert sorted(bench.root.scheduler._stream_to_name.values()) == ["default", "reduce", "unshard"]
-
-
-def train_recorded(name: str) -> tuple[Run, list[str], int]:
-    recorder = Recorder()
-
-    def annotate(model: nn.Module) -> None:
-        fully_shard(model, policy=BLOCK_CLASSES)
-        put_on_device(fully_shard.state(model).lazy_init(), recorder)
-
-    with recorder:
-        run = train_annotated(name, annotate)
-    return run, list(map(str, recorder.violations)), recorder.operations
-
-
-@pytest.mark.parametrize("name", ["gpt_tied", "frozen_mixed", "called_twice"])
-def test_recorded_ranks_train_like_one_process(name: str) -> None:
-    reference = train_reference(name, 2)
-    results = run_ranks(train_recorded, 2, name)
-    assert_equal_runs([run for run, _, _ in results], reference)
-    for _, found, operations in results:
-        assert not found and operations > 100
 
 
 def run_on_ranks(names: list[str], folder: Path) -> dict[str, list[str]]:
@@ -247,8 +142,7 @@ def run_spread(names: list[str]) -> dict[str, list[str]]:
 
 @needs_ordered_groups
 def test_everything_is_ordered_where_secondary_shards_are_filled() -> None:
-    names = ["train", "prefetch in vain", "several forwards before a backward", "evaluate", "exception in forward"]
-    names += ["accumulate under no_sync", "offloaded, train"]
+    names = ["train", "evaluate", "exception in forward", "accumulate under no_sync", "offloaded, train"]
     for found in run_ranks(run_spread, 4, names):
         assert len(found) == len(names)
         assert not any(found.values()), found
@@ -262,28 +156,5 @@ def test_everything_is_ordered_where_secondary_shards_are_filled() -> None:
 )
 @pytest.mark.usefixtures("world_size")
 def test_a_broken_rule_is_found(mutation: Mutation) -> None:
-    found = list(map(str, find(mutation).violations))
-    assert any(mutation.finds in one for one in found), "\n".join(found) or "found nothing"
-
-
-@pytest.mark.parametrize("mutation", HARMLESS, ids=lambda mutation: mutation.name)
-@TWO
-@pytest.mark.usefixtures("world_size")
-def test_what_is_only_slower_is_not_found(mutation: Mutation) -> None:
-    assert not find(mutation).violations
-
-
-def test_every_line_that_orders_streams_is_broken_once() -> None:
-    source = inspect.getsource(unsharded).splitlines()
-    orders = re.compile(r"wait_event|wait_stream|record_event|synchronize|device\.stream\(|_users\[|_copied = self")
-    rows, first = inspect.getsourcelines(DeviceStreams)
-    last = first + len(rows) - 1
-    lines = {index for index in range(first, last) if orders.search(source[index])}
-    broken: set[int] = set()
-    for mutation in (*MUTATIONS, *OF_SECONDARY):
-        edited = mutated_source(mutation)[unsharded].splitlines()
-        for tag, start, stop, _, _ in difflib.SequenceMatcher(None, source, edited, autojunk=False).get_opcodes():
-            if tag in {"delete", "replace"}:
-                broken.update(range(start, stop))
-    assert len(lines) > 10
-    assert [source[index].strip() for index in sorted(lines - broken)] == []
+    text = EXPECTED.get(mutation.name, "")
+    assert any(text in found for found in find(mutation))

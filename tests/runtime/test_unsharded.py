@@ -85,12 +85,9 @@ def slopes(is_sharded: bool, policy: bool) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_graph_of_a_backward_through_frozen_parameters_alone_can_be_differentiated(
-    world_size: int, policy: bool
-) -> None:
+def test_a_graph_of_a_backward_through_frozen_parameters_alone_can_be_differentiated(policy: bool) -> None:
     expected, _ = slopes(False, policy)
-    for found, left in run_threads(slopes, world_size, True, policy):
+    for found, left in run_threads(slopes, 2, True, policy):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
         assert left == 0
@@ -133,9 +130,8 @@ def forwards_without_gradients(options: dict[str, Any], how: str) -> tuple[list[
     return gathers[1:], is_right
 
 
-@pytest.mark.parametrize("how", ["no_grad", "inference", "data"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_forwards_without_gradients_gather_once_where_parameters_are_to_stay(world_size: int, how: str) -> None:
+@pytest.mark.parametrize(("how", "world_size"), [("no_grad", 1), ("inference", 2), ("data", 3)])
+def test_forwards_without_gradients_gather_once_where_parameters_are_to_stay(how: str, world_size: int) -> None:
     options: list[dict[str, Any]] = [{"reshard_after_forward": False}, {"strategy": "SHARD_GRAD_OP"}]
     for one in options:
         for gathers, is_right in run_threads(forwards_without_gradients, world_size, one, how):
@@ -171,10 +167,9 @@ def train_with_arrays(policy: str, moment: str, *, is_annotated: bool) -> list[t
     return [param.full_tensor() if is_annotated else param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("moment", ["forward", "unshard", "unshard_params"])
 @pytest.mark.parametrize("policy", ["each", "whole"])
-def test_arrays_of_unsharded_parameters_leave_training_as_it_is(policy: str, moment: str, world_size: int) -> None:
+def test_arrays_of_unsharded_parameters_leave_training_as_it_is(policy: str, moment: str) -> None:
     expected = train_with_arrays(policy, moment, is_annotated=False)
-    for found in run_threads(train_with_arrays, world_size, policy, moment, is_annotated=True):
+    for found in run_threads(train_with_arrays, 2, policy, moment, is_annotated=True):
         torch.testing.assert_close(found, expected)

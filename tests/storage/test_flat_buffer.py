@@ -44,19 +44,16 @@ def reduced_and_made(widths: list[int], max_buffers: int | None = None) -> tuple
     return len(transport.sources), len({source.data_ptr() for source in transport.sources})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_blocks_of_equal_layout_share_their_gradient_buffers(world_size: int) -> None:
-    assert run_threads(reduced_and_made, world_size, [DIM] * 7) == [(6, GRADIENT_BUFFERS)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_blocks_of_other_layout_have_their_own(world_size: int) -> None:
-    widths = [DIM + number for number in range(7)]
-    assert run_threads(reduced_and_made, world_size, widths) == [(6, 6)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("max_buffers", [1, 2, 4, 9])
-def test_as_many_gradient_buffers_are_alive_as_the_user_allows(max_buffers: int, world_size: int) -> None:
-    expected = (6, min(6, max_buffers))
-    assert run_threads(reduced_and_made, world_size, [DIM] * 7, max_buffers) == [expected] * world_size
+@pytest.mark.parametrize(
+    ("widths", "max_buffers", "made"),
+    [
+        ([DIM] * 7, None, GRADIENT_BUFFERS),
+        # Of other layout, each has its own.
+        ([DIM + number for number in range(7)], None, 6),
+        *(([DIM] * 7, most, min(6, most)) for most in (1, 2, 4, 9)),
+    ],
+)
+def test_blocks_of_equal_layout_share_as_many_gradient_buffers_as_the_user_allows(
+    widths: list[int], max_buffers: int | None, made: int
+) -> None:
+    assert run_threads(reduced_and_made, 2, widths, max_buffers) == [(6, made)] * 2

@@ -4,7 +4,6 @@ Each path is a dozen lines of a test, put in the place of a handle's own,
 and trains like one process.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,8 +46,8 @@ def annotated() -> nn.Module:
     return fully_shard(make_model("mlp"), policy=BLOCK_CLASSES)
 
 
-def train(model: nn.Module, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> Run:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=LR)
+def train(model: nn.Module, steps: int = 3) -> Run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(steps):
         args, kwargs = inputs_of(model, step, dist.get_rank())
         loss_of(model(*args, **kwargs)).backward()
@@ -80,10 +79,9 @@ def train_in_half_precision() -> tuple[Run, dict[str, int], dict[str, int]]:
     return run, {record.key: record.bytes for record in records}, sent
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_hook_on_the_path_halves_what_is_sent(world_size: int) -> None:
-    reference = train_reference("mlp", world_size, steps=1)
-    for run, sent, whole in run_threads(train_in_half_precision, world_size):
+def test_a_hook_on_the_path_halves_what_is_sent() -> None:
+    reference = train_reference("mlp", 3, steps=1)
+    for run, sent, whole in run_threads(train_in_half_precision, 3):
         assert sent and {key: 2 * size for key, size in sent.items()} == whole
         assert_equal_params(run.params, reference.params, tolerance=1e-3)
         # It is bfloat16 that was sent: float32 would be equal to the last bits.
@@ -101,43 +99,9 @@ def train_from_afar() -> tuple[Run, list[int]]:
     return train(model), [flat.routes.gather_path.fetched for flat in flats_of(model)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_gather_goes_through_the_path(world_size: int) -> None:
-    reference = train_reference("mlp", world_size)
-    for run, fetched in run_threads(train_from_afar, world_size):
+def test_every_gather_goes_through_the_path() -> None:
+    reference = train_reference("mlp", 3)
+    for run, fetched in run_threads(train_from_afar, 3):
         assert_equal_params(run.params, reference.params, tolerance=1e-6)
         # Three forwards and backwards; the root stays unsharded from one to the other.
         assert set(fetched) == {3, 6}
-
-
-# An error on the way
-
-
-def test_a_path_that_fails_leaves_the_next_step_right() -> None:
-    reference = train_reference("mlp", 2)
-    for run in run_threads(fail_once, 2):
-        assert_equal_params(run.params, reference.params, tolerance=1e-6)
-
-
-class FailsOnce:
-    def __init__(self, inner: GradientPath) -> None:
-        self.inner = inner
-        self.is_due = True
-
-    def begin(self, source: torch.Tensor) -> Reduction:
-        if self.is_due:
-            self.is_due = False
-            raise ConnectionError("the link is down")
-        return self.inner.begin(source)
-
-
-def fail_once() -> Run:
-    model = annotated()
-    flat = flats_of(model)[-1]
-    flat.routes.gradient_path = FailsOnce(flat.routes.gradient_path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    args, kwargs = inputs_of(model, 0, dist.get_rank())
-    with pytest.raises(ConnectionError):
-        loss_of(model(*args, **kwargs)).backward()
-    optimizer.zero_grad()
-    return train(model, optimizer=optimizer)

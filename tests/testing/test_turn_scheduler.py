@@ -35,14 +35,11 @@ def train(rank: int, checkpointed: bool) -> list[torch.Tensor]:
     return [param.full_tensor().detach() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_a_reentrant_backward_runs_in_the_thread_of_its_rank(world_size: int) -> None:
-    torch.testing.assert_close(simulate(world_size, train, True), simulate(world_size, train, False))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_turns_gives_the_same_numbers(seed: int) -> None:
-    torch.testing.assert_close(simulate(3, train, False, seed=seed), simulate(3, train, False), rtol=0, atol=0)
+def test_a_reentrant_backward_runs_in_the_thread_of_its_rank_in_any_order_of_turns() -> None:
+    expected = simulate(3, train, False)
+    torch.testing.assert_close(simulate(3, train, True), expected)
+    for seed in range(4):
+        torch.testing.assert_close(simulate(3, train, False, seed=seed), expected, rtol=0, atol=0)
 
 
 def record_turns(rank: int, seen: list[int]) -> None:
@@ -102,7 +99,7 @@ def random_program(rank: int, seed: int) -> list[float]:
     return [value for _, result in started for value in result.tolist()]
 
 
-@pytest.mark.parametrize("program", range(6))
+@pytest.mark.parametrize("program", range(3))
 def test_random_programs_give_the_same_under_random_turns_and_delays(program: int) -> None:
     size = 3 + program % 2
     expected = simulate(size, random_program, 2 * program)
@@ -128,7 +125,7 @@ def in_background(rank: int) -> list[float]:
     return [value.item() for value in values]
 
 
-@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("seed", [None, 1])
 def test_threads_of_a_rank_take_turns_and_communicate(seed: int | None) -> None:
     assert simulate(3, in_background, seed=seed) == [[3.0, 6.0]] * 3
 
@@ -180,6 +177,7 @@ def test_what_a_thread_raises_reaches_its_rank_and_ends_the_run() -> None:
 
 def daemon(rank: int) -> list[str]:
     said = []
+    group = dist.new_group()
 
     def communicate() -> None:
         try:
@@ -187,7 +185,6 @@ def daemon(rank: int) -> list[str]:
         except (UsageError, ValueError) as error:
             said.append(str(error))
 
-    group = dist.new_group()
     thread = threading.Thread(target=communicate, daemon=True)
     thread.start()
     thread.join()
