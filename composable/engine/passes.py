@@ -278,12 +278,12 @@ class Backwards:
 
     def reset(self) -> None:
         """Begin anew, from whatever state an exception at any line has left; it may cut this short too."""
-        self.tidy_up()
+        self.tidy_up(keeps_running=False)
         self._step.first_nodes.clear()
         self._step.running.clear()
 
-    def tidy_up(self) -> None:
-        """Forget the forwards and backwards so far, but for a forward that is running around the backward."""
+    def tidy_up(self, *, keeps_running: bool = True) -> None:
+        """Forget the forwards and backwards so far, or all but a forward that is running around the backward."""
         step = self._step
         for listener in step.listeners:
             is_kept = any(handle.accumulated.awaits_copies for handle in step.handles)
@@ -294,7 +294,10 @@ class Backwards:
         step.streams.end_backward()
         step.unsharded.free_retained(always=True)
         for handle in tuple(step.unsharded.members):
-            step.reshard_unless_running(handle)
+            if keeps_running:
+                step.reshard_unless_running(handle)
+            else:
+                step.unsharded.reshard(handle)
         for handle, own in step.steps.items():
             own.end_step()
             handle.accumulated.drop()
