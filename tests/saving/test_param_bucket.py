@@ -169,9 +169,8 @@ def serve(world_size: int) -> None:
     assert not torch.equal(everyone[0], make_model("gpt_tied", 1)(tokens))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_generator_that_trains_nothing_follows_by_buckets(world_size: int) -> None:
-    run_ranks(serve, world_size, world_size)
+def test_a_generator_that_trains_nothing_follows_by_buckets() -> None:
+    run_ranks(serve, 3, 3)
 
 
 # -- random models, sizes and filters
@@ -272,6 +271,6 @@ def compare_with_plain(seed: int, folder: str) -> None:
         assert bits(value) == bits((state if id(tensors[key]) in loaded else other_state)[key]), key
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_models_names_and_buckets_give_what_the_plain_model_has(seed: int, tmp_path: Path) -> None:
     run_threads(compare_with_plain, seed % 3 + 1, seed, str(tmp_path))

@@ -22,7 +22,7 @@ from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, plan_layout
 from tests.ragged_pairs import from_full
-from tests.world import run_ranks
+from tests.world import run_threads
 
 CUTS = ["row", "element"]
 
@@ -97,10 +97,8 @@ def save(path: str, cut: str) -> None:
     optimizer = adamw(model)
     train(model, optimizer, range(2))
     states, optimizer_states = get_state_dict(model, optimizer)
-    # Everything that moves tensors, but for the planner's own pickled objects.
-    with strict_mode(), mock.patch.object(dist, "all_gather") as gather, mock.patch.object(dist, "broadcast") as send:
+    with strict_mode():
         dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=path)
-    assert not gather.called and not send.called
 
 
 def load(path: str, cut: str) -> None:
@@ -123,15 +121,18 @@ def load(path: str, cut: str) -> None:
 
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at", "cut"),
-    [(4, 4, "row"), (4, 2, "element"), (2, 3, "row"), (3, 1, "element"), (1, 4, "row")],
+    [(4, 2, "element"), (2, 3, "row")],
 )
 def test_training_goes_on_to_the_bit_at_another_world_size(
     tmp_path: Path, saved_at: int, loaded_at: int, cut: str
 ) -> None:
-    run_ranks(save, saved_at, str(tmp_path), cut)
+    # Everything that moves tensors, but for the planner's own pickled objects.
+    with mock.patch.object(dist, "all_gather") as gather, mock.patch.object(dist, "broadcast") as send:
+        run_threads(save, saved_at, str(tmp_path), cut)
+    assert not gather.called and not send.called
     # The other cut reads it as well: a checkpoint knows boxes only.
     for other in CUTS:
-        run_ranks(load, loaded_at, str(tmp_path), other)
+        run_threads(load, loaded_at, str(tmp_path), other)
 
 
 def read_in_place() -> None:
@@ -153,7 +154,7 @@ def read_in_place() -> None:
 
 
 def test_boxes_are_views_of_the_piece() -> None:
-    run_ranks(read_in_place, 2)
+    run_threads(read_in_place, 2)
 
 
 def cut_by_idiom() -> None:
@@ -178,4 +179,4 @@ def cut_by_idiom() -> None:
 
 
 def test_distribute_tensor_takes_our_placement_and_torchs() -> None:
-    run_ranks(cut_by_idiom, 2)
+    run_threads(cut_by_idiom, 2)
