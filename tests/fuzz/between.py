@@ -81,25 +81,18 @@ class Action:
     """
 
     run: Callable[[Between], None]
-    keeps_model: bool
-    keeps_annotation: bool
-    needs_sharded: bool
-    needs_copies: bool
+    keeps_model: bool = True
+    keeps_annotation: bool = True
+    needs_sharded: bool = False
+    needs_copies: bool = False
 
 
 ACTIONS: dict[str, Action] = {}
 
 
-def action(
-    name: str,
-    *,
-    keeps_model: bool = True,
-    keeps_annotation: bool = True,
-    needs_sharded: bool = False,
-    needs_copies: bool = False,
-) -> Callable[[Callable[[Between], None]], Callable[[Between], None]]:
+def action(name: str, **options: bool) -> Callable[[Callable[[Between], None]], Callable[[Between], None]]:
     def register(run: Callable[[Between], None]) -> Callable[[Between], None]:
-        ACTIONS[name] = Action(run, keeps_model, keeps_annotation, needs_sharded, needs_copies)
+        ACTIONS[name] = Action(run, **options)
         return run
 
     return register
@@ -178,12 +171,16 @@ def edit_pieces(on: Between) -> None:
     on.scale(0.9)
 
 
+def forget_losses(model: nn.Module) -> None:
+    """Drop what a backward that stopped early has left in modules, which a deep copy would refuse."""
+    for module in model.modules():
+        if isinstance(getattr(module, "loss", None), torch.Tensor):
+            module.loss = None  # type: ignore[assignment]
+
+
 @action("deepcopy with optimizer", keeps_model=False)
 def deep_copy(on: Between) -> None:
-    for module in on.model.modules():
-        # A backward that stopped early leaves it.
-        if isinstance(getattr(module, "loss", None), torch.Tensor):
-            module.loss = None
+    forget_losses(on.model)
     grads = [param.grad for param in on.model.parameters()]
     on.model, on.optimizer = copy.deepcopy((on.model, on.optimizer))
     # Of a plain module deepcopy drops them, and of what an annotation leaves alone.
@@ -257,9 +254,7 @@ def annotate_anew(on: Between) -> None:
 @action("annotate a copy", keeps_model=False)
 def copy_and_drop(on: Between) -> None:
     if not on.is_plain:
-        for module in on.model.modules():
-            if isinstance(getattr(module, "loss", None), torch.Tensor):
-                module.loss = None
+        forget_losses(on.model)
         twin: Any = copy.deepcopy(on.model)
         call = Call(0, on.number)
         loss = twin(torch.randn(BATCH, twin.inp.in_features), call).sum()

@@ -1,7 +1,7 @@
 """Runs each of several situations for many steps, and shows whether anything grows.
 
     python -m tests.fuzz.soak --steps 1000
-    python -m tests.fuzz.soak --steps 1000 --ranks processes --only "deep copies"
+    python -m tests.fuzz.soak --steps 1000 --ranks processes --only "sharded"
 
 Live tensors, their bytes, Python objects, threads, file descriptors and resident memory are counted after some steps
 and at the end.
@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -48,7 +48,7 @@ from composable import (
 )
 from tests.world import run_ranks, run_threads
 
-__all__ = ["SITUATIONS", "Count", "Soaked", "main", "soak", "table"]
+__all__ = ["SITUATIONS", "Count", "Soaked", "main", "soak"]
 
 WIDTH = 8
 # With fewer steps, caches that fill are more than what grows.
@@ -325,49 +325,29 @@ def models_that_go(on: Trainee) -> None:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is done in every step, how the model is annotated, and what is done once, after that."""
+    """How the model is annotated, what is done in every step, one after the other, and what is done once before."""
 
-    run: Callable[[Trainee], None]
     annotate: Callable[[nn.Module], None]
+    runs: tuple[Callable[[Trainee], None], ...]
     begin: Callable[[Trainee], object] = lambda on: None
 
 
+ANYWHERE = (without_sync, raises_in_backward, state_dicts, dropped_forwards, deep_copies, annotate_anew, models_that_go)
 SITUATIONS = {
-    "plain step": Situation(plain, by_policy),
-    "plain step, replicate": Situation(plain, whole),
-    "replicate in sharded": Situation(plain, mixed),
-    "no_sync": Situation(without_sync, by_policy),
-    "no_sync, replicate": Situation(without_sync, whole),
-    "forward raises": Situation(raises_in_forward, by_policy),
-    "backward raises": Situation(raises_in_backward, by_policy),
-    "backward raises, mixed": Situation(raises_in_backward, mixed),
-    "state dicts": Situation(state_dicts, by_policy),
-    "state dicts, mixed": Situation(state_dicts, mixed),
-    "dropped forwards": Situation(dropped_forwards, by_policy),
-    "dropped forwards, mixed": Situation(dropped_forwards, mixed),
-    "eval with and without grad": Situation(evaluation, by_policy),
-    "deep copies": Situation(deep_copies, by_policy),
-    "deep copies, mixed": Situation(deep_copies, mixed),
-    "annotate, unannotate": Situation(annotate_anew, by_policy),
-    "annotate, unannotate, mixed": Situation(annotate_anew, mixed),
-    "micro batches": Situation(micro_batches, by_policy),
-    "micro batches, replicate": Situation(micro_batches, whole),
-    "activation checkpointing": Situation(checkpointed, by_policy),
-    "models that go": Situation(models_that_go, by_policy),
-    "models that go, replicate": Situation(models_that_go, whole),
-    "low precision, replicate": Situation(plain, in_low_precision),
-    "low precision raises": Situation(raises_in_backward, in_low_precision),
-    "step in backward, replicate": Situation(backward_alone, whole, lambda on: step_in_backward(on.optimizer)),
-    "static graph": Situation(plain, static),
-    "static graph, reentrant": Situation(reentrant, static),
-    "sparse gradients": Situation(unclipped, with_table, by_sgd),
-    "uneven inputs": Situation(uneven_inputs, whole),
-    "uneven inputs, sparse": Situation(uneven_inputs, with_table, by_sgd),
-    "delayed all-reduce": Situation(plain, delayed),
-    "missing gradients": Situation(missing_gradients, strict),
-    "state of a hook": Situation(plain, whole, with_power_sgd),
-    "hooks that come and go": Situation(hooks_that_come_and_go, whole),
-    "other process groups": Situation(other_groups, whole, with_groups),
+    "sharded": Situation(by_policy, (plain, *ANYWHERE, raises_in_forward, evaluation, micro_batches, checkpointed)),
+    "replicated": Situation(
+        whole, (plain, without_sync, micro_batches, models_that_go, uneven_inputs, hooks_that_come_and_go)
+    ),
+    "replicated and sharded": Situation(mixed, (plain, *ANYWHERE)),
+    "low precision": Situation(in_low_precision, (plain, raises_in_backward)),
+    "step in backward": Situation(whole, (backward_alone,), lambda on: step_in_backward(on.optimizer)),
+    "static graph": Situation(static, (plain,)),
+    "static graph, reentrant": Situation(static, (reentrant,)),
+    "sparse gradients": Situation(with_table, (unclipped, uneven_inputs), by_sgd),
+    "delayed all-reduce": Situation(delayed, (plain,)),
+    "missing gradients": Situation(strict, (missing_gradients,)),
+    "state of a hook": Situation(whole, (plain,), with_power_sgd),
+    "other process groups": Situation(whole, (other_groups,), with_groups),
 }
 
 
@@ -451,19 +431,9 @@ def _soak_on_a_rank(name: str, steps: int) -> tuple[Count, Count]:
             counts.append(Count.now())
             dist.barrier()
         if step < steps:
-            situation.run(on)
+            for run in situation.runs:
+                run(on)
     return counts[0], counts[1]
-
-
-def table(ended: Iterable[Soaked]) -> str:
-    """Return the counts of every situation, and what has grown."""
-    names = [one.name for one in fields(Count)]
-    lines = [f"{'':<28} {' '.join(f'{name:>18}' for name in names)}"]
-    for one in ended:
-        cells = [f"{getattr(one.first, name)} -> {getattr(one.last, name)}" for name in names]
-        growth = one.growth()
-        lines.append(f"{one.name:<28} {' '.join(f'{cell:>18}' for cell in cells)}  {'GROWS' if growth else 'level'}")
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -475,16 +445,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=list(SITUATIONS), help="one situation; may be repeated")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    ended = []
+    has_grown = False
     for name in options.only or SITUATIONS:
-        try:
-            ended.append(soak(name, options.steps, options.world_size, in_processes=options.ranks == "processes"))
-            print(table(ended[-1:]).splitlines()[-1], flush=True)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__} {str(error).strip().splitlines()[-1]}", flush=True)
-            ended.append(Soaked(name, 0, Count(0, 0, 0, 0, 0, 0), Count(1, 1, 1, 1, 1, 0)))
-    print(table(ended))
-    return int(any(one.growth() for one in ended))
+        ended = soak(name, options.steps, options.world_size, in_processes=options.ranks == "processes")
+        has_grown |= bool(ended.growth())
+        print(f"{name}: {', '.join(ended.growth()) or 'level'}; {ended.last}", flush=True)
+    return int(has_grown)
 
 
 if __name__ == "__main__":
