@@ -40,27 +40,16 @@ __all__ = ["ACTIONS", "Action", "Between"]
 
 @dataclass
 class Between:
-    """A model between two steps.
+    """A model between two steps."""
 
-    Attributes:
-        model: May be replaced.
-        optimizer: May be replaced.
-        is_plain: In one process.
-        rng: Gives the same numbers on every rank, and in one process.
-        number: Of the step before.
-        folder: Where all ranks may write.
-        annotation: How the model was annotated first.
-        other: The next way to annotate.
-    """
-
-    model: Model
-    optimizer: torch.optim.Optimizer
-    is_plain: bool
-    rng: random.Random
-    number: int
-    folder: Path
-    annotation: Annotation
-    other: Annotation
+    model: Model  # may be replaced
+    optimizer: torch.optim.Optimizer  # may be replaced
+    is_plain: bool  # in one process
+    rng: random.Random  # gives the same numbers on every rank, and in one process
+    number: int  # of the step before
+    folder: Path  # where all ranks may write
+    annotation: Annotation  # how the model was annotated first
+    other: Annotation  # the next way to annotate
 
     def scale(self, factor: float) -> None:
         with torch.no_grad():
@@ -70,21 +59,13 @@ class Between:
 
 @dataclass(frozen=True)
 class Action:
-    """Something to do between steps.
+    """Something to do between steps."""
 
-    Attributes:
-        run: What it does.
-        keeps_model: Model and parameters stay the same objects, with their hooks.
-        keeps_annotation: The model stays annotated as it was.
-        needs_sharded: Nothing may be replicated.
-        needs_copies: For trees with options of ``replicate``.
-    """
-
-    run: Callable[[Between], None]
-    keeps_model: bool = True
-    keeps_annotation: bool = True
-    needs_sharded: bool = False
-    needs_copies: bool = False
+    run: Callable[[Between], None]  # what it does
+    keeps_model: bool = True  # model and parameters stay the same objects, with their hooks
+    keeps_annotation: bool = True  # the model stays annotated as it was
+    needs_sharded: bool = False  # nothing may be replicated
+    needs_copies: bool = False  # for trees with options of ``replicate``
 
 
 ACTIONS: dict[str, Action] = {}

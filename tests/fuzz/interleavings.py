@@ -65,21 +65,14 @@ class SharedTrunk(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """A model, how it is annotated, and which parts programs may run.
+    """A model, how it is annotated, and which parts programs may run."""
 
-    Attributes:
-        make: Makes the model.
-        annotate: Annotates it.
-        parts: What may be run.
-        is_direct: Parts are called as they are, not through the model.
-        has_no_sync: All that was kept under ``no_sync`` is reduced by the last backward. Where there are several
-            roots, one that takes no part in it keeps its gradients for its own next one.
-    """
-
-    make: Callable[[], nn.Module]
-    annotate: Callable[[nn.Module, random.Random], None]
-    parts: tuple[str, ...]
-    is_direct: bool = False
+    make: Callable[[], nn.Module]  # makes the model
+    annotate: Callable[[nn.Module, random.Random], None]  # annotates it
+    parts: tuple[str, ...]  # what may be run
+    is_direct: bool = False  # parts are called as they are, not through the model
+    # all that was kept under ``no_sync`` is reduced by the last backward. Where there are several roots, one that takes
+    # no part in it keeps its gradients for its own next one.
     has_no_sync: bool = False
 
 
@@ -149,25 +142,15 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One forward, or one backward.
+    """One forward, or one backward."""
 
-    Attributes:
-        name: ``forward`` or ``backward``.
-        part: What runs forward.
-        source: The forward whose output is the input; -1: samples.
-        how: What becomes of that output on its way: ``as it is``, ``detached`` or ``leaf``.
-        losses: Of which forwards backward runs, at once.
-        retains: The graphs stay.
-        syncs: The backward is synchronised.
-    """
-
-    name: str
-    part: str = ""
-    source: int = -1
-    how: str = "as it is"
-    losses: tuple[int, ...] = ()
-    retains: bool = False
-    syncs: bool = True
+    name: str  # ``forward`` or ``backward``
+    part: str = ""  # what runs forward
+    source: int = -1  # the forward whose output is the input; -1: samples
+    how: str = "as it is"  # what becomes of that output on its way: ``as it is``, ``detached`` or ``leaf``
+    losses: tuple[int, ...] = ()  # of which forwards backward runs, at once
+    retains: bool = False  # the graphs stay
+    syncs: bool = True  # the backward is synchronised
 
 
 def describe(operations: list[Operation]) -> str:

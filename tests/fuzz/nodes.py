@@ -26,23 +26,14 @@ WIDTH = 4
 
 @dataclasses.dataclass
 class Call:
-    """Which forward this is, handed to every node.
+    """Which forward this is, handed to every node."""
 
-    Attributes:
-        rank: Whose samples these are.
-        step: Optimizer steps done.
-        micro: Number of the forward within the step.
-        fails: Raise in the forward, or in the backward, of the model.
-        inside: Tensors for the model to add to its output.
-        outside: Tensors for the program to add to its loss.
-    """
-
-    rank: int
-    step: int
-    micro: int = 0
-    fails: str = ""
-    inside: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    outside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    rank: int  # whose samples these are
+    step: int  # optimizer steps done
+    micro: int = 0  # number of the forward within the step
+    fails: str = ""  # raise in the forward, or in the backward, of the model
+    inside: list[torch.Tensor] = dataclasses.field(default_factory=list)  # tensors for the model to add to its output
+    outside: list[torch.Tensor] = dataclasses.field(default_factory=list)  # tensors for the program to add to its loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,26 +93,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """One kind of step.
+    """One kind of step."""
 
-    Attributes:
-        run: What it does.
-        excludes: Tags of nodes with which plain torch refuses it, or which cannot be told apart in it.
-        needs: Which parts have to be annotated themselves.
-        is_single: One backward that is synchronised, so that a hook on a parameter runs once.
-        is_reentrant: Everything runs under reentrant checkpointing.
-        is_of_one_root: A part that does not run has to hear of the backward of the others.
-        shares_features: Several backwards go through the same part, and use what the recomputes of a checkpoint left.
-        copies: What has to be replicated: "all" modules that are annotated; "whole", the model, by one call; or "".
-    """
-
-    run: Callable[[Step], None]
-    excludes: frozenset[str]
-    needs: frozenset[str]
-    is_single: bool = False
-    is_reentrant: bool = False
-    is_of_one_root: bool = False
+    run: Callable[[Step], None]  # what it does
+    excludes: frozenset[str]  # tags of nodes with which plain torch refuses it, or which cannot be told apart in it
+    needs: frozenset[str]  # which parts have to be annotated themselves
+    is_single: bool = False  # one backward that is synchronised, so that a hook on a parameter runs once
+    is_reentrant: bool = False  # everything runs under reentrant checkpointing
+    is_of_one_root: bool = False  # a part that does not run has to hear of the backward of the others
+    # several backwards go through the same part, and use what the recomputes of a checkpoint left
     shares_features: bool = False
+    # what has to be replicated: "all" modules that are annotated; "whole", the model, by one call; or ""
     copies: str = ""
 
 
