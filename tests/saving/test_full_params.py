@@ -24,8 +24,7 @@ from composable import (
     save_safetensors,
 )
 from tests.counting import counting_ranks
-from tests.live_bytes import LiveBytes
-from tests.models import Block, TinyGPT, make_model, random_tokens, seeded
+from tests.models import make_model, random_tokens
 from tests.saving.test_full_state import Odd, assert_like_plain, odd, sharded
 from tests.world import run_ranks, run_threads
 
@@ -80,20 +79,6 @@ def stop_early() -> None:
 
 def test_all_ranks_may_stop_and_go_on() -> None:
     run_threads(stop_early, 2)
-
-
-def count_bytes() -> None:
-    model = fully_shard(seeded(lambda: TinyGPT(vocab=64, dim=160, layers=8), 1), policy={Block})
-    largest = max(param.numel() * 4 for param in model.parameters())
-    for max_bytes, rank0_only in ((300_000, False), (2_000_000, False), (2_000_000, True)):
-        with LiveBytes() as live:
-            for _, value in iter_full_params(model, max_bytes=max_bytes, rank0_only=rank0_only):
-                del value
-        assert live.peak <= max_bytes + largest, (live.peak, max_bytes, largest)
-
-
-def test_bytes_stay_below_the_limit() -> None:
-    run_threads(count_bytes, 2)
 
 
 def count_messages() -> None:

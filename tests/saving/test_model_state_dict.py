@@ -31,6 +31,7 @@ from composable import (
     full_state_dict,
     fully_shard,
     save_checkpoint,
+    strict_mode,
 )
 from tests.models import BLOCK_CLASSES, make_model
 from tests.parity import full
@@ -100,7 +101,8 @@ def save(folder: str, is_plain: bool) -> None:
         optimizer = make_optimizer(model)
         train(model, optimizer, range(2))
         states, optimizer_states = get_state_dict(model, optimizer)
-        dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=f"{folder}/{name}")
+        with strict_mode():
+            dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=f"{folder}/{name}")
         on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=on_host)
         whole_optimizer = get_optimizer_state_dict(model, optimizer, options=on_host)

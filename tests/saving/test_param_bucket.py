@@ -33,23 +33,6 @@ from tests.world import run_ranks, run_threads, told
 # -- planning: no tensors
 
 
-def test_buckets_are_filled_in_order_and_aligned() -> None:
-    shapes = [
-        ("a", torch.float32, torch.Size([3])),
-        ("b", torch.bfloat16, torch.Size([])),
-        ("empty", torch.float32, torch.Size([0, 4])),
-        ("large", torch.uint8, torch.Size([1000])),
-        ("c", torch.float64, torch.Size([2, 2])),
-    ]
-    buckets = plan_buckets(shapes, 130)
-    found = [[(slot.fqn, slot.offset, slot.stop) for slot in one.slots] for one in buckets]
-    assert found == [[("a", 0, 12), ("b", 64, 66), ("empty", 128, 128)], [("large", 0, 1000)], [("c", 0, 32)]]
-    assert [one.nbytes for one in buckets] == [128, 1000, 32]
-    (everything,) = plan_buckets(shapes, 10_000)
-    assert [slot.offset for slot in everything.slots] == [0, 64, 128, 128, 1152]
-    assert plan_buckets([], 10) == []
-
-
 def test_a_layout_makes_views_of_bytes_and_can_be_pickled() -> None:
     shapes = [("a", torch.float32, torch.Size([2])), ("flag", torch.bool, torch.Size([1, 3]))]
     (layout,) = plan_buckets(shapes, 1000)

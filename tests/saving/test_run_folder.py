@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,6 @@ from composable import (
 )
 from composable.saving import files, run_folder
 from composable.saving.files import FileSum, SummedFiles, write_summed
-from composable.saving.run_folder import PartialCheckpoint
 from tests.world import run_ranks, run_threads, told
 
 
@@ -328,31 +325,6 @@ def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:
     assert caught.value is not None and refused is not None  # neither holds it, alive
 
 
-def test_saves_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
-    begin, lockf, found = threading.Barrier(4), fcntl.lockf, []
-
-    def begin_at_once(step: int) -> None:
-        begin.wait()
-        model = make_model()
-        found.append((PartialCheckpoint.begin(tmp_path, step, model, keep=9, discard_later=False), model))
-
-    def lock_slowly(*args: int) -> None:
-        time.sleep(0.05)  # others come in meanwhile
-        lockf(*args)
-
-    with mock.patch.object(fcntl, "lockf", lock_slowly), ThreadPoolExecutor(4) as threads:
-        for future in [threads.submit(begin_at_once, step) for step in range(4)]:
-            future.result()
-    assert len({id(one.lock) for one, _ in found}) == 1
-    # Who gives up leaves it to the others.
-    found.pop()[0].leave(remove=True)
-    assert "another run writes to" in run_ranks(meet_another_run, 1, tmp_path)[0][0]
-    while found:
-        found.pop()[0].leave(remove=True)
-    gc.collect()
-    assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
-
-
 def test_a_disk_without_locks_stops_no_save(tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -374,24 +346,6 @@ def test_a_file_of_somebody_else_is_no_lock(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write to"):
         save_checkpoint(tmp_path, 1, make_model())
     assert (tmp_path / "precious").read_text() == "precious"
-
-
-# -- what cannot be read
-
-
-def test_each_manifest_that_cannot_be_read_is_tried_once(tmp_path: Path) -> None:
-    for step in range(1, 11):
-        folder = tmp_path / f"step-{step:06d}"
-        folder.mkdir()
-        (folder / "checkpoint.json").write_text("{")
-    with (
-        mock.patch.object(run_folder, "_parse_manifest", wraps=run_folder._parse_manifest) as parsed,
-        pytest.raises(
-            ConfigError, match=r"step-000010/checkpoint.json cannot be read: .*\n.*no older whole checkpoint"
-        ),
-    ):
-        find_checkpoint(tmp_path)
-    assert parsed.call_count == 10
 
 
 # -- arguments

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -343,33 +342,6 @@ def go_on_from_pieces() -> None:
 
 def test_sharded_state_dicts_go_from_model_to_model() -> None:
     run_threads(go_on_from_pieces, 4)
-
-
-def save_with_torch(folder: str) -> None:
-    model, optimizer, *_ = trained(mesh_of(2, 2))
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-
-
-def load_with_torch(folder: str, sizes: Sizes) -> None:
-    model = annotated(mesh_of(*sizes))
-    optimizer = adamw(model)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    alone, alone_optimizer = trained_plain(2)
-    close(params_of(model), params_of(alone))
-    close(state_of(model, optimizer), state_of(alone, alone_optimizer))
-
-
-def test_torchs_checkpoints_move_between_meshes(tmp_path: Path) -> None:
-    run_threads(save_with_torch, 4, str(tmp_path))
-    run_threads(load_with_torch, 4, str(tmp_path), (2, 1, 2))
-    state = {"model": plain(1).state_dict()}
-    with pytest.warns(UserWarning, match="in a single process"):
-        dcp.load(state, checkpoint_id=tmp_path)
-    close(state["model"], dict(trained_plain(2)[0].state_dict()))
 
 
 # -- checkpoints
