@@ -5,7 +5,7 @@ part gave out, and run backward of some of the losses that are waiting, in any o
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -76,38 +76,27 @@ class Layout:
     has_no_sync: bool = False
 
 
-def _by_policy(model: nn.Module, rng: random.Random) -> None:
-    fully_shard(model, policy={nn.Linear}, options=HandleOptions(transport=_transport(rng)))
+def _shard(modules: Iterable[nn.Module], rng: random.Random, *, frees: bool = False, **options: Any) -> None:
+    """Shard modules one by one, over one way of transport; with ``frees``, each with its own rule of what is freed."""
+    handle = HandleOptions(transport=rng.choice(["process_group", "point_to_point"]))
+    for module in modules:
+        if frees:
+            options["reshard_after_forward"] = draw_freed(rng)
+        fully_shard(module, options=handle, **options)
 
 
 def _by_hand(model: nn.Module, rng: random.Random) -> None:
-    transport = _transport(rng)
-    for module in reversed(list(model.modules())):
-        if isinstance(module, nn.Linear) and rng.random() < 0.5:
-            fully_shard(module, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
-    blocks = list(dict.fromkeys(module for module in model.modules() if isinstance(module, Block)))
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
-    fully_shard(model, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
+    linears = [one for one in reversed(list(model.modules())) if isinstance(one, nn.Linear) and rng.random() < 0.5]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    _shard([*linears, *blocks, model], rng, frees=True)
 
 
-def _roots(model: nn.Module, rng: random.Random) -> None:
-    transport = _transport(rng)
-    for part in (*model.trunk, *model.heads, model.judge, model.spare):
-        if isinstance(part, Block):
-            fully_shard(part.first, options=HandleOptions(transport=transport))
-            fully_shard(part, options=HandleOptions(transport=transport))
-    fully_shard(model.trunk, options=HandleOptions(transport=transport))
+def _roots(model: Any, rng: random.Random) -> None:
+    blocks = [one for one in (*model.trunk, *model.heads, model.judge, model.spare) if isinstance(one, Block)]
+    _shard([*(part for block in blocks for part in (block.first, block)), model.trunk], rng)
 
 
-def _shared(model: nn.Module, rng: random.Random) -> None:
-    transport = _transport(rng)
-    fully_shard(model.one[0], options=HandleOptions(transport=transport))
-    fully_shard(model.one, options=HandleOptions(transport=transport))
-    fully_shard(model.two, options=HandleOptions(transport=transport))
-
-
-def _mixed(model: nn.Module, rng: random.Random) -> None:
+def _mixed(model: Any, rng: random.Random) -> None:
     for block in (*model.heads, model.judge):
         rng.choice([_replicate, fully_shard])(block)
     fully_shard(model.trunk[0])
@@ -118,23 +107,19 @@ def _replicate(module: nn.Module) -> None:
     replicate(module, find_unused_parameters=True, bucket_cap_mb=1e-4)
 
 
-def _transport(rng: random.Random) -> str:
-    return rng.choice(["process_group", "point_to_point"])
-
-
 _PARTS = ("all", "trunk", "heads.0", "heads.1", "judge")
 LAYOUTS = {
-    "root": Layout(
-        Parts,
-        lambda model, rng: fully_shard(model, options=HandleOptions(transport=_transport(rng))),
-        _PARTS,
-        has_no_sync=True,
-    ),
-    "policy": Layout(Parts, _by_policy, _PARTS, has_no_sync=True),
+    "root": Layout(Parts, lambda model, rng: _shard([model], rng), _PARTS, has_no_sync=True),
+    "policy": Layout(Parts, lambda model, rng: _shard([model], rng, policy={nn.Linear}), _PARTS, has_no_sync=True),
     "hand": Layout(Parts, _by_hand, _PARTS, has_no_sync=True),
     "parts called alone": Layout(Parts, _by_hand, ("heads.0", "heads.1", "judge", "trunk.0"), is_direct=True),
     "several roots": Layout(Parts, _roots, ("trunk", "heads.0", "heads.1", "judge"), is_direct=True),
-    "shared trunk": Layout(SharedTrunk, _shared, ("one", "two"), is_direct=True),
+    "shared trunk": Layout(
+        SharedTrunk,
+        lambda model, rng: _shard([model.one[0], model.one, model.two], rng),  # type: ignore[index, list-item]
+        ("one", "two"),
+        is_direct=True,
+    ),
     "mixed": Layout(Parts, _mixed, _PARTS),
     "replicate": Layout(Parts, lambda model, rng: _replicate(model), _PARTS, has_no_sync=True),
 }

@@ -240,20 +240,6 @@ def test_another_layout_leaves_the_state_alone(tmp_path: Path, caplog: pytest.Lo
     assert "on the model is for other ranks, cuts or buckets in" in text
 
 
-def load_one_without(folder: str) -> int:
-    model, state = make("replicate"), Feedback()
-    register_comm_hook(model, state, send_signs)
-    if dist.get_rank() == 1:
-        replicate.state(model).reducer.comm_hooks = ()  # As only a bug of the library could.
-    load_checkpoint(folder, model)
-    return state.calls
-
-
-def test_what_one_rank_leaves_alone_all_do(tmp_path: Path) -> None:
-    run_threads(save_with, 2, str(tmp_path), "replicate")
-    assert run_threads(load_one_without, 2, str(tmp_path)) == [0, 0]
-
-
 def go_without(folder: str, is_saving: bool) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -366,23 +352,6 @@ def test_what_is_no_data_is_an_error_on_every_rank_before_anything_is_written(tm
             "module '2' "
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "writer.lock"]
-
-
-def save_on_one(folder: str) -> str:
-    model, state = make("replicate"), Feedback()
-    register_comm_hook(model, state, send_signs)
-    if dist.get_rank() == 1:
-        replicate.state(model).reducer.comm_hooks = ()  # As only a bug of the library could.
-    return message(lambda: save_checkpoint(folder, 1, model))
-
-
-def test_a_state_on_one_rank_only_is_an_error_on_all(tmp_path: Path) -> None:
-    for text in run_threads(save_on_one, 2, str(tmp_path)):
-        assert text.startswith(
-            "DesyncError: the ranks call save_checkpoint or load_checkpoint with different arguments"
-        )
-        assert "send_signs with Feedback on the model has a state" in text
-    assert not list(tmp_path.glob("step-*"))
 
 
 def save_refused(folder: str) -> str:
