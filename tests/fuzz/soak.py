@@ -168,19 +168,19 @@ ACTIONS_OF_ALL = (
     *("full_state_dict, load_full_state_dict", "state_dict, load_state_dict", "optimizer's state_dict"),
     *("save_checkpoint, load_checkpoint", "iter_full_params", "unannotate, annotate, rebind_optimizer"),
 )
-COPIES = ("deepcopy with optimizer", "annotate a copy")
 SITUATIONS = {
     "sharded": Situation(
         annotation("hand"),
         (*PROGRAMS_OF_ALL, "eval between", "eval with gradients", "inference_mode", "checkpoint around all"),
-        (*ACTIONS_OF_ALL, *COPIES, "unshard_params, read", "unshard_params, edit"),
-        (models_that_go,),
+        (*ACTIONS_OF_ALL, "deepcopy with optimizer", "annotate a copy", "unshard_params, read", "unshard_params, edit"),
+        begin=models_that_go,
     ),
     "replicated": Situation(
         annotation("replicate"),
         (*PROGRAMS_OF_ALL, "copies: uneven inputs"),
-        (*ACTIONS_OF_ALL, *COPIES),
-        (models_that_go, hooks_that_come_and_go, other_groups),
+        ACTIONS_OF_ALL,
+        (hooks_that_come_and_go, other_groups, copies_that_go),
+        models_that_go,
     ),
     "replicated and sharded": Situation(
         annotation("mixed", syncs=True), PROGRAMS_OF_ALL, ACTIONS_OF_ALL, (copies_that_go,)
