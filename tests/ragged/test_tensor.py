@@ -213,7 +213,7 @@ def test_ragged_replicated_and_sharded_tensors_meet() -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@on_ranks(3)
+@on_ranks(3, run=run_ranks)
 def test_plain_operands_are_cut_like_the_whole_or_refused(cut: str) -> None:
     ragged, plain = pairs(cut)
     r, p = ragged[0].detach(), plain[0].detach()
@@ -292,7 +292,7 @@ def test_an_operation_that_users_define_later_gathers() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@on_ranks(run=run_ranks)
 def test_writing_to_a_view_writes_to_the_whole() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0].detach(), plain[0].detach().clone()
