@@ -7,7 +7,6 @@ rank. Prints as JSON what each program raised.
 """
 
 import copy
-import inspect
 import json
 import sys
 import traceback
@@ -214,7 +213,11 @@ class Bench:
 
 def train(bench: Bench) -> None:
     bench.train(bench.shard())
-    bench.train(bench.shard(policy=None, reshard_after_forward=False), flat=True)
+    bench.train(bench.shard(policy=None, reshard_after_forward=False), torch.optim.SGD)
+
+
+def train_accelerated(bench: Bench) -> None:
+    bench.train(bench.shard(), flat=True)
 
 
 def train_in_low_precision(bench: Bench) -> None:
@@ -302,16 +305,21 @@ def show_unsharded(bench: Bench) -> None:
     bench.train(low)
 
 
-def keep_after_backward_and_unshard_by_hand(bench: Bench) -> None:
+def keep_after_backward(bench: Bench) -> None:
     for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)):
         model = bench.shard(mp_policy=precision)
-        layer = model.first
-        layer.unshard(async_op=True).wait()
-        assert layer.weight.device.type == DEVICE
-        layer.reshard()
-        bench.check(model)
         model.set_reshard_after_backward(False)
         bench.train(model)
+
+
+def unshard_by_hand(bench: Bench) -> None:
+    model = bench.shard()
+    layer = model.first
+    pending = layer.unshard(async_op=True)
+    pending.wait()
+    assert layer.weight.device.type == DEVICE
+    layer.reshard()
+    bench.check(model)
 
 
 def copy_and_undo(bench: Bench) -> None:
@@ -347,12 +355,15 @@ def load_on_meta(bench: Bench) -> None:
     bench.train(model)
 
 
-def make_values_by_a_function_or_take_those_of_the_first_rank(bench: Bench) -> None:
+def make_values_by_a_function(bench: Bench) -> None:
     def fill(module: nn.Module) -> None:
         module.to_empty(device=DEVICE, recurse=False)
         module.reset_parameters()
 
     bench.train(bench.shard(bench.on_meta.pop(), param_init_fn=fill))
+
+
+def take_values_of_the_first_rank(bench: Bench) -> None:
     bench.train(bench.shard(sync_module_states=True))
 
 
@@ -374,9 +385,26 @@ def move_to_the_device(bench: Bench) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Bench], None]] = {
-    name: program
-    for name, program in list(globals().items())
-    if inspect.isfunction(program) and [*inspect.signature(program).parameters] == ["bench"]
+    program.__name__: program
+    for program in (
+        train,
+        train_accelerated,
+        train_in_low_precision,
+        accumulate,
+        clip,
+        unscale,
+        read_whole,
+        load_whole,
+        show_unsharded,
+        keep_after_backward,
+        unshard_by_hand,
+        copy_and_undo,
+        begin_on_meta,
+        load_on_meta,
+        make_values_by_a_function,
+        take_values_of_the_first_rank,
+        move_to_the_device,
+    )
 }
 POLICIES = {
     "on the device": OffloadPolicy(),
