@@ -14,19 +14,12 @@ LINK = re.compile(r"\[`(\w+)`\]\(\.\./tests/([\w/.]+)\)")
 
 
 class Row(NamedTuple):
-    """One behaviour.
+    """One behaviour."""
 
-    Attributes:
-        name: What it is called, in torch's words where it has any.
-        rule: What holds.
-        tests: Names of test functions after the path below ``tests/``, which prove it.
-        gap: What is missing, and why: it begins with "not yet" or "not here:". Empty where nothing is.
-    """
-
-    name: str
-    rule: str
-    tests: tuple[str, ...] = ()
-    gap: str = ""
+    name: str  # what it is called, in torch's words where it has any
+    rule: str  # what holds
+    tests: tuple[str, ...] = ()  # names of test functions after the path below ``tests/``, which prove it
+    gap: str = ""  # what is missing, and why: it begins with "not yet" or "not here:". Empty where nothing is.
 
 
 def proved(path: str, *names: str) -> tuple[str, ...]:

@@ -178,26 +178,6 @@ def crash_run(
     return CrashRun(seed, is_asynchronous, tuple(kills), ranks, difference)
 
 
-def table(runs: Sequence[CrashRun]) -> str:
-    """Return one row for each kill, and what the run came to."""
-    lines = [
-        "| run | saves | ranks | killed | inside a save | at step | newest before | loaded after | resumed on "
-        "| largest loss difference |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for number, run in enumerate(runs, 1):
-        following = [*(kill.ranks for kill in run.kills[1:]), run.last_ranks]
-        for index, (kill, resumed) in enumerate(zip(run.kills, following, strict=True)):
-            is_last = index == len(run.kills) - 1
-            lines.append(
-                f"| {number} | {'background' if run.is_asynchronous else 'foreground'} | {kill.ranks} "
-                f"| rank {kill.rank} | {'yes' if kill.is_inside_save else 'no'} | {kill.step} "
-                f"| {kill.checkpoint_before or '-'} | {kill.checkpoint_after or '-'} | {resumed} "
-                f"| {f'{run.difference:.1e}' if is_last else ''} |"
-            )
-    return "\n".join(lines)
-
-
 def _settings(run: Path, text: Path, steps: int) -> list[str]:
     return [*MODEL, "--steps", str(steps), "--text", str(text), "--sample-bytes", "0", "--out", str(run)]
 
@@ -287,8 +267,7 @@ def main() -> None:
             place = Path(folder) / str(seed)
             place.mkdir()
             runs.append(crash_run(seed, place, text, expected, every=args.every, most_kills=args.kills))
-            print(f"run {len(runs)}: {len(runs[-1].kills)} kills, difference {runs[-1].difference:.1e}", flush=True)
-    print(table(runs))
+            print(runs[-1], flush=True)
     kills = [kill for run in runs for kill in run.kills]
     inside = sum(kill.is_inside_save for kill in kills)
     print(f"{len(kills)} kills, {inside} inside a save; no checkpoint lost")

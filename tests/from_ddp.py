@@ -28,19 +28,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Script:
-    """A script in both forms.
+    """A script in both forms."""
 
-    Attributes:
-        path: Its file.
-        there: Its text with the wrapper.
-        here: Its text with `replicate`.
-        changes: The lines that differ, in order.
-    """
-
-    path: Path
-    there: str
-    here: str
-    changes: tuple[Change, ...]
+    path: Path  # its file
+    there: str  # its text with the wrapper
+    here: str  # its text with `replicate`
+    changes: tuple[Change, ...]  # the lines that differ, in order
 
     @property
     def changed(self) -> list[Change]:

@@ -51,15 +51,10 @@ class Job:
 
 @dataclass
 class Host:
-    """One network namespace, with an address on the wire.
+    """One network namespace, with an address on the wire."""
 
-    Attributes:
-        number: 0 or 1; 0 is where ranks meet.
-        address: On the wire.
-    """
-
-    number: int
-    address: str
+    number: int  # 0 or 1; 0 is where ranks meet
+    address: str  # on the wire
     _first: "subprocess.Popen[bytes]"
     _folder: Path
     _jobs: list[Job] = field(default_factory=list)

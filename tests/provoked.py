@@ -3,6 +3,7 @@
 Every function runs on two ranks, which both get an error, and leaves them able to go on.
 """
 
+import inspect
 import pickle
 import re
 import shutil
@@ -57,10 +58,6 @@ class Two(nn.Module):
         return self.run(self, x)
 
 
-def annotate_different_plans(_: str) -> None:
-    fully_shard(make_model(), policy={nn.Linear} if dist.get_rank() == 0 else None)(inputs())
-
-
 def skip_a_module_on_one_rank(_: str) -> None:
     def run(model: Two, x: torch.Tensor) -> torch.Tensor:
         x = model.a(x)
@@ -73,27 +70,11 @@ def skip_a_module_on_one_rank(_: str) -> None:
         set_divergence_timeout(30)
 
 
-def replicate_different_models(_: str) -> None:
-    replicate(nn.Linear(4, 2 + dist.get_rank()))
-
-
-def pass_arguments_of_the_wrapper(_: str) -> None:
-    fully_shard(make_model(), auto_wrap_policy={nn.Linear}, limit_all_gathers=True)
-
-
-def unwrap_what_is_not_wrapped(_: str) -> None:
-    replicate(make_model()).module.state_dict()
-
-
 def build_the_optimizer_too_early(_: str) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model)(inputs()).sum().backward()
     optimizer.step()
-
-
-def call_forward_itself(_: str) -> None:
-    fully_shard(make_model()).forward(inputs())
 
 
 def read_a_parameter_in_another_way(_: str) -> None:
@@ -123,10 +104,6 @@ def share_a_parameter_between_two_replicates(_: str) -> None:
     replicate(model[1])
 
 
-def wrap_what_is_replicated(_: str) -> None:
-    DistributedDataParallel(replicate(make_model()))
-
-
 def forget_an_import_for_the_blocks(_: str) -> None:
     model = make_model()
     torch_fully_shard(model[0])
@@ -137,14 +114,6 @@ def forget_an_import_for_the_root(_: str) -> None:
     model = make_model()
     fully_shard(model[0])
     torch_fully_shard(model)
-
-
-def replicate_what_is_wrapped(_: str) -> None:
-    replicate(DistributedDataParallel(make_model()))
-
-
-def add_a_module_late(_: str) -> None:
-    replicate(make_model(outputs=4)).append(nn.Linear(4, 4))(inputs())
 
 
 def tie_late(_: str) -> None:
@@ -202,10 +171,6 @@ def replicate_on_meta(_: str) -> None:
     replicate(model)
 
 
-def use_half_of_the_parameters(_: str) -> None:
-    replicate(Two(lambda model, x: model.a(x)))(inputs()).sum().backward()
-
-
 def checkpoint_with_reentrance(_: str) -> None:
     def run(model: Two, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -216,14 +181,6 @@ def checkpoint_with_reentrance(_: str) -> None:
     replicate(model, ignored_modules=[model.a])
     for _ in range(3):
         model(inputs().requires_grad_()).sum().backward()
-
-
-def cast_shards(_: str) -> None:
-    fully_shard(make_model()).half()
-
-
-def load_too_few_keys(_: str) -> None:
-    fully_shard(make_model()).load_state_dict({"0.weight": torch.ones(4, 4)})
 
 
 def load_another_model(folder: str) -> None:
@@ -242,22 +199,10 @@ def load_what_was_damaged(folder: str) -> None:
     load_checkpoint(folder, model)
 
 
-def load_from_an_empty_folder(folder: str) -> None:
-    load_checkpoint(folder, fully_shard(make_model()))
-
-
 def forget_to_resume(folder: str) -> None:
     model = fully_shard(make_model())
     save_checkpoint(folder, 20, model)
     save_checkpoint(folder, 1, model)
-
-
-def pickle_a_sharded_module(_: str) -> None:
-    pickle.dumps(fully_shard(make_model()))
-
-
-def save_pieces_with_torch(folder: str) -> None:
-    torch.save(fully_shard(make_model()).state_dict(), f"{folder}/weights.pt")
 
 
 def unfreeze_late(_: str) -> None:
@@ -266,14 +211,6 @@ def unfreeze_late(_: str) -> None:
     replicate(model)
     model[0].weight.requires_grad_(True)
     model(inputs())
-
-
-def replicate_what_is_frozen(_: str) -> None:
-    replicate(make_model().requires_grad_(False))
-
-
-def replicate_a_list_of_modules(_: str) -> None:
-    replicate(nn.ModuleList([nn.Linear(4, 4)]))
 
 
 def replicate_sparse_gradients(_: str) -> None:
@@ -295,10 +232,6 @@ def delay_for_nothing(_: str) -> None:
     replicate(model, param_to_hook_all_reduce=model[0].weight)
 
 
-def annotate_with_both(_: str) -> None:
-    replicate(fully_shard(make_model()))
-
-
 def write_to_a_copy_in_low_precision(_: str) -> None:
     model = replicate(nn.Embedding(8, 4, max_norm=0.1), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     model(torch.arange(8))
@@ -310,56 +243,41 @@ def register_two_hooks(_: str) -> None:
         register_comm_hook(model, None, default_hooks.allreduce_hook)
 
 
-MISTAKES = [
-    annotate_different_plans,
-    skip_a_module_on_one_rank,
-    replicate_different_models,
-    pass_arguments_of_the_wrapper,
-    unwrap_what_is_not_wrapped,
-    build_the_optimizer_too_early,
-    call_forward_itself,
-    read_a_parameter_in_another_way,
-    share_a_parameter_between_two_calls,
-    share_a_parameter_between_two_replicates,
-    wrap_what_is_replicated,
-    forget_an_import_for_the_blocks,
-    forget_an_import_for_the_root,
-    replicate_what_is_wrapped,
-    add_a_module_late,
-    tie_late,
-    replace_late,
-    write_between_forward_and_backward,
-    shard_with_gradients,
-    step_inside_backward,
-    forget_to_materialize,
-    forget_to_initialise,
-    replicate_on_meta,
-    use_half_of_the_parameters,
-    checkpoint_with_reentrance,
-    cast_shards,
-    load_too_few_keys,
-    load_another_model,
-    load_what_was_damaged,
-    load_from_an_empty_folder,
-    forget_to_resume,
-    pickle_a_sharded_module,
-    save_pieces_with_torch,
-    unfreeze_late,
-    replicate_what_is_frozen,
-    replicate_a_list_of_modules,
-    replicate_sparse_gradients,
-    change_a_static_graph,
-    delay_for_nothing,
-    annotate_with_both,
-    write_to_a_copy_in_low_precision,
-    register_two_hooks,
-]
+def _arguments(one: object) -> list[str]:
+    return list(inspect.signature(one).parameters) if inspect.isfunction(one) and one.__module__ == __name__ else []
+
+
+# The rest are one call each.
+MISTAKES: dict[str, Callable[[str], object]] = {
+    **{one.__name__: one for one in list(globals().values()) if {"_", "folder"} & {*_arguments(one)}},
+    "annotate_different_plans": lambda _: fully_shard(
+        make_model(), policy={nn.Linear} if dist.get_rank() == 0 else None
+    )(inputs()),
+    "replicate_different_models": lambda _: replicate(nn.Linear(4, 2 + dist.get_rank())),
+    "pass_arguments_of_the_wrapper": lambda _: fully_shard(
+        make_model(), auto_wrap_policy={nn.Linear}, limit_all_gathers=True
+    ),
+    "unwrap_what_is_not_wrapped": lambda _: replicate(make_model()).module.state_dict(),
+    "call_forward_itself": lambda _: fully_shard(make_model()).forward(inputs()),
+    "wrap_what_is_replicated": lambda _: DistributedDataParallel(replicate(make_model())),
+    "replicate_what_is_wrapped": lambda _: replicate(DistributedDataParallel(make_model())),
+    "add_a_module_late": lambda _: replicate(make_model(outputs=4)).append(nn.Linear(4, 4))(inputs()),
+    "use_half_of_the_parameters": lambda _: replicate(Two(lambda model, x: model.a(x)))(inputs()).sum().backward(),
+    "cast_shards": lambda _: fully_shard(make_model()).half(),
+    "load_too_few_keys": lambda _: fully_shard(make_model()).load_state_dict({"0.weight": torch.ones(4, 4)}),
+    "load_from_an_empty_folder": lambda folder: load_checkpoint(folder, fully_shard(make_model())),
+    "pickle_a_sharded_module": lambda _: pickle.dumps(fully_shard(make_model())),
+    "save_pieces_with_torch": lambda folder: torch.save(fully_shard(make_model()).state_dict(), f"{folder}/weights.pt"),
+    "replicate_what_is_frozen": lambda _: replicate(make_model().requires_grad_(False)),
+    "replicate_a_list_of_modules": lambda _: replicate(nn.ModuleList([nn.Linear(4, 4)])),
+    "annotate_with_both": lambda _: replicate(fully_shard(make_model())),
+}
 
 
 def messages() -> dict[str, str]:
     """Make every mistake and return what each raises here, by its name."""
     found = {}
-    for mistake in MISTAKES:
+    for name, mistake in MISTAKES.items():
         box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box)
         assert box[0] is not None
@@ -367,11 +285,9 @@ def messages() -> dict[str, str]:
             mistake(box[0])
         except Exception as error:
             text = f"{type(error).__name__}: {error}".replace(box[0], FOLDER)
-            found[mistake.__name__] = re.sub(r"provoked\.py:\d+", SCRIPT, text).replace(
-                f"in {mistake.__name__}", "in train"
-            )
+            found[name] = re.sub(r"provoked\.py:\d+", SCRIPT, text).replace(f"in {mistake.__name__}", "in train")
         else:
-            found[mistake.__name__] = "nothing was raised"
+            found[name] = "nothing was raised"
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(box[0])

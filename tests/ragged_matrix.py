@@ -48,20 +48,13 @@ MODES: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "foreach": {"fo
 
 @dataclass(frozen=True)
 class Row:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: First column of the table.
-        run: Called with the cut on every rank; returns ``EQUAL`` (or nothing) or ``REFUSED``.
-        note: Last column.
-        world_sizes: Where it is proved.
-        is_in_torch: Asked on every rank: whether torch does on its own replicated DTensors what the row needs.
-    """
-
-    name: str
-    run: Callable[[str], str | None]
-    note: str = ""
-    world_sizes: tuple[int, ...] = (2, 3, 4)
+    name: str  # first column of the table
+    run: Callable[[str], str | None]  # called with the cut on every rank; returns ``EQUAL`` (or nothing) or ``REFUSED``
+    note: str = ""  # last column
+    world_sizes: tuple[int, ...] = (2, 3, 4)  # where it is proved
+    # asked on every rank: whether torch does on its own replicated DTensors what the row needs
     is_in_torch: Callable[[], bool] = lambda: True
 
 
@@ -281,7 +274,8 @@ def compile_gather(cut: str) -> None:
     full = torch.randn(10, 6, generator=torch.Generator().manual_seed(2))
     step = 6 if cut == "row" else 7
     # One owner, and near equal pieces: gathers differ in how they send.
-    for bounds in ((0, 60, 60), (0, 5 * step, 60)):
+    rest = [60] * (dist.get_world_size() - 1)
+    for bounds in ((0, 60, *rest), (0, 5 * step, *rest)):
         torch._dynamo.reset()
         r = from_full(full, ragged_spec(cpu_mesh(), full.shape, full.dtype, bounds))
         with warnings.catch_warnings():
@@ -638,9 +632,9 @@ ROWS: list[Row] = [
         "`torch.compile` of `optimizer.step`: SGD, AdamW",
         compile_steps,
         "loop, foreach; backends aot_eager and inductor",
-        world_sizes=(2,),
+        world_sizes=(2, 3),
     ),
-    Row("`torch.compile` of operations that gather", compile_gather, world_sizes=(2,)),
+    Row("`torch.compile` of operations that gather", compile_gather, world_sizes=(2, 3)),
     Row("torch's `clip_grad_norm_`, 2-norm", clip_with_torch(2.0), "foreach: one all-reduce; else one each"),
     Row("torch's `clip_grad_norm_`, 1-norm", clip_with_torch(1.0)),
     Row("torch's `clip_grad_norm_`, inf-norm", clip_with_torch(math.inf)),

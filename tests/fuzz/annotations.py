@@ -51,29 +51,17 @@ TRANSPORTS = "auto process_group point_to_point".split()
 
 @dataclass(frozen=True)
 class Annotation:
-    """How a model is annotated; which modules exactly follows from ``seed`` and their own numbers.
+    """How a model is annotated; which modules exactly follows from ``seed`` and their own numbers."""
 
-    Attributes:
-        mode: One of ``MODES``.
-        seed: Of every choice.
-        share: Of the modules that may be annotated, how many are.
-        transport: Of what is sharded.
-        start: Where values come from.
-        is_reentrant: Somewhere in the tree there is reentrant checkpointing.
-        checkpoints: Whether modules are checkpointed by our annotation, and when: one of ``CHECKPOINTS``.
-        copies: What is asked of ``replicate``; ``None``: little.
-        replicas: How many copies there are of most of what is sharded; 0: nobody asks for any.
-    """
-
-    mode: str
-    seed: int
-    share: float
-    transport: str
-    start: str
-    is_reentrant: bool
-    checkpoints: str = "none"
-    copies: Copies | None = None
-    replicas: int = 0
+    mode: str  # one of ``MODES``
+    seed: int  # of every choice
+    share: float  # of the modules that may be annotated, how many are
+    transport: str  # of what is sharded
+    start: str  # where values come from
+    is_reentrant: bool  # somewhere in the tree there is reentrant checkpointing
+    checkpoints: str = "none"  # whether modules are checkpointed by our annotation, and when: one of ``CHECKPOINTS``
+    copies: Copies | None = None  # what is asked of ``replicate``; ``None``: little
+    replicas: int = 0  # how many copies there are of most of what is sharded; 0: nobody asks for any
 
     def __str__(self) -> str:
         start = "" if self.start == "values" else f", starts on the meta device ({self.start})"

@@ -40,27 +40,16 @@ __all__ = ["ACTIONS", "Action", "Between"]
 
 @dataclass
 class Between:
-    """A model between two steps.
+    """A model between two steps."""
 
-    Attributes:
-        model: May be replaced.
-        optimizer: May be replaced.
-        is_plain: In one process.
-        rng: Gives the same numbers on every rank, and in one process.
-        number: Of the step before.
-        folder: Where all ranks may write.
-        annotation: How the model was annotated first.
-        other: The next way to annotate.
-    """
-
-    model: Model
-    optimizer: torch.optim.Optimizer
-    is_plain: bool
-    rng: random.Random
-    number: int
-    folder: Path
-    annotation: Annotation
-    other: Annotation
+    model: Model  # may be replaced
+    optimizer: torch.optim.Optimizer  # may be replaced
+    is_plain: bool  # in one process
+    rng: random.Random  # gives the same numbers on every rank, and in one process
+    number: int  # of the step before
+    folder: Path  # where all ranks may write
+    annotation: Annotation  # how the model was annotated first
+    other: Annotation  # the next way to annotate
 
     def scale(self, factor: float) -> None:
         with torch.no_grad():
@@ -70,36 +59,21 @@ class Between:
 
 @dataclass(frozen=True)
 class Action:
-    """Something to do between steps.
+    """Something to do between steps."""
 
-    Attributes:
-        run: What it does.
-        keeps_model: Model and parameters stay the same objects, with their hooks.
-        keeps_annotation: The model stays annotated as it was.
-        needs_sharded: Nothing may be replicated.
-        needs_copies: For trees with options of ``replicate``.
-    """
-
-    run: Callable[[Between], None]
-    keeps_model: bool
-    keeps_annotation: bool
-    needs_sharded: bool
-    needs_copies: bool
+    run: Callable[[Between], None]  # what it does
+    keeps_model: bool = True  # model and parameters stay the same objects, with their hooks
+    keeps_annotation: bool = True  # the model stays annotated as it was
+    needs_sharded: bool = False  # nothing may be replicated
+    needs_copies: bool = False  # for trees with options of ``replicate``
 
 
 ACTIONS: dict[str, Action] = {}
 
 
-def action(
-    name: str,
-    *,
-    keeps_model: bool = True,
-    keeps_annotation: bool = True,
-    needs_sharded: bool = False,
-    needs_copies: bool = False,
-) -> Callable[[Callable[[Between], None]], Callable[[Between], None]]:
+def action(name: str, **options: bool) -> Callable[[Callable[[Between], None]], Callable[[Between], None]]:
     def register(run: Callable[[Between], None]) -> Callable[[Between], None]:
-        ACTIONS[name] = Action(run, keeps_model, keeps_annotation, needs_sharded, needs_copies)
+        ACTIONS[name] = Action(run, **options)
         return run
 
     return register
@@ -178,12 +152,16 @@ def edit_pieces(on: Between) -> None:
     on.scale(0.9)
 
 
+def forget_losses(model: nn.Module) -> None:
+    """Drop what a backward that stopped early has left in modules, which a deep copy would refuse."""
+    for module in model.modules():
+        if isinstance(getattr(module, "loss", None), torch.Tensor):
+            module.loss = None  # type: ignore[assignment]
+
+
 @action("deepcopy with optimizer", keeps_model=False)
 def deep_copy(on: Between) -> None:
-    for module in on.model.modules():
-        # A backward that stopped early leaves it.
-        if isinstance(getattr(module, "loss", None), torch.Tensor):
-            module.loss = None
+    forget_losses(on.model)
     grads = [param.grad for param in on.model.parameters()]
     on.model, on.optimizer = copy.deepcopy((on.model, on.optimizer))
     # Of a plain module deepcopy drops them, and of what an annotation leaves alone.
@@ -257,9 +235,7 @@ def annotate_anew(on: Between) -> None:
 @action("annotate a copy", keeps_model=False)
 def copy_and_drop(on: Between) -> None:
     if not on.is_plain:
-        for module in on.model.modules():
-            if isinstance(getattr(module, "loss", None), torch.Tensor):
-                module.loss = None
+        forget_losses(on.model)
         twin: Any = copy.deepcopy(on.model)
         call = Call(0, on.number)
         loss = twin(torch.randn(BATCH, twin.inp.in_features), call).sum()

@@ -38,37 +38,21 @@ HOOKS = ["count", "scale before", "scale after", "step in backward", "tensor hoo
 
 @dataclass(frozen=True)
 class Case:
-    """One tree and what is done with it.
+    """One tree and what is done with it."""
 
-    Attributes:
-        seed: Whence it comes.
-        world_size: How many ranks.
-        tree: The trunk.
-        front: What stands before the input layer.
-        annotation: How it is annotated.
-        other: How it is annotated the next time, if it is.
-        programs: Of each step.
-        actions: After each step.
-        optimizer: One of ``OPTIMIZERS``.
-        speed: One of ``SPEEDS``.
-        clip: Whose clipping.
-        zero: What becomes of gradients after a step.
-        hooks: Hooks on parameters, if any: one of ``HOOKS``.
-    """
-
-    seed: int
-    world_size: int
-    tree: Spec
-    front: Spec | None
-    annotation: Annotation
-    other: Annotation
-    programs: tuple[str, ...]
-    actions: tuple[tuple[str, ...], ...]
-    optimizer: str
-    speed: str
-    clip: str
-    zero: str
-    hooks: str
+    seed: int  # whence it comes
+    world_size: int  # how many ranks
+    tree: Spec  # the trunk
+    front: Spec | None  # what stands before the input layer
+    annotation: Annotation  # how it is annotated
+    other: Annotation  # how it is annotated the next time, if it is
+    programs: tuple[str, ...]  # of each step
+    actions: tuple[tuple[str, ...], ...]  # after each step
+    optimizer: str  # one of ``OPTIMIZERS``
+    speed: str  # one of ``SPEEDS``
+    clip: str  # whose clipping
+    zero: str  # what becomes of gradients after a step
+    hooks: str  # hooks on parameters, if any: one of ``HOOKS``
 
     def __str__(self) -> str:
         lines = [

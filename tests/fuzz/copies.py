@@ -62,29 +62,17 @@ class Wrong(AssertionError):  # noqa: N818  # an outcome
 
 @dataclass(frozen=True)
 class Copies:
-    """What is asked of ``replicate``, in all calls alike; the rest follows from the annotation's seed.
+    """What is asked of ``replicate``, in all calls alike; the rest follows from the annotation's seed."""
 
-    Attributes:
-        finds_unused: Parameters without a gradient are accepted.
-        is_static: ``static_graph``.
-        delays: Some gradients wait for that of another parameter.
-        ignores: Some parameters are left alone, and averaged by the caller.
-        syncs: Ranks start with different values, and ``init_sync`` makes them equal.
-        buffers: How they are made equal: "", "broadcast", "own", "forward", or "both", which is refused.
-        policy: In which part of the work dtypes are lower: "", "average" or "compute".
-        steps: What steps inside backward: "", "ours" or "torch".
-        hook: Of which kind the communication hook is: "", "gradients" or "buckets".
-    """
-
-    finds_unused: bool = True
-    is_static: bool = False
-    delays: bool = False
-    ignores: bool = False
-    syncs: bool = False
-    buffers: str = ""
-    policy: str = ""
-    steps: str = ""
-    hook: str = ""
+    finds_unused: bool = True  # parameters without a gradient are accepted
+    is_static: bool = False  # ``static_graph``
+    delays: bool = False  # some gradients wait for that of another parameter
+    ignores: bool = False  # some parameters are left alone, and averaged by the caller
+    syncs: bool = False  # ranks start with different values, and ``init_sync`` makes them equal
+    buffers: str = ""  # how they are made equal: "", "broadcast", "own", "forward", or "both", which is refused
+    policy: str = ""  # in which part of the work dtypes are lower: "", "average" or "compute"
+    steps: str = ""  # what steps inside backward: "", "ours" or "torch"
+    hook: str = ""  # of which kind the communication hook is: "", "gradients" or "buckets"
 
     def __str__(self) -> str:
         return ", ".join(f"{one.name}={getattr(self, one.name)}" for one in dataclasses.fields(self) if self._has(one))

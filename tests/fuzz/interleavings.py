@@ -5,7 +5,7 @@ part gave out, and run backward of some of the losses that are waiting, in any o
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,56 +65,38 @@ class SharedTrunk(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """A model, how it is annotated, and which parts programs may run.
+    """A model, how it is annotated, and which parts programs may run."""
 
-    Attributes:
-        make: Makes the model.
-        annotate: Annotates it.
-        parts: What may be run.
-        is_direct: Parts are called as they are, not through the model.
-        has_no_sync: All that was kept under ``no_sync`` is reduced by the last backward. Where there are several
-            roots, one that takes no part in it keeps its gradients for its own next one.
-    """
-
-    make: Callable[[], nn.Module]
-    annotate: Callable[[nn.Module, random.Random], None]
-    parts: tuple[str, ...]
-    is_direct: bool = False
+    make: Callable[[], nn.Module]  # makes the model
+    annotate: Callable[[nn.Module, random.Random], None]  # annotates it
+    parts: tuple[str, ...]  # what may be run
+    is_direct: bool = False  # parts are called as they are, not through the model
+    # all that was kept under ``no_sync`` is reduced by the last backward. Where there are several roots, one that takes
+    # no part in it keeps its gradients for its own next one.
     has_no_sync: bool = False
 
 
-def _by_policy(model: nn.Module, rng: random.Random) -> None:
-    fully_shard(model, policy={nn.Linear}, options=HandleOptions(transport=_transport(rng)))
+def _shard(modules: Iterable[nn.Module], rng: random.Random, *, frees: bool = False, **options: Any) -> None:
+    """Shard modules one by one, over one way of transport; with ``frees``, each with its own rule of what is freed."""
+    handle = HandleOptions(transport=rng.choice(["process_group", "point_to_point"]))
+    for module in modules:
+        if frees:
+            options["reshard_after_forward"] = draw_freed(rng)
+        fully_shard(module, options=handle, **options)
 
 
 def _by_hand(model: nn.Module, rng: random.Random) -> None:
-    transport = _transport(rng)
-    for module in reversed(list(model.modules())):
-        if isinstance(module, nn.Linear) and rng.random() < 0.5:
-            fully_shard(module, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
-    blocks = list(dict.fromkeys(module for module in model.modules() if isinstance(module, Block)))
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
-    fully_shard(model, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
+    linears = [one for one in reversed(list(model.modules())) if isinstance(one, nn.Linear) and rng.random() < 0.5]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    _shard([*linears, *blocks, model], rng, frees=True)
 
 
-def _roots(model: nn.Module, rng: random.Random) -> None:
-    transport = _transport(rng)
-    for part in (*model.trunk, *model.heads, model.judge, model.spare):
-        if isinstance(part, Block):
-            fully_shard(part.first, options=HandleOptions(transport=transport))
-            fully_shard(part, options=HandleOptions(transport=transport))
-    fully_shard(model.trunk, options=HandleOptions(transport=transport))
+def _roots(model: Any, rng: random.Random) -> None:
+    blocks = [one for one in (*model.trunk, *model.heads, model.judge, model.spare) if isinstance(one, Block)]
+    _shard([*(part for block in blocks for part in (block.first, block)), model.trunk], rng)
 
 
-def _shared(model: nn.Module, rng: random.Random) -> None:
-    transport = _transport(rng)
-    fully_shard(model.one[0], options=HandleOptions(transport=transport))
-    fully_shard(model.one, options=HandleOptions(transport=transport))
-    fully_shard(model.two, options=HandleOptions(transport=transport))
-
-
-def _mixed(model: nn.Module, rng: random.Random) -> None:
+def _mixed(model: Any, rng: random.Random) -> None:
     for block in (*model.heads, model.judge):
         rng.choice([_replicate, fully_shard])(block)
     fully_shard(model.trunk[0])
@@ -125,23 +107,19 @@ def _replicate(module: nn.Module) -> None:
     replicate(module, find_unused_parameters=True, bucket_cap_mb=1e-4)
 
 
-def _transport(rng: random.Random) -> str:
-    return rng.choice(["process_group", "point_to_point"])
-
-
 _PARTS = ("all", "trunk", "heads.0", "heads.1", "judge")
 LAYOUTS = {
-    "root": Layout(
-        Parts,
-        lambda model, rng: fully_shard(model, options=HandleOptions(transport=_transport(rng))),
-        _PARTS,
-        has_no_sync=True,
-    ),
-    "policy": Layout(Parts, _by_policy, _PARTS, has_no_sync=True),
+    "root": Layout(Parts, lambda model, rng: _shard([model], rng), _PARTS, has_no_sync=True),
+    "policy": Layout(Parts, lambda model, rng: _shard([model], rng, policy={nn.Linear}), _PARTS, has_no_sync=True),
     "hand": Layout(Parts, _by_hand, _PARTS, has_no_sync=True),
     "parts called alone": Layout(Parts, _by_hand, ("heads.0", "heads.1", "judge", "trunk.0"), is_direct=True),
     "several roots": Layout(Parts, _roots, ("trunk", "heads.0", "heads.1", "judge"), is_direct=True),
-    "shared trunk": Layout(SharedTrunk, _shared, ("one", "two"), is_direct=True),
+    "shared trunk": Layout(
+        SharedTrunk,
+        lambda model, rng: _shard([model.one[0], model.one, model.two], rng),  # type: ignore[index, list-item]
+        ("one", "two"),
+        is_direct=True,
+    ),
     "mixed": Layout(Parts, _mixed, _PARTS),
     "replicate": Layout(Parts, lambda model, rng: _replicate(model), _PARTS, has_no_sync=True),
 }
@@ -149,25 +127,15 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One forward, or one backward.
+    """One forward, or one backward."""
 
-    Attributes:
-        name: ``forward`` or ``backward``.
-        part: What runs forward.
-        source: The forward whose output is the input; -1: samples.
-        how: What becomes of that output on its way: ``as it is``, ``detached`` or ``leaf``.
-        losses: Of which forwards backward runs, at once.
-        retains: The graphs stay.
-        syncs: The backward is synchronised.
-    """
-
-    name: str
-    part: str = ""
-    source: int = -1
-    how: str = "as it is"
-    losses: tuple[int, ...] = ()
-    retains: bool = False
-    syncs: bool = True
+    name: str  # ``forward`` or ``backward``
+    part: str = ""  # what runs forward
+    source: int = -1  # the forward whose output is the input; -1: samples
+    how: str = "as it is"  # what becomes of that output on its way: ``as it is``, ``detached`` or ``leaf``
+    losses: tuple[int, ...] = ()  # of which forwards backward runs, at once
+    retains: bool = False  # the graphs stay
+    syncs: bool = True  # the backward is synchronised
 
 
 def describe(operations: list[Operation]) -> str:

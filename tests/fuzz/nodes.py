@@ -6,10 +6,11 @@ Every node maps ``[batch, WIDTH]`` to ``[batch, WIDTH]``. What it does in a call
 
 import collections
 import dataclasses
+import functools
 import random
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -25,23 +26,14 @@ WIDTH = 4
 
 @dataclasses.dataclass
 class Call:
-    """Which forward this is, handed to every node.
+    """Which forward this is, handed to every node."""
 
-    Attributes:
-        rank: Whose samples these are.
-        step: Optimizer steps done.
-        micro: Number of the forward within the step.
-        fails: Raise in the forward, or in the backward, of the model.
-        inside: Tensors for the model to add to its output.
-        outside: Tensors for the program to add to its loss.
-    """
-
-    rank: int
-    step: int
-    micro: int = 0
-    fails: str = ""
-    inside: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    outside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    rank: int  # whose samples these are
+    step: int  # optimizer steps done
+    micro: int = 0  # number of the forward within the step
+    fails: str = ""  # raise in the forward, or in the backward, of the model
+    inside: list[torch.Tensor] = dataclasses.field(default_factory=list)  # tensors for the model to add to its output
+    outside: list[torch.Tensor] = dataclasses.field(default_factory=list)  # tensors for the program to add to its loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +96,30 @@ KINDS: dict[str, type[Node]] = {}
 
 
 def kind(
-    name: str, *, kids: tuple[int, int] = (0, 0), tags: str = "", bans: str = "", parts: str = ""
-) -> Callable[[type[Node]], type[Node]]:
-    def register(cls: type[Node]) -> type[Node]:
+    name: str, *, kids: tuple[int, int] = (0, 0), tags: str = "", bans: str = "", parts: str = "", **makes: Any
+) -> Callable[[Any], Any]:
+    """Register a class of nodes, or make one out of a forward.
+
+    Args:
+        name: Of the kind.
+        kids: Least and most of them.
+        tags: Of ``Node``.
+        bans: Of ``Node``.
+        parts: Of ``Node``.
+        **makes: Make the attributes that the forward uses, in this order.
+    """
+
+    def setup(self: Node) -> None:
+        for attribute, make in makes.items():
+            setattr(self, attribute, make())
+
+    def register(what: Any) -> Any:
+        cls = what if isinstance(what, type) else type(what.__name__, (Node,), {"forward": what, "setup": setup})
         cls.kind = name
         cls.least_kids, cls.most_kids = kids
-        cls.tags, cls.bans = frozenset(tags.split()), frozenset(bans.split())
-        cls.parts = tuple(parts.split())
+        cls.tags, cls.bans, cls.parts = frozenset(tags.split()), frozenset(bans.split()), tuple(parts.split())
         KINDS[name] = cls
-        return cls
+        return what
 
     return register
 
@@ -151,180 +158,119 @@ def param(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / 2)
 
 
+square = functools.partial(nn.Linear, WIDTH, WIDTH)
+vector, matrix = functools.partial(param, WIDTH), functools.partial(param, WIDTH, WIDTH)
+
+
+def frozen() -> nn.Module:
+    return square().requires_grad_(requires_grad=False)
+
+
 # Without anything below
 
 
-@kind("linear", parts="lin")
-class Linear(Node):
-    def setup(self) -> None:
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(self.lin(x))
+@kind("linear", parts="lin", lin=square)
+def linear(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return torch.tanh(self.lin(x))
 
 
-@kind("norm", parts="norm")
-class Norm(Node):
-    def setup(self) -> None:
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.norm(x)
+@kind("norm", parts="norm", norm=lambda: nn.LayerNorm(WIDTH))
+def norm(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.norm(x)
 
 
-@kind("mlp", parts="up down")
-class Mlp(Node):
-    def setup(self) -> None:
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+@kind("mlp", parts="up down", up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH))
+def mlp(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x + self.down(F.gelu(self.up(x)))
 
 
-@kind("scalars")
-class Scalars(Node):
-    def setup(self) -> None:
-        self.scale = nn.Parameter(torch.tensor(0.75))
-        self.shift = nn.Parameter(torch.tensor([0.25]))
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x * self.scale + self.shift
+@kind("scalars", scale=lambda: nn.Parameter(torch.tensor(0.75)), shift=lambda: nn.Parameter(torch.tensor([0.25])))
+def scalars(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x * self.scale + self.shift
 
 
-@kind("empty", parts="lin")
-class Empty(Node):
-    def setup(self) -> None:
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.nothing = nn.Parameter(torch.empty(0))
-        self.no_rows = nn.Parameter(torch.empty(0, WIDTH))
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.lin(x) + F.linear(x, self.no_rows).sum(dim=1, keepdim=True) + self.nothing.sum()
+@kind(
+    "empty", parts="lin", lin=square,
+    nothing=lambda: nn.Parameter(torch.empty(0)), no_rows=lambda: nn.Parameter(torch.empty(0, WIDTH)),
+)  # fmt: skip
+def empty(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.lin(x) + F.linear(x, self.no_rows).sum(dim=1, keepdim=True) + self.nothing.sum()
 
 
-@kind("uneven", parts="first last")
-class Uneven(Node):
-    def setup(self) -> None:
-        self.first, self.last = nn.Linear(WIDTH, 5), nn.Linear(7, WIDTH)
-        self.middle = param(7, 5)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.last(torch.tanh(F.linear(self.first(x), self.middle)))
+@kind(
+    "uneven", parts="first last",
+    first=lambda: nn.Linear(WIDTH, 5), last=lambda: nn.Linear(7, WIDTH), middle=lambda: param(7, 5),
+)  # fmt: skip
+def uneven(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.last(torch.tanh(F.linear(self.first(x), self.middle)))
 
 
-@kind("conv", parts="conv")
-class Conv(Node):
-    def setup(self) -> None:
-        self.conv = nn.Conv1d(1, 3, 3, padding=1)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + torch.tanh(self.conv(x.unsqueeze(1)).mean(1))
+@kind("conv", parts="conv", conv=lambda: nn.Conv1d(1, 3, 3, padding=1))
+def conv(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x + torch.tanh(self.conv(x.unsqueeze(1)).mean(1))
 
 
-@kind("embedding", parts="rows")
-class Embedding(Node):
-    def setup(self) -> None:
-        self.rows = nn.Embedding(WIDTH + 1, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.rows((x.detach() > 0).sum(-1))
+@kind("sparse rows", tags="sparse", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH, sparse=True))
+@kind("embedding", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH))
+def embedding(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x + self.rows((x.detach() > 0).sum(-1))
 
 
-@kind("sparse rows", tags="sparse", parts="rows")
-class SparseRows(Node):
-    """An embedding whose gradients are sparse."""
-
-    def setup(self) -> None:
-        self.rows = nn.Embedding(WIDTH + 1, WIDTH, sparse=True)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.rows((x.detach() > 0).sum(-1))
+@kind("attention", tags="fragile first_order", attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+def attention(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    y = x.unsqueeze(0)
+    return x + self.attention(y, y, y, need_weights=False)[0].squeeze(0)
 
 
-@kind("attention", tags="fragile first_order")
-class Attention(Node):
-    def setup(self) -> None:
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y = x.unsqueeze(0)
-        return x + self.attention(y, y, y, need_weights=False)[0].squeeze(0)
+@kind(
+    "encoder", tags="fragile first_order",
+    layer=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True),
+)  # fmt: skip
+def encoder(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.layer(x.unsqueeze(0)).squeeze(0)
 
 
-@kind("encoder", tags="fragile first_order")
-class Encoder(Node):
-    def setup(self) -> None:
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.layer(x.unsqueeze(0)).squeeze(0)
-
-
-@kind("gru", tags="fragile first_order", parts="gru")
-class Gru(Node):
-    def setup(self) -> None:
-        self.gru = nn.GRU(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.gru(x)[0]
+@kind("gru", tags="fragile first_order", parts="gru", gru=lambda: nn.GRU(WIDTH, WIDTH))
+def gru(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.gru(x)[0]
 
 
 @kind("tied", tags="tied")
 class Tied(Node):
     def setup(self) -> None:
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = square(), square()
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         return x + self.second(torch.tanh(self.first(x)))
 
 
-@kind("frozen", parts="lin")
-class Frozen(Node):
-    def setup(self) -> None:
-        self.lin = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.lin(x)
+@kind("frozen", parts="lin", lin=frozen)
+def frozen_layer(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x + self.lin(x)
 
 
-@kind("lora", parts="base")
-class Lora(Node):
-    def setup(self) -> None:
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
-        self.down, self.up = param(1, WIDTH), param(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+@kind("lora", parts="base", base=frozen, down=lambda: param(1, WIDTH), up=lambda: param(WIDTH, 1))
+def lora(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.base(x) + F.linear(F.linear(x, self.down), self.up)
 
 
-@kind("unused", parts="lin")
-class Unused(Node):
-    """A parameter that no forward reads, and a module that none runs."""
-
-    def setup(self) -> None:
-        self.lin, self.spare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.extra = param(3)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.lin(x)
+@kind("unused", parts="lin", lin=square, spare=lambda: nn.Linear(WIDTH, 3), extra=lambda: param(3))
+def unused(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Have a parameter that no forward reads, and a module that none runs."""
+    return x + self.lin(x)
 
 
-@kind("float32", tags="float32", parts="low")
-class Float32(Node):
-    """Another dtype than the rest."""
-
-    def setup(self) -> None:
-        self.low = nn.Linear(WIDTH, WIDTH, dtype=torch.float32)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.low(x.float()).double()
+@kind("float32", tags="float32", parts="low", low=lambda: square(dtype=torch.float32))
+def float32(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Have another dtype than the rest."""
+    return x + self.low(x.float()).double()
 
 
 @kind("buffers", parts="lin")
 class Buffers(Node):
     def setup(self) -> None:
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.lin = square()
         self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
         self.register_buffer("shift", torch.rand(WIDTH), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -335,13 +281,9 @@ class Buffers(Node):
         return self.lin(x * self.scale + self.shift)
 
 
-@kind("parametrized", tags="fragile")
-class Parametrized(Node):
-    def setup(self) -> None:
-        self.lin = weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.lin(x)
+@kind("parametrized", tags="fragile", lin=lambda: weight_norm(square()))
+def parametrized(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x + self.lin(x)
 
 
 class _Block(nn.Module):
@@ -387,82 +329,54 @@ class _Scale(torch.autograd.Function):
         return grad * w, (grad * x).sum(0)
 
 
-@kind("function")
-class Function(Node):
-    """A backward of its own."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + _Scale.apply(x, self.w)
+@kind("function", w=vector)
+def function(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Have a backward of its own."""
+    return x + _Scale.apply(x, self.w)
 
 
-@kind("param list")
-class ParamList(Node):
-    def setup(self) -> None:
-        self.rows = nn.ParameterList([param(WIDTH), param(WIDTH, WIDTH)])
-        self.named = nn.ParameterDict({"w": param(WIDTH)})
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(x * self.rows[0] @ self.rows[1]) + self.named["w"]
+@kind(
+    "param list", rows=lambda: nn.ParameterList([vector(), matrix()]), named=lambda: nn.ParameterDict({"w": vector()})
+)
+def param_list(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return torch.tanh(x * self.rows[0] @ self.rows[1]) + self.named["w"]
 
 
-@kind("twice", parts="lin")
-class Twice(Node):
-    def setup(self) -> None:
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.lin(torch.tanh(self.lin(x)))
+@kind("twice", parts="lin", lin=square)
+def twice(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.lin(torch.tanh(self.lin(x)))
 
 
-@kind("some ranks")
-class SomeRanks(Node):
-    """Which parameters are used depends on the rank."""
-
-    def setup(self) -> None:
-        self.left, self.right, self.rare = param(WIDTH, WIDTH), param(WIDTH, WIDTH), param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y = x @ (self.left if self.flip(call, by_rank=True) else self.right)
-        # No rank but the first ever uses this one, and that one not always.
-        return y + self.rare if call.rank == 0 and self.flip(call, by_rank=False) else y
+@kind("some ranks", left=matrix, right=matrix, rare=vector)
+def some_ranks(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Use parameters that depend on the rank."""
+    y = x @ (self.left if self.flip(call, by_rank=True) else self.right)
+    # No rank but the first ever uses this one, and that one not always.
+    return y + self.rare if call.rank == 0 and self.flip(call, by_rank=False) else y
 
 
-@kind("heads", parts="heads.0 heads.1")
-class Heads(Node):
-    """Which of its modules runs depends on the step."""
-
-    def setup(self) -> None:
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x + self.heads[self.flip(call, by_rank=False)](x)
+@kind("heads", parts="heads.0 heads.1", heads=lambda: nn.ModuleList(square() for _ in range(2)))
+def heads(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run one of two modules, which depends on the step."""
+    return x + self.heads[self.flip(call, by_rank=False)](x)
 
 
 # Around others
 
 
 @kind("seq", kids=(1, 3))
-class Seq(Node):
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.through(x, call)
+def seq(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return self.through(x, call)
 
 
-@kind("residual", kids=(1, 2))
-class Residual(Node):
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x * self.w + self.through(x, call)
+@kind("residual", kids=(1, 2), w=vector)
+def residual(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x * self.w + self.through(x, call)
 
 
 @kind("parallel", kids=(2, 3))
-class Parallel(Node):
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.stack([kid(x, call) for kid in self.kids]).sum(0)
+def parallel(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return torch.stack([kid(x, call) for kid in self.kids]).sum(0)
 
 
 @kind("tied across", kids=(1, 2), tags="tied")
@@ -490,55 +404,36 @@ class Alias(Node):
 
 
 @kind("chosen", kids=(2, 3))
-class Chosen(Node):
-    """One of several runs, the same on all ranks."""
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.kids[self.flip(call, by_rank=False)](x, call)
+def chosen(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run one of several, the same on all ranks."""
+    return self.kids[self.flip(call, by_rank=False)](x, call)
 
 
 @kind("loop", kids=(1, 1))
-class Loop(Node):
-    """Runs what is below as often as the step wants."""
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        for _ in range(1 + 2 * self.flip(call, by_rank=False)):
-            x = torch.tanh(self.through(x, call))
-        return x
+def loop(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run what is below as often as the step wants."""
+    for _ in range(1 + 2 * self.flip(call, by_rank=False)):
+        x = torch.tanh(self.through(x, call))
+    return x
 
 
-@kind("pass through", kids=(1, 1), tags="by_rank")
-class PassThrough(Node):
-    """Returns what is below unchanged, on some ranks."""
-
-    def setup(self) -> None:
-        self.w, self.w2 = param(WIDTH), param(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y = self.through(x, call)
-        return (y + self.w) @ self.w2 if self.flip(call, by_rank=True) else y
+@kind("pass through", kids=(1, 1), tags="by_rank", w=vector, w2=matrix)
+def pass_through(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return what is below unchanged, on some ranks."""
+    y = self.through(x, call)
+    return (y + self.w) @ self.w2 if self.flip(call, by_rank=True) else y
 
 
-@kind("wrapper", kids=(1, 1))
-class Wrapper(Node):
-    """Returns what is below unchanged, always."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.through(x * self.w, call)
+@kind("wrapper", kids=(1, 1), w=vector)
+def wrapper(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return what is below unchanged, always."""
+    return self.through(x * self.w, call)
 
 
-@kind("drop", kids=(1, 1))
-class Drop(Node):
-    """The input is the output, in some steps."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x if self.flip(call, by_rank=False) else self.through(x * self.w, call)
+@kind("drop", kids=(1, 1), w=vector)
+def drop(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return the input, in some steps."""
+    return x if self.flip(call, by_rank=False) else self.through(x * self.w, call)
 
 
 class _MaybeDropped(nn.Module):
@@ -550,85 +445,53 @@ class _MaybeDropped(nn.Module):
         return x if is_dropped else torch.tanh(x @ self.w)
 
 
-@kind("drop on some ranks", parts="dropped")
-class DropOnSomeRanks(Node):
-    """The input is the output, on some ranks."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-        self.dropped = _MaybeDropped()
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        # A tensor that no other module gave out: else the order in backward would depend on the rank.
-        return self.dropped(x * self.w, self.flip(call, by_rank=True))
+@kind("drop on some ranks", parts="dropped", w=vector, dropped=_MaybeDropped)
+def drop_on_some_ranks(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return the input, on some ranks."""
+    # A tensor that no other module gave out: else the order in backward would depend on the rank.
+    return self.dropped(x * self.w, self.flip(call, by_rank=True))
 
 
-@kind("checkpoint", kids=(1, 2), bans="thread force")
-class Checkpoint(Node):
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x * self.w + checkpoint(self.through, x, call, use_reentrant=False)
+@kind("checkpoint", kids=(1, 2), bans="thread force", w=vector)
+def checkpointed(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    return x * self.w + checkpoint(self.through, x, call, use_reentrant=False)
 
 
-@kind("reentrant", kids=(1, 2), tags="reentrant first_order", bans="thread force")
-class Reentrant(Node):
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        # Without gradients it warns.
-        run = checkpoint if x.requires_grad else _plainly
-        return x * self.w + run(self.through, x, call, use_reentrant=True)
+@kind("reentrant", kids=(1, 2), tags="reentrant first_order", bans="thread force", w=vector)
+def reentrant(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    # Without gradients it warns.
+    run = checkpoint if x.requires_grad else _plainly
+    return x * self.w + run(self.through, x, call, use_reentrant=True)
 
 
-@kind("reentrant at times", kids=(1, 1), tags="reentrant first_order", bans="thread force")
-class ReentrantAtTimes(Node):
-    """One call under reentrant checkpointing, one without, in either order."""
-
-    def setup(self) -> None:
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        run = checkpoint if x.requires_grad else _plainly
-        calls: list[Callable[[], torch.Tensor]] = [
-            lambda: run(self.through, x, call, use_reentrant=True),
-            lambda: self.through(2 * x, call),
-        ]
-        if self.flip(call, by_rank=False):
-            calls.reverse()
-        return self.lin(calls[0]() + calls[1]())
+@kind("reentrant at times", kids=(1, 1), tags="reentrant first_order", bans="thread force", lin=square)
+def reentrant_at_times(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run once under reentrant checkpointing and once without, in either order."""
+    run = checkpoint if x.requires_grad else _plainly
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: run(self.through, x, call, use_reentrant=True),
+        lambda: self.through(2 * x, call),
+    ]
+    if self.flip(call, by_rank=False):
+        calls.reverse()
+    return self.lin(calls[0]() + calls[1]())
 
 
 def _plainly(fn: Callable[..., torch.Tensor], *args: Any, use_reentrant: bool) -> torch.Tensor:
     return fn(*args)
 
 
-@kind("thread", kids=(1, 1), tags="thread", bans="compiled")
-class Thread(Node):
-    """Part of the forward runs in another thread."""
+@kind("thread", kids=(1, 1), tags="thread", bans="compiled", w=vector)
+def in_thread(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run part of the forward in another thread."""
+    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def setup(self) -> None:
-        self.w = param(WIDTH)
+    def run() -> torch.Tensor:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
+            return self.through(x, call)
 
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        result: list[Any] = []
-        has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-        def run() -> None:
-            try:
-                with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
-                    result.append(self.through(x, call))
-            except BaseException as error:
-                result.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        return x * self.w + result[0]
+    with ThreadPoolExecutor(1) as threads:
+        return x * self.w + threads.submit(run).result()
 
 
 class _Side(Node):
@@ -766,41 +629,29 @@ class HiddenBox(_Box):
     boxes = _HIDDEN_BOXES
 
 
-@kind("views", kids=(1, 1))
-class Views(Node):
-    """Returns a view of what is below, or changes it in place."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y = self.through(x * self.w, call)
-        how = self.choose("view", "slice", "in place")
-        if how == "view":
-            return y.view(-1, WIDTH)
-        # Not of a tensor that is needed for the backward of what made it.
-        return y[:, :] if how == "slice" else (y * 1.5).mul_(2)
+@kind("views", kids=(1, 1), w=vector)
+def views(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return a view of what is below, or change it in place."""
+    y = self.through(x * self.w, call)
+    how = self.choose("view", "slice", "in place")
+    if how == "view":
+        return y.view(-1, WIDTH)
+    # Not of a tensor that is needed for the backward of what made it.
+    return y[:, :] if how == "slice" else (y * 1.5).mul_(2)
 
 
 @kind("teacher", kids=(2, 2))
-class Teacher(Node):
-    """One part runs without gradients."""
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        with torch.no_grad():
-            target = self.kids[0](x, call)
-        return self.kids[1](x, call) - target
+def teacher(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run one part without gradients."""
+    with torch.no_grad():
+        target = self.kids[0](x, call)
+    return self.kids[1](x, call) - target
 
 
-@kind("cut off", kids=(1, 1))
-class CutOff(Node):
-    """What is below runs with gradients that go nowhere."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return x * self.w + self.through(x, call).detach()
+@kind("cut off", kids=(1, 1), w=vector)
+def cut_off(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run what is below with gradients that go nowhere."""
+    return x * self.w + self.through(x, call).detach()
 
 
 def _double_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -875,17 +726,12 @@ class SeveralOutputs(Node):
         return a + torch.tanh(b) * c
 
 
-@kind("force", kids=(1, 1), tags="force", bans="reentrant first_order side thread force")
-class Force(Node):
-    """The output is a derivative: a backward within the forward, and double backward later."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return x * self.w
-        at = x * self.w
-        energy = self.through(at, call).pow(2).sum()
-        (force,) = torch.autograd.grad(energy, at, create_graph=True)
-        return x + torch.tanh(force)
+@kind("force", kids=(1, 1), tags="force", bans="reentrant first_order side thread force", w=vector)
+def force(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return a derivative: a backward within the forward, and double backward later."""
+    if not torch.is_grad_enabled():
+        return x * self.w
+    at = x * self.w
+    energy = self.through(at, call).pow(2).sum()
+    (slope,) = torch.autograd.grad(energy, at, create_graph=True)
+    return x + torch.tanh(slope)

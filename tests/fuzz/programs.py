@@ -5,8 +5,8 @@ samples of each rank, and the gradients are added up.
 """
 
 import random
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -93,70 +93,44 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """One kind of step.
+    """One kind of step."""
 
-    Attributes:
-        run: What it does.
-        excludes: Tags of nodes with which plain torch refuses it, or which cannot be told apart in it.
-        needs: Which parts have to be annotated themselves.
-        is_single: One backward that is synchronised, so that a hook on a parameter runs once.
-        is_reentrant: Everything runs under reentrant checkpointing.
-        is_of_one_root: A part that does not run has to hear of the backward of the others.
-        shares_features: Several backwards go through the same part, and use what the recomputes of a checkpoint left.
-        copies: What has to be replicated: "all" modules that are annotated; "whole", the model, by one call; or "".
-    """
-
-    run: Callable[[Step], None]
-    excludes: frozenset[str]
-    needs: frozenset[str]
-    is_single: bool
-    is_reentrant: bool
-    is_of_one_root: bool
-    shares_features: bool
-    copies: str
+    run: Callable[[Step], None]  # what it does
+    excludes: frozenset[str]  # tags of nodes with which plain torch refuses it, or which cannot be told apart in it
+    needs: frozenset[str]  # which parts have to be annotated themselves
+    is_single: bool = False  # one backward that is synchronised, so that a hook on a parameter runs once
+    is_reentrant: bool = False  # everything runs under reentrant checkpointing
+    is_of_one_root: bool = False  # a part that does not run has to hear of the backward of the others
+    # several backwards go through the same part, and use what the recomputes of a checkpoint left
+    shares_features: bool = False
+    # what has to be replicated: "all" modules that are annotated; "whole", the model, by one call; or ""
+    copies: str = ""
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    name: str,
-    *,
-    excludes: str = "",
-    needs: str | tuple[str, ...] = "",
-    single: bool = False,
-    reentrant: bool = False,
-    one_root: bool = False,
-    features: bool = False,
-    copies: str = "",
+    name: str, *, excludes: str = "", needs: tuple[str, ...] = (), **options: Any
 ) -> Callable[[Callable[[Step], None]], Callable[[Step], None]]:
     def register(run: Callable[[Step], None]) -> Callable[[Step], None]:
-        PROGRAMS[name] = Program(
-            run,
-            frozenset(excludes.split()),
-            frozenset(needs.split() if isinstance(needs, str) else needs),
-            single,
-            reentrant,
-            one_root,
-            features,
-            copies,
-        )
+        PROGRAMS[name] = Program(run, frozenset(excludes.split()), frozenset(needs), **options)
         return run
 
     return register
 
 
-@program("plain", single=True)
+@program("plain", is_single=True)
 def plain(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("input with gradient", single=True)
+@program("input with gradient", is_single=True)
 def input_with_gradient(step: Step) -> None:
     step.backward(step.forward(step.x(requires_grad=True)))
 
 
-@program("several forwards, one backward", single=True)
+@program("several forwards, one backward", is_single=True)
 def several_forwards(step: Step) -> None:
     step.backward(step.forward() + step.forward() * 2)
 
@@ -186,7 +160,7 @@ def no_sync_forward(step: Step) -> None:
     step.backward(first)
 
 
-@program("no_sync, then less", one_root=True)
+@program("no_sync, then less", is_of_one_root=True)
 def no_sync_then_less(step: Step) -> None:
     with step.no_sync():
         step.backward(step.forward(head=1))
@@ -259,13 +233,13 @@ def two_losses(step: Step) -> None:
     step.backward(output.abs().mean())
 
 
-@program("several losses at once", single=True)
+@program("several losses at once", is_single=True)
 def losses_at_once(step: Step) -> None:
     losses = [step.forward(), step.forward(head=1)]
     torch.autograd.backward([loss * step._scale for loss in losses])
 
 
-@program("one backward for each head", features=True)
+@program("one backward for each head", shares_features=True)
 def multi_task(step: Step) -> None:
     call = step.call()
     features = step.model(step.x(), call, part="trunk")
@@ -274,7 +248,7 @@ def multi_task(step: Step) -> None:
         step.backward(loss, retain_graph=head == 0)
 
 
-@program("features through the model, heads as they are", needs="heads", features=True)
+@program("features through the model, heads as they are", needs=("heads",), shares_features=True)
 def heads_alone(step: Step) -> None:
     call = step.call()
     features = step.model(step.x(), call, part="trunk")
@@ -294,7 +268,7 @@ def gan(step: Step) -> None:
     step.backward(step.loss(step.model(fake, step.call(), part="head"), call))
 
 
-@program("a part first", needs="trunk")
+@program("a part first", needs=("trunk",))
 def part_first(step: Step) -> None:
     call = step.call()
     features = step.model.trunk(step.model.inp(step.x()), call)
@@ -304,7 +278,7 @@ def part_first(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("parts, one after the other", needs="trunk heads")
+@program("parts, one after the other", needs=("trunk", "heads"))
 def parts_alone(step: Step) -> None:
     call = step.call()
     features = step.model.trunk(step.model.inp(step.x()), call)
@@ -312,7 +286,7 @@ def parts_alone(step: Step) -> None:
     step.backward(sum(call.inside, loss))
 
 
-@program("a detached part", needs="trunk")
+@program("a detached part", needs=("trunk",))
 def detached_part(step: Step) -> None:
     with torch.no_grad():
         features = step.model.trunk(step.model.inp(step.x()), step.call())
@@ -357,7 +331,7 @@ def tbptt(step: Step) -> None:
         step.backward(step.loss(state, call))
 
 
-@program("recurrent", single=True)
+@program("recurrent", is_single=True)
 def recurrent(step: Step) -> None:
     state, loss = step.x(), torch.zeros(())
     for _ in range(3):
@@ -368,28 +342,16 @@ def recurrent(step: Step) -> None:
 
 
 def in_thread(fn: Callable[[], None]) -> None:
-    """Run ``fn`` in a thread of its own, and raise what it raises."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            fn()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(fn).result()
 
 
-@program("all in a thread", excludes="compiled", single=True)
+@program("all in a thread", excludes="compiled", is_single=True)
 def all_in_thread(step: Step) -> None:
     in_thread(lambda: plain(step))
 
 
-@program("backward in a thread", single=True)
+@program("backward in a thread", is_single=True)
 def backward_in_thread(step: Step) -> None:
     loss = step.forward()
     in_thread(lambda: step.backward(loss))
@@ -462,28 +424,28 @@ def backward_raises(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("checkpoint around all", excludes="thread force", single=True)
+@program("checkpoint around all", excludes="thread force", is_single=True)
 def checkpointed(step: Step) -> None:
     call = step.call()
     output = checkpoint(step.model, step.x(), call, use_reentrant=False)
     step.backward(step.loss(output, call))
 
 
-@program("reentrant checkpoint around all", excludes="thread force", reentrant=True)
+@program("reentrant checkpoint around all", excludes="thread force", is_reentrant=True)
 def reentrant(step: Step) -> None:
     call = step.call()
     output = checkpoint(step.model, step.x(requires_grad=True), call, use_reentrant=True)
     step.backward(step.loss(output, call))
 
 
-@program("saved tensors go away", single=True)
+@program("saved tensors go away", is_single=True)
 def saved_elsewhere(step: Step) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
         loss = step.forward()
     step.backward(loss)
 
 
-@program("unshard by hand", single=True)
+@program("unshard by hand", is_single=True)
 def unshard_by_hand(step: Step) -> None:
     sharded = step.sharded()
     for number, module in enumerate(sharded):
@@ -495,7 +457,7 @@ def unshard_by_hand(step: Step) -> None:
     step.backward(loss)
 
 
-@program("inside unshard_params", single=True)
+@program("inside unshard_params", is_single=True)
 def inside_unshard_params(step: Step) -> None:
     with nullcontext() if step.is_plain else unshard_params(step.model):
         step.backward(step.forward())
@@ -518,12 +480,12 @@ def backward_in_hook(step: Step) -> None:
     step.backward(first)
 
 
-@program("nothing", single=True)
+@program("nothing", is_single=True)
 def nothing(step: Step) -> None:
     pass
 
 
-@program("the second leg waits", needs=("copies of shards",), one_root=True)
+@program("the second leg waits", needs=("copies of shards",), is_of_one_root=True)
 def second_leg_waits(step: Step) -> None:
     hybrid = [module for module in step.sharded() if sharded_state_of(module).grid.is_hybrid]
     ways = [step.rng.choice(["shard", "shard", "none", "all"]) for _ in range(3)]

@@ -1,10 +1,10 @@
-"""Runs each of several situations for many steps, and shows whether anything grows.
+"""Does the same to each of several models for many steps, and shows whether anything grows.
 
     python -m tests.fuzz.soak --steps 1000
-    python -m tests.fuzz.soak --steps 1000 --ranks processes --only "deep copies"
+    python -m tests.fuzz.soak --steps 1000 --ranks processes --only "sharded"
 
-Live tensors, their bytes, Python objects, threads, file descriptors and resident memory are counted after some steps
-and at the end.
+What is done are programs and actions of the random trees. Live tensors, their bytes, Python objects, threads, file
+descriptors and resident memory are counted after some steps and at the end.
 """
 
 import argparse
@@ -12,276 +12,101 @@ import copy
 import gc
 import math
 import os
+import random
+import shutil
+import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.algorithms.join import Join
-from torch.utils.checkpoint import checkpoint
 
 from composable import (
     LowPrecisionState,
-    MixedPrecisionPolicy,
     UsageError,
-    as_ddp,
     bf16_compress_hook,
     clip_grad_norm_,
-    full_state_dict,
-    fully_shard,
-    load_full_state_dict,
-    no_sync,
-    rebind_optimizer,
     reduction_stats,
     register_comm_hook,
-    replicate,
     step_in_backward,
-    unannotate,
-    unshard_params,
     update_process_group,
 )
+from tests.fuzz.annotations import Annotation, annotate_again
+from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.copies import Copies
+from tests.fuzz.nodes import Spec
+from tests.fuzz.programs import PROGRAMS, Step
+from tests.fuzz.trees import Model
 from tests.world import run_ranks, run_threads
 
-__all__ = ["SITUATIONS", "Count", "Soaked", "main", "soak", "table"]
+__all__ = ["SITUATIONS", "Count", "Soaked", "main", "soak"]
 
-WIDTH = 8
 # With fewer steps, caches that fill are more than what grows.
 MANY = 300
 ALLOWED_KIB = 1024
 
 
-class Boom(Exception):  # noqa: N818  # not one of ours
-    """Raised on purpose."""
+def tree(*kinds: str) -> Spec:
+    """Return these kinds of nodes, one after the other."""
+    return Spec("seq", 0, tuple(Spec(name, 1 + index) for index, name in enumerate(kinds)))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.fails = ""
-        self.table: nn.Embedding | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails == "forward":
-            raise Boom
-        if self.fails == "missing":
-            return x * 1
-        if self.table is not None:
-            x = x + self.table((x.detach() > 0).sum(-1))
-        y = x + self.down(torch.tanh(self.up(x)))
-        if self.fails == "backward":
-            y.register_hook(_raise)
-        return y
+TREE = tree("mlp", "buffers", "linear", "twice")
 
 
-def _raise(grad: torch.Tensor) -> None:
-    raise Boom
-
-
-def by_policy(model: nn.Module) -> None:
-    fully_shard(model, policy={Block})
-
-
-def whole(model: nn.Module) -> None:
-    replicate(model, find_unused_parameters=True)
-
-
-def mixed(model: nn.Module) -> None:
-    """One block is replicated, one sharded, the rest sharded around both."""
-    replicate(model[0])  # type: ignore[index]
-    fully_shard(model[1])  # type: ignore[index]
-    fully_shard(model)
-
-
-# Options of replicate
-
-
-def in_low_precision(model: nn.Module) -> None:
-    replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32))
-
-
-def static(model: nn.Module) -> None:
-    replicate(model, static_graph=True)
-
-
-def with_table(model: nn.Module) -> None:
-    model[0].table = nn.Embedding(WIDTH + 1, WIDTH, sparse=True)  # type: ignore[index]
-    replicate(model)
-
-
-def delayed(model: nn.Module) -> None:
-    names = [(name, param) for name, param in model.named_parameters() if name.startswith("1.")]
-    replicate(model, delay_all_reduce_named_params=names, param_to_hook_all_reduce=model[0].up.weight)  # type: ignore[index]
-
-
-def strict(model: nn.Module) -> None:
-    replicate(model)
+def annotation(mode: str, **options: object) -> Annotation:
+    copies = Copies(**options) if options or mode == "replicate" else None  # type: ignore[arg-type]
+    return Annotation(mode, 1, 0.5, "auto", "values", is_reentrant=False, copies=copies)
 
 
 class Trainee:
-    """A model with its optimizer.
+    """A model with its optimizer, to which a situation is done in every step."""
 
-    Attributes:
-        model: What is trained.
-        optimizer: Steps it.
-        groups: Of all ranks, for ``update_process_group``.
-    """
+    def __init__(self, situation: "Situation") -> None:
+        self.situation = situation
+        self.model = Model(situation.tree)
+        annotate_again(self.model, situation.annotation)
+        assert self.model.refused == []
+        kind = torch.optim.SGD if "sparse rows" in str(situation.tree) else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=1e-3)
+        self.groups: list[dist.ProcessGroup] = []  # of all ranks, for ``update_process_group``
 
-    def __init__(self, annotate: Callable[[nn.Module], None]) -> None:
-        self.model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
-        self.annotate = annotate
-        annotate(self.model)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.groups: list[dist.ProcessGroup] = []
+    def step(self) -> Step:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return Step(self.model, step=0, rank=rank, world_size=size, seed=0, is_plain=False)
 
-    def loss(self) -> torch.Tensor:
-        return self.model(torch.randn(2, WIDTH)).square().mean()
+    def run(self, name: str) -> None:
+        PROGRAMS[name].run(self.step())
+        if "sparse rows" not in str(self.situation.tree) and not self.situation.steps_inside:
+            clip_grad_norm_(self.model.parameters(), 1.0)
+        if not self.situation.steps_inside:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    def update(self) -> None:
-        self.optimizer.step()
+    def act(self, name: str, folder: Path) -> None:
+        ways = self.situation.annotation, self.situation.annotation
+        between = Between(self.model, self.optimizer, False, random.Random(0), 0, folder, *ways)
+        ACTIONS[name].run(between)
+        self.model, self.optimizer = between.model, between.optimizer
         self.optimizer.zero_grad()
 
 
-def plain(on: Trainee) -> None:
-    on.loss().backward()
-    clip_grad_norm_(on.model.parameters(), 1.0)
-    on.update()
-
-
-def without_sync(on: Trainee) -> None:
-    with no_sync(on.model):
-        on.loss().backward()
-    on.loss().backward()
-    on.update()
-
-
-def raises_in_forward(on: Trainee) -> None:
-    _expect(on, "forward", lambda: on.loss())
-    plain(on)
-
-
-def raises_in_backward(on: Trainee) -> None:
-    _expect(on, "backward", lambda: on.loss().backward())
-    on.optimizer.zero_grad()
-    plain(on)
-
-
-def _expect(on: Trainee, fails: str, fn: Callable[[], object]) -> None:
-    block = on.model[0]
-    block.fails = fails
-    try:
-        fn()
-    except Boom:
-        return
-    finally:
-        block.fails = ""
-    raise AssertionError("nothing was raised")
-
-
-def state_dicts(on: Trainee) -> None:
-    plain(on)
-    on.model.load_state_dict(on.model.state_dict())
-    on.optimizer.load_state_dict(on.optimizer.state_dict())
-    load_full_state_dict(on.model, full_state_dict(on.model))
-    if on.annotate is by_policy:
-        with unshard_params(on.model):
-            on.model.state_dict()
-
-
-def dropped_forwards(on: Trainee) -> None:
-    on.loss()
-    plain(on)
-    on.loss()
-
-
-def evaluation(on: Trainee) -> None:
-    on.model.eval()
-    with torch.no_grad():
-        on.loss()
-    on.loss()
-    on.model.train()
-    plain(on)
-
-
-def deep_copies(on: Trainee) -> None:
-    plain(on)
-    twin = copy.copy(on)
-    twin.model, twin.optimizer = copy.deepcopy((on.model, on.optimizer))
-    if on.annotate is by_policy:
-        plain(twin)
-
-
-def annotate_anew(on: Trainee) -> None:
-    plain(on)
-    unannotate(on.model)
-    rebind_optimizer(on.optimizer, on.model)
-    on.annotate(on.model)
-    rebind_optimizer(on.optimizer, on.model)
-
-
-def micro_batches(on: Trainee) -> None:
-    waiting = [on.loss(), on.loss()]
-    for _ in range(2):
-        waiting.pop(0).backward(retain_graph=True)
-        waiting.append(on.loss())
-    for loss in waiting:
-        loss.backward()
-    on.update()
-
-
-def checkpointed(on: Trainee) -> None:
-    output = checkpoint(on.model, torch.randn(2, WIDTH), use_reentrant=False)
-    assert isinstance(output, torch.Tensor)
-    output.square().mean().backward()
-    on.update()
-
-
-def reentrant(on: Trainee) -> None:
-    x = torch.randn(2, WIDTH, requires_grad=True)
-    output = checkpoint(on.model, x, use_reentrant=True)
-    assert isinstance(output, torch.Tensor)
-    output.square().mean().backward()
-    on.update()
-
-
-def backward_alone(on: Trainee) -> None:
-    on.loss().backward()
-
-
-def by_sgd(on: Trainee) -> None:
-    on.optimizer = torch.optim.SGD(on.model.parameters(), lr=1e-3)
-
-
-def unclipped(on: Trainee) -> None:
-    on.loss().backward()
-    on.update()
-
-
-def uneven_inputs(on: Trainee) -> None:
-    with Join([as_ddp(on.model)]):
-        for _ in range(1 + dist.get_rank()):
-            unclipped(on)
+# What is no program of random trees
 
 
 def missing_gradients(on: Trainee) -> None:
-    block = on.model[0]
-    block.fails = "missing" if dist.get_rank() == 0 else ""
+    step = on.step()
     try:
-        on.loss().backward()
+        step.backward(step.forward(head=int(dist.get_rank() == 0)))
     except UsageError:
-        pass
-    else:
-        raise AssertionError("nothing was raised")
-    finally:
-        block.fails = ""
-    on.optimizer.zero_grad()
-    plain(on)
+        on.optimizer.zero_grad()
+        return
+    raise AssertionError("nothing was raised")
 
 
 def with_power_sgd(on: Trainee) -> None:
@@ -293,81 +118,87 @@ def _power_state() -> powerSGD_hook.PowerSGDState:
 
 
 def hooks_that_come_and_go(on: Trainee) -> None:
-    handle = register_comm_hook(on.model, LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
-    plain(on)
-    handle.remove()
-    handle = register_comm_hook(on.model, _power_state(), powerSGD_hook.powerSGD_hook)
-    plain(on)
-    handle.remove()
-
-
-def with_groups(on: Trainee) -> None:
-    on.groups = [dist.new_group() for _ in range(2)]
+    for state, hook in (
+        (LowPrecisionState(dist.group.WORLD), bf16_compress_hook),
+        (_power_state(), powerSGD_hook.powerSGD_hook),
+    ):
+        handle = register_comm_hook(on.model, state, hook)  # type: ignore[arg-type]
+        on.run("plain")
+        handle.remove()
 
 
 def other_groups(on: Trainee) -> None:
+    on.groups = on.groups or [dist.new_group() for _ in range(2)]
     on.groups.reverse()
     update_process_group(on.model, on.groups[0])
-    plain(on)
+    on.run("plain")
     reduction_stats(on.model, sample_rate=2)
 
 
 def models_that_go(on: Trainee) -> None:
     """Whatever was trained, or failed, is collected once it is dropped."""
-    for run in (plain, without_sync, raises_in_backward):
-        other = Trainee(on.annotate)
-        run(other)
+    for name in ("plain", "no_sync", "backward raises"):
+        other = Trainee(on.situation)
+        other.run(name)
         gone = weakref.ref(other.model)
         del other
         gc.collect()
-        assert gone() is None, f"a model is never collected after {run.__name__}"
+        assert gone() is None, f"a model is never collected after {name}"
+
+
+def copies_that_go(on: Trainee) -> None:
+    copy.deepcopy((on.model, on.optimizer))
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is done in every step, how the model is annotated, and what is done once, after that."""
+    """A model, how it is annotated, and what is done in every step, one after the other."""
 
-    run: Callable[[Trainee], None]
-    annotate: Callable[[nn.Module], None]
-    begin: Callable[[Trainee], object] = lambda on: None
+    annotation: Annotation
+    programs: tuple[str, ...] = ("plain",)
+    actions: tuple[str, ...] = ()
+    others: tuple[Callable[[Trainee], None], ...] = ()
+    begin: Callable[[Trainee], object] = lambda on: None  # done once
+    tree: Spec = TREE
+    steps_inside: bool = False  # the optimizer, in backward
 
 
+PROGRAMS_OF_ALL = ("plain", "no_sync", "forward raises", "backward raises", "dropped forward", "1F1B", "retain_graph")
+ACTIONS_OF_ALL = (
+    *("full_state_dict, load_full_state_dict", "state_dict, load_state_dict", "optimizer's state_dict"),
+    *("save_checkpoint, load_checkpoint", "iter_full_params", "unannotate, annotate, rebind_optimizer"),
+)
 SITUATIONS = {
-    "plain step": Situation(plain, by_policy),
-    "plain step, replicate": Situation(plain, whole),
-    "replicate in sharded": Situation(plain, mixed),
-    "no_sync": Situation(without_sync, by_policy),
-    "no_sync, replicate": Situation(without_sync, whole),
-    "forward raises": Situation(raises_in_forward, by_policy),
-    "backward raises": Situation(raises_in_backward, by_policy),
-    "backward raises, mixed": Situation(raises_in_backward, mixed),
-    "state dicts": Situation(state_dicts, by_policy),
-    "state dicts, mixed": Situation(state_dicts, mixed),
-    "dropped forwards": Situation(dropped_forwards, by_policy),
-    "dropped forwards, mixed": Situation(dropped_forwards, mixed),
-    "eval with and without grad": Situation(evaluation, by_policy),
-    "deep copies": Situation(deep_copies, by_policy),
-    "deep copies, mixed": Situation(deep_copies, mixed),
-    "annotate, unannotate": Situation(annotate_anew, by_policy),
-    "annotate, unannotate, mixed": Situation(annotate_anew, mixed),
-    "micro batches": Situation(micro_batches, by_policy),
-    "micro batches, replicate": Situation(micro_batches, whole),
-    "activation checkpointing": Situation(checkpointed, by_policy),
-    "models that go": Situation(models_that_go, by_policy),
-    "models that go, replicate": Situation(models_that_go, whole),
-    "low precision, replicate": Situation(plain, in_low_precision),
-    "low precision raises": Situation(raises_in_backward, in_low_precision),
-    "step in backward, replicate": Situation(backward_alone, whole, lambda on: step_in_backward(on.optimizer)),
-    "static graph": Situation(plain, static),
-    "static graph, reentrant": Situation(reentrant, static),
-    "sparse gradients": Situation(unclipped, with_table, by_sgd),
-    "uneven inputs": Situation(uneven_inputs, whole),
-    "uneven inputs, sparse": Situation(uneven_inputs, with_table, by_sgd),
-    "delayed all-reduce": Situation(plain, delayed),
-    "missing gradients": Situation(missing_gradients, strict),
-    "state of a hook": Situation(plain, whole, with_power_sgd),
-    "hooks that come and go": Situation(hooks_that_come_and_go, whole),
-    "other process groups": Situation(other_groups, whole, with_groups),
+    "sharded": Situation(
+        annotation("hand"),
+        (*PROGRAMS_OF_ALL, "eval between", "eval with gradients", "inference_mode", "checkpoint around all"),
+        (*ACTIONS_OF_ALL, "deepcopy with optimizer", "annotate a copy", "unshard_params, read", "unshard_params, edit"),
+        begin=models_that_go,
+    ),
+    "replicated": Situation(
+        annotation("replicate"),
+        (*PROGRAMS_OF_ALL, "copies: uneven inputs"),
+        ACTIONS_OF_ALL,
+        (hooks_that_come_and_go, other_groups, copies_that_go),
+        models_that_go,
+    ),
+    "replicated and sharded": Situation(
+        annotation("mixed", syncs=True), PROGRAMS_OF_ALL, ACTIONS_OF_ALL, (copies_that_go,)
+    ),
+    "low precision": Situation(annotation("replicate", policy="compute"), ("plain", "backward raises")),
+    "step in backward": Situation(
+        annotation("replicate", steps="ours"), begin=lambda on: step_in_backward(on.optimizer), steps_inside=True
+    ),
+    "static graph": Situation(annotation("replicate", is_static=True)),
+    "static graph, reentrant": Situation(
+        annotation("replicate", is_static=True), ("input with gradient",), tree=tree("linear", "reentrant", "linear")
+    ),
+    "sparse gradients": Situation(
+        annotation("replicate"), ("plain", "copies: uneven inputs"), tree=tree("sparse rows", "linear")
+    ),
+    "delayed all-reduce": Situation(annotation("replicate", delays=True)),
+    "missing gradients": Situation(annotation("replicate", finds_unused=False), others=(missing_gradients,)),
+    "state of a hook": Situation(annotation("replicate"), begin=with_power_sgd),
 }
 
 
@@ -441,9 +272,13 @@ def soak(name: str, steps: int, world_size: int = 2, *, in_processes: bool = Fal
 
 def _soak_on_a_rank(name: str, steps: int) -> tuple[Count, Count]:
     situation = SITUATIONS[name]
-    on = Trainee(situation.annotate)
+    if situation.annotation.copies is not None and situation.annotation.copies.policy:
+        torch.set_default_dtype(torch.float64)  # that of the policy's outputs
+    on = Trainee(situation)
     situation.begin(on)
     counts = []
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
     for step in range(steps + 1):
         # After a fifth all caches are filled.
         if step in (max(steps // 5, 3), steps):
@@ -451,19 +286,16 @@ def _soak_on_a_rank(name: str, steps: int) -> tuple[Count, Count]:
             counts.append(Count.now())
             dist.barrier()
         if step < steps:
-            situation.run(on)
+            for program in situation.programs:
+                on.run(program)
+            for action in situation.actions:
+                on.act(action, Path(box[0]))
+            for other in situation.others:
+                other(on)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(box[0])
     return counts[0], counts[1]
-
-
-def table(ended: Iterable[Soaked]) -> str:
-    """Return the counts of every situation, and what has grown."""
-    names = [one.name for one in fields(Count)]
-    lines = [f"{'':<28} {' '.join(f'{name:>18}' for name in names)}"]
-    for one in ended:
-        cells = [f"{getattr(one.first, name)} -> {getattr(one.last, name)}" for name in names]
-        growth = one.growth()
-        lines.append(f"{one.name:<28} {' '.join(f'{cell:>18}' for cell in cells)}  {'GROWS' if growth else 'level'}")
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -475,16 +307,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=list(SITUATIONS), help="one situation; may be repeated")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    ended = []
+    has_grown = False
     for name in options.only or SITUATIONS:
-        try:
-            ended.append(soak(name, options.steps, options.world_size, in_processes=options.ranks == "processes"))
-            print(table(ended[-1:]).splitlines()[-1], flush=True)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__} {str(error).strip().splitlines()[-1]}", flush=True)
-            ended.append(Soaked(name, 0, Count(0, 0, 0, 0, 0, 0), Count(1, 1, 1, 1, 1, 0)))
-    print(table(ended))
-    return int(any(one.growth() for one in ended))
+        ended = soak(name, options.steps, options.world_size, in_processes=options.ranks == "processes")
+        has_grown |= bool(ended.growth())
+        print(f"{name}: {', '.join(ended.growth()) or 'level'}; {ended.last}", flush=True)
+    return int(has_grown)
 
 
 if __name__ == "__main__":

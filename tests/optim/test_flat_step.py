@@ -176,12 +176,7 @@ def trained_beside_each_other(names: list[str]) -> dict[str, dict[str, torch.Ten
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [
-        (1, ["adamw fused", "nadam foreach"]),
-        (2, list(CONFIGS)),
-        (3, ["momentum fused", "adamw foreach"]),
-        (4, ["momentum foreach", "adamw fused", "nadam foreach"]),
-    ],
+    [(1, ["adamw fused"]), (2, list(CONFIGS)), (3, ["momentum fused", "adamw foreach", "nadam foreach"])],
 )
 def test_element_wise_optimizers_to_the_bit(world_size: int, names: list[str]) -> None:
     found = run_threads(trained_beside_each_other, world_size, names)[0]
@@ -223,9 +218,8 @@ def clip_by_optimizer() -> None:
                 clip_grad_norm_(optimizer, 0.1, order, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_are_clipped_in_as_few_tensors_as_are_stepped(world_size: int) -> None:
-    run_threads(clip_by_optimizer, world_size)
+def test_gradients_are_clipped_in_as_few_tensors_as_are_stepped() -> None:
+    run_threads(clip_by_optimizer, 3)
 
 
 def clip_two_dtypes() -> torch.dtype:
@@ -269,9 +263,8 @@ def flattened() -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_neighbours_are_stepped_as_one_tensor_while_their_gradients_are_one(world_size: int) -> None:
-    for counts in run_threads(flattened, world_size):
+def test_neighbours_are_stepped_as_one_tensor_while_their_gradients_are_one() -> None:
+    for counts in run_threads(flattened, 2):
         handles = 3
         assert counts[0] == counts[1] == counts[4] == counts[5] <= handles
         assert counts[2] == counts[3] > handles
@@ -279,7 +272,7 @@ def test_neighbours_are_stepped_as_one_tensor_while_their_gradients_are_one(worl
 
 def state_changed_by_hand() -> None:
     pairs = twins()
-    for step in range(3):
+    for step in range(2):
         step_twins(pairs, step, "before")
     held = [optimizer.state[model.out.weight]["exp_avg"] for model, optimizer in pairs]
     entries = [optimizer.state[model.out.bias] for model, optimizer in pairs]
@@ -294,17 +287,23 @@ def state_changed_by_hand() -> None:
         ),
     ]
     for index, change in enumerate(changes):
-        for model, optimizer in pairs:
-            change(model, optimizer)
+        for pair in pairs:
+            change(*pair)
         compare_twins(pairs, f"change {index}")
-        step_twins(pairs, index, f"after change {index}")
-        step_twins(pairs, index, f"long after change {index}")
+        for when in ("after", "long after"):
+            step_twins(pairs, index, f"{when} change {index}")
     for (model, optimizer), tensor, entry in zip(pairs, held, entries, strict=True):
         assert optimizer.state[model.out.weight]["exp_avg"] is tensor
         assert optimizer.state[model.out.bias] is entry
-    for model, optimizer in pairs:
-        entries[pairs.index((model, optimizer))]["exp_avg"] = optimizer.state[model.out.bias]["exp_avg"] * 0.5
+        entry["exp_avg"] = entry["exp_avg"] * 0.5
     step_twins(pairs, 7, "after a change to an entry that was held")
+    # All of it may go, and a group may come.
+    for _, optimizer in pairs:
+        optimizer.state.clear()
+        last = optimizer.param_groups[0]["params"].pop()
+        optimizer.add_param_group({"params": [last], "lr": 0.3})
+    for step in range(3):
+        step_twins(pairs, step, "after a new start")
 
 
 def test_changes_to_state_and_options_between_steps_count() -> None:
@@ -395,16 +394,6 @@ def closures_and_errors() -> None:
     compare_twins(pairs, "after a step that failed half way")
     for step in range(2):
         step_twins(pairs, step, "after errors")
-    saved = copy.deepcopy(pairs[0][1].state_dict())
-    for model, optimizer in pairs:
-        backward(model, 4)
-        optimizer.param_groups[1]["betas"] = (0.9, "no number")
-        with pytest.raises(TypeError):
-            optimizer.step()
-        optimizer.load_state_dict(copy.deepcopy(saved))
-    compare_twins(pairs, "loaded after a step that failed")
-    for step in range(2):
-        step_twins(pairs, step, "after loading")
 
 
 def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did() -> None:
@@ -478,43 +467,6 @@ def mixed() -> None:
 
 def test_parameters_that_are_not_sharded_go_along() -> None:
     run_threads(mixed, 2)
-
-
-def casts_and_copies() -> None:
-    pairs = twins("adam foreach")
-    for step in range(2):
-        step_twins(pairs, step, "before")
-    copies = [copy.deepcopy(optimizer) for _, optimizer in pairs]
-    assert_same_state(copies[1].state_dict(), copies[0].state_dict(), "copies")
-    step_twins(pairs, 2, "after a copy")
-    for before, optimizer in zip(copies, (pairs[0][1], pairs[1][1]), strict=True):
-        old, new = before.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
-        assert local_of(old).numel() == 0 or not torch.equal(local_of(old), local_of(new))
-    # An entry of one parameter may go, a group may come and go.
-    for _, optimizer in pairs:
-        optimizer.state.clear()
-        last = optimizer.param_groups[0]["params"].pop()
-        optimizer.add_param_group({"params": [last], "lr": 0.3})
-    for step in range(3):
-        step_twins(pairs, step, "after a new start")
-
-
-def test_copies_are_independent_and_state_can_be_cleared() -> None:
-    run_threads(casts_and_copies, 2)
-
-
-def initial_state_from_torch() -> None:
-    """Torch initialises missing state by a step with zero gradients that are made one by one."""
-    pairs = twins()
-    for model, optimizer in pairs:
-        get_optimizer_state_dict(model, optimizer)
-    compare_twins(pairs, "initialised")
-    for step in range(3):
-        step_twins(pairs, step, "after")
-
-
-def test_state_that_torch_initialises() -> None:
-    run_threads(initial_state_from_torch, 2)
 
 
 def low_precision() -> None:

@@ -122,11 +122,10 @@ def into_and_out_of_an_annotation(name: str, accelerate: bool) -> dict[str, torc
 @pytest.mark.parametrize(
     ("world_size", "name", "accelerate"),
     [
-        (1, "adamw", False),
         (2, "adamw", True),
         (3, "adam fused", False),
         (2, "momentum", False),
-        (4, "nadam", True),
+        (1, "nadam", True),
         (2, "adafactor", False),
     ],
 )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -39,39 +40,31 @@ def make_model() -> nn.Sequential:
     return model
 
 
-def refusal(use: Callable[[nn.Sequential], object]) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        use(make_model())
-    return caught.value
+USES: list[tuple[str, Callable[[nn.Sequential], object]]] = [
+    ("0.linear.bias", lambda m: m[0].encode(INPUT)),
+    ("0.linear.bias", lambda m: m[0].linear.forward(INPUT)),
+    ("0.embedding.weight", lambda m: F.linear(INPUT, m[0].embedding.weight)),
+    ("0.embedding.weight", lambda m: F.linear(INPUT.unsqueeze(0), m[0].embedding.weight)),
+    ("0.linear.weight", lambda m: INPUT @ m[0].linear.weight),
+    ("0.linear.bias", lambda m: INPUT * m[0].linear.bias),
+    ("0.linear.weight", lambda m: torch.einsum("bi,oi->bo", INPUT, m[0].linear.weight)),
+    ("0.embedding.weight", lambda m: F.embedding(torch.tensor([1, 2]), m[0].embedding.weight)),
+    ("0.embedding.weight", lambda m: m[0].embedding.weight[torch.tensor([1, 2])]),
+    ("2.weight", lambda m: m[2].forward(torch.ones(1, 2, 4, 4))),
+    ("1.norm1.weight", lambda m: m[1].norm1.forward(INPUT)),
+    ("1.self_attn.out_proj.bias", lambda m: m(INPUT.unsqueeze(0))),
+]
 
 
-USES: dict[str, tuple[str, Callable[[nn.Sequential], object]]] = {
-    "a method": ("0.linear.bias", lambda m: m[0].encode(INPUT)),
-    "forward": ("0.linear.bias", lambda m: m[0].linear.forward(INPUT)),
-    "linear without bias": ("0.embedding.weight", lambda m: F.linear(INPUT, m[0].embedding.weight)),
-    "linear of a batch": ("0.embedding.weight", lambda m: F.linear(INPUT.unsqueeze(0), m[0].embedding.weight)),
-    "matmul": ("0.linear.weight", lambda m: INPUT @ m[0].linear.weight),
-    "product": ("0.linear.bias", lambda m: INPUT * m[0].linear.bias),
-    "einsum": ("0.linear.weight", lambda m: torch.einsum("bi,oi->bo", INPUT, m[0].linear.weight)),
-    "lookup": ("0.embedding.weight", lambda m: F.embedding(torch.tensor([1, 2]), m[0].embedding.weight)),
-    "index": ("0.embedding.weight", lambda m: m[0].embedding.weight[torch.tensor([1, 2])]),
-    "convolution": ("2.weight", lambda m: m[2].forward(torch.ones(1, 2, 4, 4))),
-    "norm layer": ("1.norm1.weight", lambda m: m[1].norm1.forward(INPUT)),
-    "attention's own projection": ("1.self_attn.out_proj.bias", lambda m: m(INPUT.unsqueeze(0))),
-}
-
-
-def use_outside(name: str) -> tuple[str, str, str]:
-    error = refusal(USES[name][1])
-    return error.what, error.at or "", error.fix or ""
-
-
-@pytest.mark.parametrize("name", USES)
-def test_the_error_names_the_parameter_and_its_module(name: str) -> None:
-    fqn = USES[name][0]
-    for rank, (what, at, fix) in enumerate(run_threads(use_outside, 2, name)):
-        assert "the parameter is used outside the forward of its module" in what
-        assert at.startswith(f"rank {rank}, module {fqn.rpartition('.')[0]!r} (") and f"parameter {fqn!r} [" in at
+@on_ranks(2)
+def test_the_error_names_the_parameter_and_its_module() -> None:
+    model = make_model()
+    for fqn, use in USES:
+        with pytest.raises(UsageError, match="the parameter is used outside the forward of its module") as caught:
+            use(model)
+        at, fix = caught.value.at or "", caught.value.fix or ""
+        assert at.startswith(f"rank {dist.get_rank()}, module {fqn.rpartition('.')[0]!r} (")
+        assert f"parameter {fqn!r} [" in at
         assert all(hint in fix for hint in ("call the module itself", "register_fsdp_forward_method", "unshard()"))
 
 
@@ -128,39 +121,25 @@ def train_with_hooks(policy: str, *, is_annotated: bool) -> list[torch.Tensor]:
     return [param.full_tensor() if is_annotated else param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("policy", ["each", "blocks", "whole"])
-def test_forward_hooks_registered_before_the_first_forward_read_whole_weights(policy: str, world_size: int) -> None:
+def test_forward_hooks_registered_before_the_first_forward_read_whole_weights(policy: str) -> None:
     expected = train_with_hooks(policy, is_annotated=False)
-    for found in run_threads(train_with_hooks, world_size, policy, is_annotated=True):
+    for found in run_threads(train_with_hooks, 2, policy, is_annotated=True):
         torch.testing.assert_close(found, expected)
 
 
-def copy_another_shape() -> str:
+@on_ranks(2)
+def test_a_copy_of_another_shape_and_what_is_computed_from_a_parameter_are_named_after_it() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
     with torch.no_grad(), pytest.raises(UsageError) as caught:
         model[0].weight.copy_(torch.ones(5, 6))
-    return str(caught.value)
-
-
-def test_a_copy_of_another_shape_is_told_as_that() -> None:
-    assert run_threads(copy_another_shape, 2)[0].splitlines() == [
+    assert str(caught.value).splitlines() == [
         "aten.copy_.default of a plain tensor of shape [5, 6], which is not that of the whole parameter",
         "  at:  ragged tensor of shape [6, 6], cut as parameter '0.weight'",
         "  fix: pass a tensor of the whole parameter's shape",
     ]
-
-
-def use_what_is_computed_of_it() -> str:
-    model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"ragged tensor of shape \[6, 6\], cut as parameter '0\.weight'"):
         F.linear(INPUT, model[0].weight * 2)
-    return str(caught.value)
-
-
-def test_what_is_computed_from_a_parameter_is_named_after_it() -> None:
-    text = run_threads(use_what_is_computed_of_it, 2)[0]
-    assert "ragged tensor of shape [6, 6], cut as parameter '0.weight'" in text
 
 
 class Around(nn.Module):
@@ -206,9 +185,8 @@ def averaged_by_torch(of_groups: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("of_groups", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_torch_s_averagers_of_models_are_told_that_there_is_one_model(of_groups: bool, world_size: int) -> None:
-    for rank, (text, is_unchanged) in enumerate(run_threads(averaged_by_torch, world_size, of_groups)):
+def test_torch_s_averagers_of_models_are_told_that_there_is_one_model(of_groups: bool) -> None:
+    for rank, (text, is_unchanged) in enumerate(run_threads(averaged_by_torch, 2, of_groups)):
         assert is_unchanged
         assert text == (
             "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "

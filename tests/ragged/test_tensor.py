@@ -17,11 +17,8 @@ from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, local_shape, order_of
-from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, from_full, make_module, pairs, set_grads, values
+from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, from_full, pairs, values
 from tests.world import on_ranks, run_ranks, run_threads
-
-WORLD_SIZES = [1, 2, 3, 4]
-
 
 # -- the placement and the spec
 
@@ -35,15 +32,12 @@ def test_a_placement_is_its_bounds() -> None:
     assert pickle.loads(pickle.dumps(placement)) == placement
 
 
-@pytest.mark.parametrize("bounds", [(), (0,), (1, 4), (0, 4, 3)])
-def test_bounds_that_do_not_rise_from_zero_are_refused(bounds: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError):
-        RaggedShard(bounds)
-
-
 @on_ranks(2)
-def test_bounds_that_do_not_fit_mesh_or_shape_are_refused() -> None:
+def test_bounds_that_do_not_rise_from_zero_or_fit_mesh_and_shape_are_refused() -> None:
     mesh = cpu_mesh()
+    for bounds in ((), (0,), (1, 4), (0, 4, 3)):
+        with pytest.raises(ConfigError):
+            RaggedShard(bounds)
     with pytest.raises(ConfigError, match="2 bounds for a mesh dim of 2 ranks"):
         ragged_spec(mesh, (4,), torch.float32, (0, 4))
     with pytest.raises(ConfigError, match="end before or after"):
@@ -54,8 +48,8 @@ def test_bounds_that_do_not_fit_mesh_or_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@on_ranks(run=run_ranks)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
 def test_whole_and_piece_hold_the_same_elements(cut: str) -> None:
     fallback_counts(reset=True)
     ragged, plain = pairs(cut)
@@ -132,23 +126,6 @@ def test_a_penalty_on_the_weights_has_the_right_gradient() -> None:
 # -- optimizers, clipping, zeroing
 
 
-@on_ranks(2)
-def test_bf16_parameters_are_clipped_and_stepped() -> None:
-    for mode in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-        ragged, plain = pairs("row", torch.bfloat16)
-        optimizers = [torch.optim.AdamW(params, lr=0.1, **mode) for params in (ragged, plain)]
-        for step in range(2):
-            set_grads(ragged, plain, step)
-            with strict_mode():
-                norm = nn.utils.clip_grad_norm_(ragged, 1.0)
-            expected = nn.utils.clip_grad_norm_(plain, 1.0)
-            assert norm.dtype == expected.dtype
-            torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-2, atol=0.0)  # type: ignore[attr-defined]
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_equal(ragged, plain, rtol=3e-2, atol=3e-2)
-
-
 @on_ranks(3)
 def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
     spec = ragged_spec(cpu_mesh(), (6,), torch.float32, (0, 4, 4, 6))
@@ -168,26 +145,7 @@ def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
     torch.testing.assert_close(found.full_tensor(), large.norm())
 
 
-@on_ranks(3)
-def test_list_operations_give_the_bits_of_plain_tensors() -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        ragged, plain = pairs("row", dtype)
-        with torch.no_grad(), strict_mode():
-            for numbers in (0.999, 3, [0.1 * i + 0.7 for i in range(len(plain))]):
-                for op in (torch._foreach_mul_, torch._foreach_div_, torch._foreach_add_):
-                    op(ragged, numbers)  # type: ignore[arg-type]
-                    op(plain, numbers)  # type: ignore[arg-type]
-            assert_equal(torch._foreach_mul(ragged, 1.7), torch._foreach_mul(plain, 1.7))  # type: ignore[arg-type]
-            # Powers at the end of a piece, where no vector fits, have other roundings.
-            powers = torch._foreach_pow(ragged, 3.0), torch._foreach_pow(plain, 3.0)  # type: ignore[arg-type]
-            assert_equal(*powers, rtol=1e-6)  # type: ignore[arg-type]
-            scalars = torch.arange(1.0, len(plain) + 1)
-            for several in (ragged, plain):
-                torch._foreach_addcmul_(several, several, several, scalars)
-        assert_equal(ragged, plain)
-
-
-@on_ranks(4, run=run_ranks)
+@on_ranks(4)
 def test_the_scaler_looks_at_every_mesh_dim() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     grads: list[torch.Tensor] = []
@@ -286,8 +244,7 @@ def test_plain_operands_are_cut_like_the_whole_or_refused(cut: str) -> None:
 # -- everything else gathers, and says so
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks(run=run_ranks)
+@on_ranks(3, run=run_ranks)
 def test_what_has_no_rule_gathers_and_is_counted() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0].detach(), plain[0].detach()
@@ -363,8 +320,7 @@ def test_writing_to_a_view_writes_to_the_whole() -> None:
             forbidden((3,))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@on_ranks(3)
 def test_a_diagonal_can_be_filled() -> None:
     mesh = cpu_mesh()
     cases: list[Callable[[Any], object]] = [
@@ -448,48 +404,18 @@ def test_numbers_that_are_drawn_from_a_tensor_are_refused_and_others_are_those_o
 # -- copies, casts, pickles
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @on_ranks(3)
-def test_what_is_made_like_a_tensor_keeps_its_cut(cut: str) -> None:
-    ragged, plain = pairs(cut)
-    set_grads(ragged, plain, 2)
+def test_what_is_made_like_a_tensor_keeps_its_cut() -> None:
+    ragged, plain = pairs("element")
     with strict_mode():
         for r, p in zip(ragged, plain, strict=True):
             assert_equal([r, r.detach(), r.clone(), r.data], [p, p, p, p])
             assert r.detach().requires_grad is False and r.clone().requires_grad is True
             assert r.detach()._local_tensor.data_ptr() == r._local_tensor.data_ptr()
-            likes = [torch.zeros_like(r), torch.ones_like(r), torch.full_like(r, 2.5), r.new_zeros(r.shape)]
-            assert_equal(
-                likes, [torch.zeros_like(p), torch.ones_like(p), torch.full_like(p, 2.5), p.new_zeros(p.shape)]
-            )
-            assert torch.zeros_like(r, memory_format=torch.preserve_format)._spec is r._spec
-            assert_equal([r.new_ones(p.numel(), 1)], [p.new_ones(p.numel(), 1)])
+            likes = [torch.full_like(r, 2.5), r.new_zeros(r.shape), r.new_ones(p.numel(), 1)]
+            assert_equal(likes, [torch.full_like(p, 2.5), p.new_zeros(p.shape), p.new_ones(p.numel(), 1)])
             other = r.new_ones((2, 3))
             assert type(other) is DTensor and torch.equal(other.to_local(), torch.ones(2, 3))
-
-
-@on_ranks(2)
-def test_a_module_loads_resets_and_casts_ragged_parameters() -> None:
-    ragged, plain = make_module()
-    params = list(ragged.parameters())
-    states = {name: value + 1 for name, value in plain.state_dict().items()}
-    ragged.load_state_dict(states)
-    plain.load_state_dict(states)
-    assert next(iter(ragged.parameters())) is params[0]
-    assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
-    assert all(type(value) is RaggedDTensor for value in ragged.state_dict().values())
-    ragged.load_state_dict({name: value * 2 for name, value in ragged.state_dict().items()})
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.mul_(2)
-    assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
-    for model in (ragged, plain):
-        torch.manual_seed(5)
-        model[0].reset_parameters()  # type: ignore[operator, index]
-        model[2].reset_parameters()  # type: ignore[operator, index]
-    ragged.double()
-    plain.double()
-    assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
 
 
 # -- what torch would accept without a word
@@ -531,7 +457,7 @@ def test_a_gradient_or_data_of_the_same_cut_is_taken() -> None:
 # -- meshes of two dims, torch.compile, older torch
 
 
-@on_ranks(4, run=run_ranks)
+@on_ranks(4)
 def test_a_replicated_mesh_dim_changes_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = ragged_spec(mesh, (5, 4), torch.float32, (0, 8, 20))
@@ -553,7 +479,6 @@ def flatten_and_rebuild() -> list[str]:
         rebuilt = RaggedDTensor.__tensor_unflatten__(inner, context, r.shape, r.stride())
         assert_equal([rebuilt], [p])
         assert rebuilt._spec == r._spec and rebuilt.requires_grad == r.requires_grad
-        assert rebuilt._stable_hash_for_caching() == r._stable_hash_for_caching()
     return [r._stable_hash_for_caching() for r in ragged]
 
 

@@ -9,11 +9,8 @@ def test_runs_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_bytes((ROOT / "tests" / "models.py").read_bytes())
     expected = unbroken_curve(tmp_path, text, steps=14)
-    runs = []
-    for seed in range(2):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        runs.append(crash_run(seed, folder, text, expected, every=2, most_kills=2))
-    assert [run.is_asynchronous for run in runs] == [False, True]
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    run = crash_run(1, folder, text, expected, every=2, most_kills=2)
     # A kill may come after the last step; not all of them do.
-    assert all(run.kills for run in runs)
+    assert run.is_asynchronous and run.kills

@@ -303,13 +303,6 @@ def test_a_description_that_cannot_be_is_refused(number: int, tmp_path: Path) ->
 # -- at random
 
 
-JUNK: list[Any] = [
-    *(None, True, -1, 0, 1, 7, 2**40, 2**70, 0.5, float("nan"), "", "x", "..", "../outside", "/etc/passwd", b"x"),
-    *((), [], {}, ("model",), ("model", "0.weight"), ("optimizer", "state", 0, "x"), {"model": {}}, torch.float16),
-    *(torch.Size([9]), torch.Size([2**61]), [[]], {"a": 1}, ("optimizer", "param_groups", 10**12, "lr")),
-]
-
-
 def flipped(draw: random.Random, content: bytes) -> bytes:
     data = bytearray(content)
     how = draw.randrange(5)
@@ -329,66 +322,25 @@ def flipped(draw: random.Random, content: bytes) -> bytes:
     return bytes(data[: draw.randrange(len(data))] if data and draw.random() < 0.1 else data)
 
 
-def changed_somewhere(draw: random.Random, value: Any, junk: list[Any]) -> Any:
-    """Return ``value`` with something in it replaced, removed, added or doubled."""
-    if draw.random() < 0.15:
-        return draw.choice(junk)
-    if isinstance(value, dict) and value:
-        value, key = dict(value), draw.choice(list(value))
-        how = draw.randrange(6)
-        if how == 0:
-            del value[key]
-        elif how == 1:
-            value[draw.choice(["more", "model.0.weight", key])] = draw.choice(junk)
-        elif how == 2:
-            value[key] = value[draw.choice(list(value))]
-        else:
-            value[key] = changed_somewhere(draw, value[key], junk)
-        return value
-    if isinstance(value, (list, tuple)) and value and not isinstance(value, torch.Size):
-        items, at = list(value), draw.randrange(len(value))
-        items[at] = changed_somewhere(draw, items[at], junk)
-        return type(value)(items)
-    if hasattr(value, "__dict__") and vars(value):
-        for name, new in changed_somewhere(draw, vars(value), junk).items() if draw.random() < 0.9 else ():
-            object.__setattr__(value, name, new)
-        return value
-    return draw.choice(junk)
-
-
-def change_file(draw: random.Random, folder: Path, fuse: Path) -> str:
-    """Damage one file of a checkpoint; return its name."""
-    name = draw.choice(
-        [".metadata", ".metadata", ".metadata", "extra.pt", "checkpoint.json", "checkpoint.json", "data"]
-    )
-    path = folder / (name if name != "data" else draw.choice(sorted(one.name for one in folder.glob("*.distcp"))))
-    bomb = draw.choice([Bomb, Quiet])(fuse)
-    content = path.read_bytes()
-    if draw.random() < 0.4 or name == "data":
-        path.write_bytes(flipped(draw, content))
-    elif name == ".metadata":
-        try:
-            path.write_bytes(pickle.dumps(changed_somewhere(draw, pickle.loads(content), [*JUNK, bomb])))
-        except (RuntimeError, AttributeError, TypeError, pickle.PicklingError, OverflowError, ValueError):
-            path.write_bytes(pickle.dumps(bomb))  # what the harm did cannot be pickled
-    elif name == "extra.pt":
-        packed = io.BytesIO()
-        torch.save(changed_somewhere(draw, EXTRA, [*JUNK, bomb]), packed)
-        path.write_bytes(packed.getvalue())
+def change_file(draw: random.Random, folder: Path, fuse: Path) -> None:
+    """Damage one file of a checkpoint, and, as often as not, let ``checkpoint.json`` say that it is right."""
+    names = [
+        ".metadata",
+        ".metadata",
+        ".metadata",
+        "extra.pt",
+        "checkpoint.json",
+        *(one.name for one in folder.glob("*.distcp")),
+    ]
+    path = folder / draw.choice(sorted(names))
+    if draw.random() < 0.2:
+        path.write_bytes(pickle.dumps(draw.choice([Bomb, Quiet])(fuse)))
+    elif path.name == "extra.pt":
+        torch.save({**EXTRA, "at": draw.choice([None, 2**70, "../outside", Bomb(fuse)])}, path)
     else:
-        junk = [one for one in JUNK if isinstance(one, (str, int, float, list, dict, tuple, type(None)))]
-
-        def change(body: Any) -> None:
-            body |= changed_somewhere(draw, body, [*junk]) if draw.random() < 0.9 else {}
-
-        try:
-            reseal(folder, change)
-        except (TypeError, ValueError):
-            path.write_text("{}")
-        return path.name
-    if draw.random() < 0.7 and name != "checkpoint.json":
+        path.write_bytes(flipped(draw, path.read_bytes()))
+    if draw.random() < 0.7 and path.suffix != ".distcp" and path.name != "checkpoint.json":
         reseal(folder)
-    return path.name
 
 
 def load_what_was_changed(root: Path, seeds: range) -> None:
@@ -438,6 +390,6 @@ def load_what_was_changed(root: Path, seeds: range) -> None:
     assert outcomes["refused"] > len(seeds) // 2 and outcomes["loaded"], outcomes
 
 
-@pytest.mark.parametrize("start", range(0, 400, 50))
+@pytest.mark.parametrize("start", range(0, 100, 50))
 def test_random_changes_are_refused_on_every_rank_or_do_no_harm(start: int, tmp_path: Path) -> None:
     run_threads(load_what_was_changed, 2, tmp_path, range(start, start + 50))

@@ -33,23 +33,6 @@ from tests.world import run_ranks, run_threads, told
 # -- planning: no tensors
 
 
-def test_buckets_are_filled_in_order_and_aligned() -> None:
-    shapes = [
-        ("a", torch.float32, torch.Size([3])),
-        ("b", torch.bfloat16, torch.Size([])),
-        ("empty", torch.float32, torch.Size([0, 4])),
-        ("large", torch.uint8, torch.Size([1000])),
-        ("c", torch.float64, torch.Size([2, 2])),
-    ]
-    buckets = plan_buckets(shapes, 130)
-    found = [[(slot.fqn, slot.offset, slot.stop) for slot in one.slots] for one in buckets]
-    assert found == [[("a", 0, 12), ("b", 64, 66), ("empty", 128, 128)], [("large", 0, 1000)], [("c", 0, 32)]]
-    assert [one.nbytes for one in buckets] == [128, 1000, 32]
-    (everything,) = plan_buckets(shapes, 10_000)
-    assert [slot.offset for slot in everything.slots] == [0, 64, 128, 128, 1152]
-    assert plan_buckets([], 10) == []
-
-
 def test_a_layout_makes_views_of_bytes_and_can_be_pickled() -> None:
     shapes = [("a", torch.float32, torch.Size([2])), ("flag", torch.bool, torch.Size([1, 3]))]
     (layout,) = plan_buckets(shapes, 1000)
@@ -169,9 +152,8 @@ def serve(world_size: int) -> None:
     assert not torch.equal(everyone[0], make_model("gpt_tied", 1)(tokens))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_generator_that_trains_nothing_follows_by_buckets(world_size: int) -> None:
-    run_ranks(serve, world_size, world_size)
+def test_a_generator_that_trains_nothing_follows_by_buckets() -> None:
+    run_ranks(serve, 3, 3)
 
 
 # -- random models, sizes and filters
@@ -272,6 +254,6 @@ def compare_with_plain(seed: int, folder: str) -> None:
         assert bits(value) == bits((state if id(tensors[key]) in loaded else other_state)[key]), key
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_models_names_and_buckets_give_what_the_plain_model_has(seed: int, tmp_path: Path) -> None:
     run_threads(compare_with_plain, seed % 3 + 1, seed, str(tmp_path))

