@@ -1,6 +1,6 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer, ParamLabel
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer
 from composable.engine.finish import Agreement, HandleChoices, chosen_text, find_stale
 from composable.engine.gradients import (
     ELEMENT_WISE,
@@ -19,7 +19,7 @@ from composable.engine.gradients import (
     unmark_stepped,
 )
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, waits_for_copies
-from composable.engine.held import attach, check_held, lies_in_buffer, misplaced, written_too_early
+from composable.engine.held import ParamLabel, attach, check_held, lies_in_buffer, misplaced, written_too_early
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
 from composable.engine.passes import SavingForbidden
 from composable.engine.paths import Replicas, RestingPlace

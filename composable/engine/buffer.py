@@ -12,14 +12,14 @@ Source: flat parameters, arXiv 2304.11277.
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Grid, Pending, Ranks, joined_mesh
+from composable.comm import Pending, Ranks, joined_mesh
 from composable.dtensor import RaggedSpec, ragged_spec, splits_of
 from composable.engine.gradients import Gradients
 from composable.engine.param import ShardedParam
@@ -27,7 +27,6 @@ from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
-from composable.ground.names import class_name, module_text
 from composable.ground.torch_private import flat_weight_refs
 from composable.planning import (
     NO_CASTS,
@@ -40,7 +39,7 @@ from composable.planning import (
     local_shape,
 )
 
-__all__ = ["AccumulatedGradients", "FlatBuffer", "ParamLabel"]
+__all__ = ["AccumulatedGradients", "FlatBuffer"]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -510,53 +509,3 @@ def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: Device
     others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
     splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
     return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)
-
-
-class _LabelledHandle(Protocol):
-    """What a label asks of the handle of its parameter."""
-
-    grid: Grid
-    has_parts: bool
-
-    @property
-    def fqn(self) -> str: ...
-
-    def from_root(self, fqn: str) -> str: ...
-
-
-class ParamLabel:
-    """Who a sharded parameter is.
-
-    Attributes:
-        key: Equal on all ranks, and another one for each parameter of the same ranks.
-    """
-
-    __slots__ = ("_fqn", "_handle", "_kind", "key")
-
-    def __init__(self, annotation: int, param: ShardedParam, handle: _LabelledHandle) -> None:
-        self._fqn = param.fqn
-        self._kind = class_name(param.owners[0][0])
-        # What the handle is called changes when the root is known.
-        self._handle = weakref.ref(handle)
-        self.key = f"{annotation} {handle.fqn} {param.fqn}"
-
-    def __str__(self) -> str:
-        handle = self._handle()
-        return self._fqn if handle is None else handle.from_root(self._fqn)
-
-    @property
-    def everyone(self) -> Ranks | None:
-        """All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone."""
-        handle = self._handle()
-        return None if handle is None else handle.grid.everyone
-
-    @property
-    def has_parts(self) -> bool:
-        """On some of these ranks, modules inside the same root lie on a part of them."""
-        handle = self._handle()
-        return handle is not None and handle.has_parts
-
-    @property
-    def module(self) -> str:
-        """What messages call the module that owns it."""
-        return module_text(str(self).rpartition(".")[0], self._kind)

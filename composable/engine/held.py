@@ -1,14 +1,30 @@
-"""What modules hold in place of the faces that a handle gave them: what a load assigned, and what users must not."""
+"""What modules hold in place of the faces that a handle gave them, and what the parameters there are called.
+
+A load assigns values, which become those of the shards; what else users put there is refused.
+"""
+
+import weakref
 
 import torch
 
+from composable.comm import Ranks
 from composable.engine.handle import Handle, handle_of
-from composable.engine.param import Misplaced
+from composable.engine.param import Misplaced, ShardedParam
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_functional_call
+from composable.ground.names import class_name, module_text
 from composable.planning import mark_replaced
 
-__all__ = ["LOADED", "attach", "check_held", "lies_in_buffer", "misplaced", "refuse_strangers", "written_too_early"]
+__all__ = [
+    "LOADED",
+    "ParamLabel",
+    "attach",
+    "check_held",
+    "lies_in_buffer",
+    "misplaced",
+    "refuse_strangers",
+    "written_too_early",
+]
 
 
 LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in ownership.py.
@@ -101,3 +117,41 @@ def written_too_early(handle: Handle) -> UsageError:
         at=f"{place_of_rank()}, {handle.described}",
         fix="step, load or change parameters after backward; or run forward again",
     )
+
+
+class ParamLabel:
+    """Who a sharded parameter is.
+
+    Attributes:
+        key: Equal on all ranks, and another one for each parameter of the same ranks.
+    """
+
+    __slots__ = ("_fqn", "_handle", "_kind", "key")
+
+    def __init__(self, annotation: int, param: ShardedParam, handle: Handle) -> None:
+        self._fqn = param.fqn
+        self._kind = class_name(param.owners[0][0])
+        # What the handle is called changes when the root is known.
+        self._handle = weakref.ref(handle)
+        self.key = f"{annotation} {handle.fqn} {param.fqn}"
+
+    def __str__(self) -> str:
+        handle = self._handle()
+        return self._fqn if handle is None else handle.from_root(self._fqn)
+
+    @property
+    def everyone(self) -> Ranks | None:
+        """All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone."""
+        handle = self._handle()
+        return None if handle is None else handle.grid.everyone
+
+    @property
+    def has_parts(self) -> bool:
+        """On some of these ranks, modules inside the same root lie on a part of them."""
+        handle = self._handle()
+        return handle is not None and handle.has_parts
+
+    @property
+    def module(self) -> str:
+        """What messages call the module that owns it."""
+        return module_text(str(self).rpartition(".")[0], self._kind)
