@@ -125,7 +125,8 @@ def has_buffers(kind: Any) -> bool:
 
 def test_these_are_all_classes_of_torch_with_buffers() -> None:
     found = {name for name, kind in vars(nn).items() if has_buffers(kind)}
-    assert found == {*NORMS, *LAZY, "SyncBatchNorm"} | READERS
+    # torch 2.11 has not all of them.
+    assert found == {name for name in (*NORMS, *LAZY, "SyncBatchNorm", *READERS) if hasattr(nn, name)}
 
 
 def make_norm(name: str, **options: Any) -> nn.Module:

@@ -1,5 +1,6 @@
 """The arguments of ``replicate``, those of ``DistributedDataParallel`` beside it: numbers, and what is refused."""
 
+import inspect
 import warnings
 from typing import Any
 
@@ -60,7 +61,8 @@ def first_values(*, as_ddp: bool, **options: Any) -> tuple[float, float, float]:
 def test_values_are_broadcast_when_torchs_wrapper_does(options: dict[str, Any], of_rank_1: tuple[float, ...]) -> None:
     ours = run_threads(first_values, 2, as_ddp=False, **options)
     assert ours == [(1.0, 1.0, 5.0), of_rank_1]
-    assert ours == run_ranks(first_values, 2, as_ddp=True, **options)
+    if options.keys() <= inspect.signature(DistributedDataParallel).parameters.keys():  # torch 2.11 has not all of them
+        assert ours == run_ranks(first_values, 2, as_ddp=True, **options)
 
 
 # -- ranks and device
