@@ -354,6 +354,23 @@ def test_what_is_no_data_is_an_error_on_every_rank_before_anything_is_written(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "writer.lock"]
 
 
+def save_on_one(folder: str) -> str:
+    model, state = make("replicate"), Feedback()
+    register_comm_hook(model, state, send_signs)
+    if dist.get_rank() == 1:
+        replicate.state(model).reducer.comm_hooks = ()  # As only a bug of the library could.
+    return message(lambda: save_checkpoint(folder, 1, model))
+
+
+def test_a_state_on_one_rank_only_is_an_error_on_all(tmp_path: Path) -> None:
+    for text in run_threads(save_on_one, 2, str(tmp_path)):
+        assert text.startswith(
+            "DesyncError: the ranks call save_checkpoint or load_checkpoint with different arguments"
+        )
+        assert "send_signs with Feedback on the model has a state" in text
+    assert not list(tmp_path.glob("step-*"))
+
+
 def save_refused(folder: str) -> str:
     model, optimizer, _ = make_run(extra="refused")
     save_checkpoint(folder, 1, model, optimizer)

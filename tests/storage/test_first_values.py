@@ -1,5 +1,6 @@
 """Models that begin on the meta device: only shards are made, values and buffers are right, or it is an error."""
 
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as dtensor
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -410,6 +412,21 @@ def test_what_a_load_leaves_out_is_named() -> None:
     model.load_state_dict(plain_state())
     assert_same_model(model, reference())
     assert "'layers.1.up.bias', 'layers.0.norm.running_var'\n" in text
+
+
+def load_checkpoint(folder: str) -> None:
+    saved = shard(reference(), "policy")
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=folder)
+    model = shard(on_meta(), "hand")
+    model.to_empty(device="cpu")
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    recompute(model)
+    assert_same_model(model, reference())
+
+
+def test_a_sharded_checkpoint_loads_after_to_empty() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(load_checkpoint, 2, folder)
 
 
 # param_init_fn
