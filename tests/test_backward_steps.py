@@ -37,7 +37,7 @@ from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.pairwise import pairs_of
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
-from tests.test_replicate_graphs import looped, loss_at
+from tests.test_replicate_graphs import delay, looped, loss_at, wide
 from tests.world import on_ranks, run_threads
 
 ANNOTATIONS = ("fully_shard", "replicate", "mixed")
@@ -819,6 +819,43 @@ def step_by_torch(api: str, *, before: bool) -> Any:
 @pytest.mark.parametrize("api", ANNOTATIONS)
 def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool) -> None:
     all_equal(run_threads(step_by_torch, 2, api, before=before), train_alone("mlp", sgd, 2), tolerance=1e-6)
+
+
+OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]]]] = {
+    "static_graph": (looped, lambda _: {"static_graph": True}),
+    "static_graph and delay": (wide, lambda model: {"static_graph": True, **delay(model)}),
+}
+
+
+def step_by_torch_with_options(name: str, *, before: bool) -> Any:
+    make_it, options = OPTIONS[name]
+    model: Any = make_it()
+    apply = in_backward_api()
+    if before:
+        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    replicate(model, bucket_cap_mb=1e-3, **options(model))
+    if not before:
+        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    for step in range(5):
+        with no_sync(model) if step == 2 else nullcontext():
+            loss_at(model, step, dist.get_rank()).backward()
+        assert step == 2 or all(param.grad is None for param in model.parameters())
+    return full_params(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_torchs_optimizer_in_backward_goes_with_a_static_graph_and_delayed_gradients(name: str, before: bool) -> None:
+    model = OPTIONS[name][0]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        for rank in range(2):
+            (loss_at(model, step, rank) / 2).backward()
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = run_threads(step_by_torch_with_options, 2, name, before=before)
+    all_equal(found, dict(model.named_parameters()), tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("api", "before"), [("low", True), ("low, averaged in full", False)])
