@@ -248,7 +248,7 @@ class Root:
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
         self._scatters: dict[Ranks, OwnTransport] = {}
-        self.progress = ProgressReporter(class_name(state.modules[0]), scheduler, state.settings)
+        self.progress = ProgressReporter(class_name(state.modules[0]), scheduler)
         notice_tree(self.progress)
 
     @staticmethod

@@ -32,7 +32,6 @@ from composable.comm.hang_diagnosis import Diagnosis, RankStatus, diagnose
 from composable.comm.rank_status import (
     Meeting,
     Started,
-    Waiting,
     call_around,
     described,
     group_in,
@@ -49,7 +48,6 @@ from composable.ground.torch_private import (
     Store,
     groups_of_process,
     real_backend,
-    started_in,
     store_of_default_group,
 )
 
@@ -73,12 +71,6 @@ _MAX_PAUSE_S = 3.0
 # How long ranks get to answer, in looks and at least in seconds: a rank may hold the interpreter's lock.
 _PATIENCE_LOOKS = 5
 _MIN_PATIENCE_S = 2.0
-# When all ranks of a group wait in it, nothing will come after so many answers that found them there, so many limits
-# and seconds (gloo connects first), and the time that the bytes take on a link that is slower than any.
-_ANSWERS = 3
-_OVERDUE_LIMITS = 10
-_OVERDUE_S = 5.0
-_BYTES_PER_S = 1e6
 # Of the message that nobody sends.
 _NO_TAG = 2**31 - 1
 _FIX = (
@@ -158,13 +150,14 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
             if group is not None and group in _WATCH.closed:
                 return diverged(_WATCH.closed[group])
     what = name_of(waited)[0] if isinstance(waited, Started) else f"the other ranks in {what}"
-    others: list[int] = []
+    at = place_of_rank()
     with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
         others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
+        at = f"{at}, waiting for {ranks_text(others)}"
     first_line = str(error).partition("\n")[0]
     return DesyncError(
         f"the wait for {what} has ended by an error of the process group: {first_line}",
-        at=f"{place_of_rank()}, waiting for {ranks_text(others)}" if others else place_of_rank(),
+        at=at,
         fix="see what the other ranks say first: one has ended or cannot be reached, or was waited for longer than the "
         "group permits; docs/cluster.md has what follows",
     )
@@ -242,12 +235,6 @@ class _Seen:
     mark: tuple[object, ...]
     since: float
     patience_s: float  # Until the ranks are asked.
-    # How much its group had started; for how long the watch has looked at that, which it does not while the process is
-    # stopped; and how often this was told.
-    started: int = 0
-    still_s: float = 0.0
-    answers: int = 0
-    is_overdue: bool = False
 
 
 class _Thread(threading.Thread):
@@ -270,16 +257,12 @@ class _Thread(threading.Thread):
         self._store: Store = PrefixStore("composable watch", store)
         self._pause_s = min(limit_s / _LOOKS, _MAX_PAUSE_S)
         self._patience_s = max(_PATIENCE_LOOKS * self._pause_s, _MIN_PATIENCE_S)
-        self._in_store_since = math.inf
         self._question = 0
         self._wake = threading.Event()
         self._looked = threading.Condition()
         self._looks = 0
-        # A thread has lost its wait, and will raise what is found.
-        self._is_heard = False
         self._is_ended = False
         self._seen: dict[int, _Seen] = {}
-        self._last_look = math.inf
 
     def end(self) -> None:
         """Let the thread come to its end."""
@@ -289,18 +272,18 @@ class _Thread(threading.Thread):
             self.join(timeout=_MIN_PATIENCE_S)
 
     def look_now(self) -> None:
-        """Return when the thread has read what the other ranks have decided so far."""
+        """Return when the thread has read what the other ranks have decided so far, if the store still answers."""
+        deadline = time.monotonic() + 2 * self._patience_s
         with self._looked:
             # Of a look that is under way, it is not known what it has read already.
             enough = self._looks + 2
-            self._is_heard = True
-            while self._looks < enough and self.is_alive() and not (self._is_ended or self._is_cut_off()):
+            while self._looks < enough and self.is_alive() and not self._is_ended and time.monotonic() < deadline:
                 self._wake.set()
                 self._looked.wait(self._patience_s / 20)
 
     def run(self) -> None:
         try:
-            while self._in_store("check", [self._key("verdict")]):
+            while self._store.check([self._key("verdict")]):
                 self._question += 1  # An old one.
             while not self._is_ended and not self._is_over():
                 self._look()
@@ -317,18 +300,6 @@ class _Thread(threading.Thread):
                 self._is_ended = True
                 self._looked.notify_all()
 
-    def _in_store(self, call: str, *args: Any) -> Any:
-        """Call a method of the store, and let others see since when the thread is in it."""
-        self._in_store_since = time.monotonic()
-        try:
-            return getattr(self._store, call)(*args)
-        finally:
-            self._in_store_since = math.inf
-
-    def _is_cut_off(self) -> bool:
-        """Say whether the store does not answer: its host cannot be reached, which nobody tells who waits for it."""
-        return time.monotonic() - self._in_store_since > _MIN_PATIENCE_S
-
     def _is_over(self) -> bool:
         """Say whether the process group was destroyed."""
         return self.group() is None or dist.group.WORLD is not self.group()
@@ -337,14 +308,12 @@ class _Thread(threading.Thread):
         return f"{self._question}/{what}"
 
     def _look(self) -> None:
-        is_asker = self._has_waited_too_long() and self._in_store("add", self._key("asked"), 1) == 1
-        if is_asker or self._in_store("check", [self._key("asked")]):
+        is_asker = self._has_waited_too_long() and self._store.add(self._key("asked"), 1) == 1
+        if is_asker or self._store.check([self._key("asked")]):
             self._answer(is_asker=is_asker)
 
     def _has_waited_too_long(self) -> bool:
         now = time.monotonic()
-        passed_s = max(0.0, min(now - self._last_look, self._pause_s))
-        self._last_look = now
         before, self._seen = self._seen, {}
         is_too_long = False
         for found in waiting_threads():
@@ -355,59 +324,37 @@ class _Thread(threading.Thread):
                 # It may have begun just after the last look, and is seen to be over after the limit at the next.
                 seen = _Seen(found.mark, now, self.limit_s - 2 * self._pause_s)
             self._seen[found.thread] = seen
-            is_overdue = self._is_overdue(found, seen, passed_s)
-            if now - seen.since >= seen.patience_s or is_overdue > seen.is_overdue:
+            if now - seen.since >= seen.patience_s:
                 is_too_long = True
                 # Asked again after twice as long.
                 seen.patience_s = 2 * (now - seen.since) + self.limit_s
-            seen.is_overdue = is_overdue
         return is_too_long
-
-    def _is_overdue(self, found: Waiting, seen: _Seen, passed_s: float) -> bool:
-        """Say whether nothing will come if all ranks wait in the group as long; ``passed_s``: since the last look."""
-        group = found.group
-        started = 0 if group is None else started_in(group)
-        if started != seen.started:
-            seen.started, seen.still_s, seen.answers = started, 0.0, 0
-        seen.still_s += passed_s
-        left_s = seen.still_s - _OVERDUE_LIMITS * self.limit_s - _OVERDUE_S
-        if group is None or left_s < 0 or seen.answers < _ANSWERS or real_backend(group) != "gloo":
-            return False
-        return left_s >= found.nbytes / _BYTES_PER_S
 
     def _answer(self, *, is_asker: bool) -> None:
         """Tell the status of this process, and do what the ranks are told."""
-        for seen in self._seen.values():
-            seen.answers += 1
-        status = local_status([seen.mark for seen in self._seen.values() if seen.is_overdue])
+        status = local_status()
         if (failed := self._watch.failed_call) and not status.waits:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
-        self._in_store("set", self._key(f"place/{self._rank}"), pickle.dumps(status))
+        self._store.set(self._key(f"place/{self._rank}"), pickle.dumps(status))
         # By the time that the diagnosis is read there may be another world, whose groups have the same names.
         groups = groups_of_process()
         if self._is_over():
             return
+        diagnosis = Diagnosis()
         if is_asker:
             ranks = self._collect()
-            self._decide(Diagnosis() if self._is_over() else diagnose(ranks))
-        elif not self._has_come(self._key("verdict"), 4 * self._patience_s):
-            # Who asked has ended, or is slower than that.
-            self._decide(Diagnosis())
-        diagnosis = self._read()
+            diagnosis = diagnosis if self._is_over() else diagnose(ranks)
+        # Else who asked has ended, or is slower than that. All ranks have to read the same diagnosis: the first.
+        if is_asker or not self._has_come(self._key("verdict"), 4 * self._patience_s):
+            self._store.compare_set(self._key("verdict"), "", diagnosis.as_text())
+        diagnosis = Diagnosis.from_text(self._store.get(self._key("verdict")).decode())
         self._question += 1
-        if diagnosis.is_diverged:
+        if diagnosis.groups:
             self._close(diagnosis, groups)
         elif self._seen and diagnosis.lines:
             _LOG.warning(
                 "a rank has waited long for others\n%s\n  at:  %s", "\n".join(diagnosis.lines), place_of_rank()
             )
-
-    def _decide(self, diagnosis: Diagnosis) -> None:
-        """Write the diagnosis unless another rank has: all ranks have to read the same one."""
-        self._in_store("compare_set", self._key("verdict"), "", diagnosis.as_text())
-
-    def _read(self) -> Diagnosis:
-        return Diagnosis.from_text(self._in_store("get", self._key("verdict")).decode())
 
     def _collect(self) -> dict[int, RankStatus | None]:
         deadline = time.monotonic() + self._patience_s
@@ -416,12 +363,12 @@ class _Thread(threading.Thread):
             key = self._key(f"place/{rank}")
             is_there = self._has_come(key, deadline - time.monotonic())
             # What these ranks have written just now.
-            found[rank] = pickle.loads(self._in_store("get", key)) if is_there else None
+            found[rank] = pickle.loads(self._store.get(key)) if is_there else None
         return found
 
     def _has_come(self, key: str, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
-        while not self._in_store("check", [key]):
+        while not self._store.check([key]):
             if time.monotonic() >= deadline or self._is_ended:
                 return False
             time.sleep(min(self._pause_s, 0.02))
@@ -430,9 +377,6 @@ class _Thread(threading.Thread):
     def _close(self, diagnosis: Diagnosis, known: Mapping[str, dist.ProcessGroup]) -> None:
         """End every wait in the groups of the diagnosis, of those ``known``, and let nobody start anything in them."""
         groups = {name: group for name, group in known.items() if name in diagnosis.groups}
-        if groups and not self._is_heard and not any(found.is_ours for found in waiting_threads()):
-            # Who does not wait learns of it at the next collective.
-            _LOG.error("%s", diverged(diagnosis.lines))
         self._watch.closed.update(dict.fromkeys(groups.values(), diagnosis.lines))
         for transport in transports_of(groups.values()):
             transport.closed_because = diagnosis.lines

@@ -10,18 +10,17 @@ of ``torch.distributed`` wait for, of which there is no record.
 import contextlib
 import inspect
 import itertools
-import math
 import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,18 +66,13 @@ _COLLECTIVES = {
 
 
 class Order:
-    """What this rank has started in one process group, where collectives have no tags and meet by their order.
-
-    Attributes:
-        count: How much.
-        recent: Tags of the last ones.
-    """
+    """What this rank has started in one process group, where collectives have no tags and meet by their order."""
 
     __slots__ = ("count", "recent")
 
     def __init__(self) -> None:
         self.count = 0
-        self.recent: deque[int] = deque(maxlen=_RECENT)
+        self.recent: deque[int] = deque(maxlen=_RECENT)  # tags of the last ones
 
 
 class Started:
@@ -90,13 +84,11 @@ class Started:
         number: Which of its kind it is on this rank, from 1 on: of its tag where messages have tags, else of the group.
         waiter: The thread that waits for it; 0: none does any more; ``None``: none has so far.
         has_tag: Messages are matched by their tag, not by the order of all collectives of the group.
-        nbytes: What travels, at most; infinite where nobody knows, or the host does not wait for it alone.
     """
 
     __slots__ = ("number", "tag", "transport", "waiter")
 
     has_tag = False
-    nbytes: float = math.inf
     transport: Any
     tag: int
     number: int
@@ -110,12 +102,11 @@ class Meeting:
         group: Whose ranks meet; ``None``: a call around others, which they are named after.
         kind: Of the call: ranks that wait in the n-th collective of a group mean one kind.
         what: For people; empty: the call of this package that the user made.
-        nbytes: What travels, at most.
         ahead: Its first collective is that many after the last one of the group so far; ``None``: nobody knows.
         is_hook: It is made in a hook of the user's, in a step of an annotation.
     """
 
-    __slots__ = ("__weakref__", "group", "is_hook", "kind", "nbytes", "number", "serial", "thread", "what")
+    __slots__ = ("__weakref__", "group", "is_hook", "kind", "number", "serial", "thread", "what")
 
     def __init__(
         self,
@@ -123,14 +114,12 @@ class Meeting:
         kind: str,
         what: str = "",
         *,
-        nbytes: float = math.inf,
         ahead: int | None = 1,
         is_hook: bool = False,
     ) -> None:
         self.group = group
         self.kind = kind
         self.what = what
-        self.nbytes = nbytes
         self.is_hook = is_hook
         self.serial = next(_RECORD.serials)
         self.thread = threading.get_ident()
@@ -148,45 +137,20 @@ class Meeting:
 
 @dataclass(frozen=True)
 class AnnotationStatus:
-    """What an annotation tells of itself.
+    """What an annotation tells of itself."""
 
-    Attributes:
-        name: Equal on all ranks, and no other annotation's.
-        tree: Where its modules are.
-        transport: Of its ranks.
-        groups: Names of all process groups that it talks in: where ranks have diverged, none of them serves any more.
-    """
-
-    name: str
+    name: str  # Equal on all ranks, and no other annotation's.
     tree: Tree
     transport: Any
-    groups: tuple[str, ...] = ()
-
-
-class StatusSource(Protocol):
-    """An annotation that can be asked from another thread."""
-
-    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
-        """Return where it is; ``in_backward``: some thread of this process runs a backward."""
-        ...
-
-    def name_of(self, started: Started) -> str | None:
-        """Return what it calls a collective of its own; ``None`` for others'."""
-        ...
+    groups: tuple[str, ...] = ()  # All that it talks in: where ranks have diverged, none of them serves any more.
 
 
 class _ProcessRecord:
-    """What this process has on record, as long as it lives.
-
-    Attributes:
-        serials: Of the meetings.
-        meetings: In the order in which they began; one that an exception has cut short is gone with its frame.
-        transports: What they have started.
-        trees: Where they are.
-    """
+    """What this process has on record, as long as it lives: meetings, transports, and annotations."""
 
     def __init__(self) -> None:
         self.serials = itertools.count()
+        # In the order in which they began; one that an exception has cut short is gone with its frame.
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -200,8 +164,13 @@ def notice_transport(transport: Any) -> None:
     _RECORD.transports.add(transport)
 
 
-def notice_tree(tree: StatusSource) -> None:
-    """Put where ``tree`` is on record, as long as it lives."""
+def notice_tree(tree: Any) -> None:
+    """Put an annotation on record, as long as it lives.
+
+    Args:
+        tree: Asked from another thread. ``tell(in_backward=...)``, whether some thread of this process runs a backward,
+            returns its ``AnnotationStatus``, or ``None``; ``name_of(started)`` what it calls a collective of its own.
+    """
     _RECORD.trees.add(tree)
 
 
@@ -214,19 +183,12 @@ def described(error: BaseException, where: str = "") -> str:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A thread that waits.
-
-    Attributes:
-        mark: Differs from that of its next wait.
-        record: What it waits for; ``None``: a call that the user has made.
-        around: The call that this is a part of, if there is one on record.
-        frame: Where the thread is.
-    """
+    """A thread that waits."""
 
     thread: int
-    mark: tuple[object, ...]
-    record: Started | Meeting | None
-    around: Meeting | None
+    mark: tuple[object, ...]  # Differs from that of its next wait.
+    record: Started | Meeting | None  # None: a call that the user has made.
+    around: Meeting | None  # The call that this is a part of, if there is one on record.
     frame: FrameType
 
     @property
@@ -242,17 +204,6 @@ class Waiting:
         return bool(self.record or self.around) or any(
             frame.f_code.co_filename.startswith(_OURS) for frame in outwards(self.frame)
         )
-
-    @property
-    def nbytes(self) -> float:
-        """How many bytes travel, at most, before it ends if every rank has started what it waits for.
-
-        Infinite where messages have tags: those of all ranks meet whatever comes between.
-        """
-        if isinstance(self.record, Started):
-            in_flight = list(self.record.transport.in_flight)
-            return math.inf if self.record.has_tag else sum(one.nbytes for one in in_flight)
-        return math.inf if self.record is None else self.record.nbytes
 
 
 def waiting_threads() -> list[Waiting]:
@@ -281,8 +232,8 @@ def waiting_threads() -> list[Waiting]:
     return found
 
 
-def local_status(overdue: Collection[tuple[object, ...]] = ()) -> RankStatus:
-    """Return what this process does; ``overdue``: marks of waits that have lasted longer than any transfer does."""
+def local_status() -> RankStatus:
+    """Return what this process does."""
     groups = groups_of_process()
     talking = [one for one in _all_of(_RECORD.transports) if _is_alive(one, groups)]
     in_backward = any(map(runs_backward, sys._current_frames().values()))
@@ -299,10 +250,7 @@ def local_status(overdue: Collection[tuple[object, ...]] = ()) -> RankStatus:
     lanes = {one.ident: one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
     lanes[threading.main_thread().ident] = MAIN_LANE
     return RankStatus(
-        waits=tuple(
-            _wait_of(found, told, lanes.get(found.thread, MAIN_LANE), is_overdue=found.mark in overdue)
-            for found in waiting_threads()
-        ),
+        waits=tuple(_wait_of(found, told, lanes.get(found.thread, MAIN_LANE)) for found in waiting_threads()),
         started=started,
         recent={one.groups[0].group_name: [str(tag) for tag in one.order.recent.copy()] for one in talking},
         trees={one.name: one.tree for one in told.values()},
@@ -316,20 +264,14 @@ def _is_alive(transport: Any, groups: Mapping[str, dist.ProcessGroup]) -> bool:
 
 
 def _doing(trees: Sequence[Tree]) -> str:
-    main = threading.main_thread().ident or 0
     # What is under way says more than what has ended, and that more than what never began.
     last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
     text = "has nothing annotated that has run" if last is None else last.text
-    # A triple before Python 3.12.
-    handled = sys._current_exceptions().get(main)
-    error = handled[1] if isinstance(handled, tuple) else handled
-    if isinstance(error, BaseException):
-        text = f"{text}; handles {described(error)}"
-    here = place_in(sys._current_frames().get(main), _NOT_THE_USERS)
+    here = place_in(sys._current_frames().get(threading.main_thread().ident or 0), _NOT_THE_USERS)
     return f"{text}; now at {here}" if here else text
 
 
-def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str, *, is_overdue: bool) -> Wait:
+def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str) -> Wait:
     record, group = found.record, found.group
     tree: AnnotationStatus | None = None
     tag, number, kind, sequence = COUNTED, 0, "", 0
@@ -354,11 +296,11 @@ def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str, *,
         named = found.around or record
         own = f"torch.distributed.{kind}" if tree is not None and kind else call_around(found.frame)
         what = f"the other ranks in {(named.what if named is not None else '') or own}"
+    place = place_in(found.frame, _NOT_THE_USERS)
     known = group if number else None
     return Wait(
         lane,
-        what,
-        place_in(found.frame, _NOT_THE_USERS),
+        f"{what}{f', {tree.tree.text}' if tree is not None else ''}{f', at {place}' if place else ''}",
         "" if known is None else known.group_name,
         () if known is None else tuple(dist.get_process_group_ranks(known)),
         tag,
@@ -368,7 +310,6 @@ def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str, *,
         tree="" if tree is None else tree.name,
         groups=tuple(dict.fromkeys(groups)),
         is_call=found.around is not None,
-        is_overdue=is_overdue,
     )
 
 

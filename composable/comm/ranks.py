@@ -65,8 +65,6 @@ _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN:
 # Messages of `are_alike` travel under a tag that nothing else here uses.
 _CONFIRM_TAG = 0x5EED
 _HOOK = "a communication hook"
-# What objects of all ranks have at most, where it matters how long they take.
-_OBJECTS_NBYTES = 1e8
 # Says which host a process is on, in place of what the system says.
 HOST_VARIABLE = "COMPOSABLE_HOST"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -161,19 +159,20 @@ class Ranks:
 
     def raise_together(self, failure: Exception | None) -> None:
         """Raise ``failure`` on the rank that has one and what it says on the others; nothing if there is none."""
-        if not self.is_alone:
-            flag = torch.tensor([failure is not None], dtype=torch.uint8, device=self.device)
-            if self.reduce(flag, dist.ReduceOp.MAX).item():
-                failures = self.objects(_as_told(failure))
-                if failure is None:
-                    failure = next(told for told in failures if told is not None)
-        if failure is not None:
-            raise failure
+        self.compare("", failure)
 
-    def compare(self, text: str, failure: Exception | None = None, *, shown: str, what: str, fix: str) -> None:
+    def compare(
+        self,
+        text: str,
+        failure: Exception | None = None,
+        *,
+        shown: str | Callable[[], str] = "",
+        what: str = "",
+        fix: str = "",
+    ) -> None:
         """Raise on every rank unless all have equal texts and no failure.
 
-        Ranks that meet here from different calls find different texts.
+        Ranks that meet here from different calls find different texts. Does nothing in a graph that is being compiled.
 
         Args:
             text: What has to be equal.
@@ -186,43 +185,16 @@ class Ranks:
             Exception: ``failure``, or what another rank told of its own.
             DesyncError: The texts differ.
         """
-        if self.is_alone:
-            if failure is not None:
-                raise failure
+        if is_tracing():
             return
-        digest = hashlib.sha256(text.encode()).digest()
-        mine = torch.tensor([failure is not None, *digest], dtype=torch.uint8, device=self.device)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        with meeting(self.group, "compare", nbytes=mine.nbytes * self.size):
-            dist.all_gather(every, mine, group=self.group)
-        found = torch.stack(every).tolist()
-        if any(one[0] for one in found):
-            self.raise_together(failure)
-        if any(one != found[0] for one in found):
-            lines = _first_difference(self.objects(shown), self.numbers)
-            raise DesyncError(f"{what}\n{lines}", at=place_of_rank(), fix=fix)
-
-    def confirm(self, key: str, *, shown: Callable[[], str], what: str, fix: str) -> None:
-        """Raise on every rank unless all are about to do the same thing: asked before tensors move that have to fit.
-
-        As ``are_alike`` asks. Does nothing in a graph that is being compiled.
-
-        Args:
-            key: What has to be equal.
-            shown: Says what this rank is about to do, for people.
-            what: What is wrong if the keys differ.
-            fix: What the user should do then.
-
-        Raises:
-            DesyncError: The keys differ.
-        """
-        if is_tracing() or self.are_alike(key):
-            return
-        texts = self.objects(shown())
-        lines = [f"    rank {number}: {text}" for number, text in zip(self.numbers, texts, strict=True)]
-        if len(set(texts)) == 1:
-            lines.append("    (of another model or mesh, though in equal words)")
-        raise DesyncError("\n".join([what, *lines]), at=place_of_rank(), fix=fix)
+        if not self.are_alike("a failure" if failure is not None else f"text {text}"):
+            told = self.objects((_as_told(failure), shown if isinstance(shown, str) else shown()))
+            failure = failure or next((other for other, _ in told if other is not None), None)
+            if failure is None:
+                lines = _first_difference([text for _, text in told], self.numbers)
+                failure = DesyncError(f"{what}\n{lines}", at=place_of_rank(), fix=fix)
+        if failure is not None:
+            raise failure
 
     def are_alike(self, key: str) -> bool:
         """Say whether all ranks have equal keys.
@@ -233,8 +205,10 @@ class Ranks:
         if self.is_alone:
             return True
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+        # On the host, where the group can talk there: reading a number from a device waits for all of its work.
+        is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
         # The largest number and, as its negative, the least: they agree if all are equal.
-        extremes = torch.tensor([number, -number], device=self._confirm_device)
+        extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
         step = 1
         while step < self.size:
             got = torch.empty_like(extremes)
@@ -244,12 +218,6 @@ class Ranks:
         largest, least = extremes.tolist()
         return bool(largest == -least)
 
-    @functools.cached_property
-    def _confirm_device(self) -> torch.device:
-        # The host, where its group can talk there: reading a number from a device waits for all of its work.
-        talks_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
-        return torch.device("cpu") if talks_on_host else self.device
-
     def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
         if sent.device.type != "cpu":
             # Both at once: on a stream a receive would wait for ever for the send behind it.
@@ -257,7 +225,7 @@ class Ranks:
             return
         group = self.process_group
         # The first of the two messages is in the place of a collective.
-        with meeting(group, "swap", nbytes=2 * sent.nbytes):
+        with meeting(group, "swap"):
             for work in (group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)):
                 work.wait()
 
@@ -281,7 +249,7 @@ class Ranks:
         if self.is_alone:
             return [value] * self.size
         values: list[Any] = [None] * self.size
-        with meeting(self.group, "objects", nbytes=_OBJECTS_NBYTES):
+        with meeting(self.group, "objects"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -289,14 +257,14 @@ class Ranks:
         """Return on every rank the object that ``source``, a rank within the group, has."""
         box = [value]
         if not self.is_alone:
-            with meeting(self.group, "object_of", nbytes=_OBJECTS_NBYTES):
+            with meeting(self.group, "object_of"):
                 dist.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
         return box[0]  # type: ignore[return-value]  # the source gives one
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor``, of any shape and dtype, contiguous and on ``device``, with that of rank ``source``."""
         if tensor.numel() and not self.is_alone:
-            with meeting(self.group, "broadcast", nbytes=_nbytes(tensor)):
+            with meeting(self.group, "broadcast"):
                 # As bytes: not every backend knows every dtype.
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
@@ -313,7 +281,7 @@ class Ranks:
         if is_tracing():
             moved = traceable_collectives.all_reduce(moved, _NAMES[op], self.group)
         else:
-            with meeting(self.group, "reduce", nbytes=_nbytes(moved)):
+            with meeting(self.group, "reduce"):
                 dist.all_reduce(moved, op=op, group=self.group)
         return moved.to(tensor.device)
 
@@ -323,7 +291,7 @@ class Ranks:
         own = slice(bounds[self.rank], bounds[self.rank + 1])
         if self.size == 1 or not full.numel():
             return
-        with meeting(self.group, "gather", nbytes=2 * _nbytes(full)):
+        with meeting(self.group, "gather"):
             if max(sizes) * self.size <= 2 * sum(sizes):
                 # Near equal pieces: one call, at the price of padding.
                 padded = full.new_zeros(max(sizes))
@@ -357,11 +325,6 @@ class Ranks:
                 work.wait()
 
 
-def _nbytes(tensor: torch.Tensor) -> float:
-    """Return for how many bytes the host waits; infinite where a device moves them."""
-    return tensor.nbytes if tensor.device.type == "cpu" else float("inf")
-
-
 def device_for(device_type: str) -> torch.device:
     """Return the device of this process of a type."""
     if device_type == "cpu":
@@ -377,7 +340,7 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
             return "\n".join(
                 f"    rank {number}: {line.strip()}" for number, line in zip(numbers, at_index, strict=True)
             )
-    return "    (the printed plans are equal; the options differ)"
+    return "    (of another model, mesh or options, though in equal words)"
 
 
 def _as_told(failure: Exception | None) -> ComposableError | None:
@@ -417,7 +380,7 @@ def all_reduce_in(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
 
     Streams: on a device it runs on the current one; on the CPU the thread waits. So does ``reduce_scatter_in``.
     """
-    with meeting(group, "all_reduce", _HOOK, nbytes=_nbytes(tensor), is_hook=True):
+    with meeting(group, "all_reduce", _HOOK, is_hook=True):
         dist.all_reduce(_real(tensor), group=group)
 
 
@@ -425,7 +388,7 @@ def reduce_scatter_in(group: dist.ProcessGroup, source: torch.Tensor, shard: tor
     """Write the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S], of one dtype. Collective."""
     options = ReduceScatterOptions()
     options.asyncOp = False
-    with meeting(group, "reduce_scatter", _HOOK, nbytes=_nbytes(source), is_hook=True):
+    with meeting(group, "reduce_scatter", _HOOK, is_hook=True):
         # torch's own function has one name in some versions, another in others.
         work = reduce_scatter_into(group)(_real(shard), _real(source), options)
         if work is not None:

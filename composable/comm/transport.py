@@ -330,11 +330,6 @@ class _Running(Messages):
         self._cast = cast
         self.works.extend(starmap(call, (args,)))
 
-    @property
-    def nbytes(self) -> float:  # type: ignore[override]  # asked while others wait, so it is not stored
-        size = self._result.nbytes * (self.transport.world_size if self.tag % 2 else 1)
-        return size if self._result.device.type == "cpu" else math.inf
-
     def finish(self) -> None:
         Messages.finish(self)
         if self._factor is not None:

@@ -174,7 +174,7 @@ def confirm_in_each(keys: Mapping[Ranks, str], shown: Callable[[], str] | None =
         if failure is not None:  # No other rank has this key.
             key, text = f"{key}|{ranks.rank}", f"{text}, and ranks with the same blocks run something else"
         try:
-            ranks.confirm(key, shown=partial(str, text), what=_WHAT, fix=_FIX)
+            ranks.compare(key, shown=partial(str, text), what=_WHAT, fix=_FIX)
         except DesyncError as error:
             failure = failure or error
     if failure is not None:

@@ -1,7 +1,7 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
 from composable.engine.buffer import AccumulatedGradients, FlatBuffer
-from composable.engine.finish import Agreement, HandleChoices, chosen_text, find_stale
+from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import (
     ELEMENT_WISE,
     GradientBuffer,
@@ -59,7 +59,6 @@ __all__ = [
     "attach",
     "check_backward",
     "check_held",
-    "chosen_text",
     "copied_registrations",
     "drop_secondary",
     "find_stale",

@@ -106,18 +106,6 @@ class HandleSettings:
         """A forward that a backward may follow leaves secondary shards."""
         return type(self.reshard_option) is int
 
-    def text(self, plan: HandlePlan) -> str:
-        """Return what decides when ranks communicate and is not as planned; empty: nothing."""
-        chosen = {
-            f"reshard after forward {self.reshard_option}": self.reshard_option != plan.reshard_after_forward,
-            "reshard after backward off": not self.reshard_after_backward,
-            "unshard in backward off": not self.unshard_in_backward,
-            "a reduce-scatter group of its own": self.scatters_apart,
-            "forward prefetch by hand": self.forward_prefetch is not None,
-            "backward prefetch by hand": self.backward_prefetch is not None,
-        }
-        return ", ".join(text for text, is_set in chosen.items() if is_set)
-
 
 class Handle:
     """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.

@@ -1,7 +1,7 @@
 """Where a root is, as ranks that wait are told; read from another thread, so nothing is noted for it."""
 
 from composable.comm import AnnotationStatus, Started, Transport, Tree
-from composable.engine import FlatBuffer, Handle, RootSettings, Scheduler, chosen_text
+from composable.engine import FlatBuffer, Scheduler
 
 __all__ = ["ProgressReporter"]
 
@@ -12,12 +12,10 @@ class ProgressReporter:
     Args:
         name: Of the root's class.
         scheduler: That runs its handles.
-        settings: Of the root.
     """
 
-    def __init__(self, name: str, scheduler: Scheduler, settings: RootSettings) -> None:
+    def __init__(self, name: str, scheduler: Scheduler) -> None:
         self._name = name
-        self._settings = settings
         self._scheduler = scheduler
         self._flats = [(handle, flat) for handle in scheduler.handles for flat in handle.buffers if not flat.is_empty]
 
@@ -40,9 +38,7 @@ class ProgressReporter:
             backwards,
             is_inside=bool(step.running) or (is_last and in_backward),
             is_backward=is_last,
-            was_stopped=is_backward,
             failure=failure,
-            settings=self._set_by_users(),
         )
         return AnnotationStatus(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0], self._groups())
 
@@ -52,15 +48,6 @@ class ProgressReporter:
         for _, flat in self._flats:
             transports |= flat.routes.transports()
         return tuple(sorted({group.group_name for transport in transports for group in transport.groups}))
-
-    def _set_by_users(self) -> dict[str, str]:
-        handles = dict.fromkeys(handle for handle, _ in self._flats)
-        found = {handle.described: text for handle in handles if (text := settings_text(handle))}
-        if not self._settings.ends_backward:
-            found["the whole tree"] = (
-                "finalized by hand" if self._settings.finalizes_by_hand else "not the last backward"
-            )
-        return found
 
     def name_of(self, started: Started) -> str | None:
         """Return what it does for whom; ``None``: it is none of the root's."""
@@ -74,15 +61,3 @@ class ProgressReporter:
 def _address(flat: FlatBuffer) -> tuple[Transport, int]:
     path = flat.routes.gather_path
     return path.transport, path.key
-
-
-def settings_text(handle: Handle) -> str:
-    """Return what the user set of what decides when ranks communicate; empty: nothing."""
-    chosen = {
-        chosen_text(handle): True,
-        "gradient sync off": not handle.requires_gradient_sync,
-        "all-reduce over copies off": any(flat.routes.kept.defers for flat in handle.buffers),
-        "gradients of a backward without sync": handle.requires_gradient_sync and handle.accumulated.is_unsynced,
-        handle.settings.text(handle.plan): True,
-    }
-    return ", ".join(text for text, is_set in chosen.items() if is_set and text)

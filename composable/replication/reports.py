@@ -365,7 +365,7 @@ class DebugNotes:
             DesyncError: Another rank is about to send another one.
         """
         text = self._text(bucket)
-        self._ranks.confirm(
+        self._ranks.compare(
             text,
             shown=lambda: text,
             what="the ranks are about to average different buckets",

@@ -83,7 +83,6 @@ class ReplicaProgress:
             reducer.rounds,
             is_inside=self.is_forward or phase is Phase.OPEN or (is_last and in_backward),
             is_backward=is_last,
-            was_stopped=is_last and phase is Phase.STOPPED,
             failure=self.failure,
         )
         return AnnotationStatus(transport.groups[0].group_name, tree, transport)
