@@ -269,12 +269,11 @@ def resolve_grid(
 def _of_mesh(
     mesh: DeviceMesh | None, dims: object, params: Sequence[nn.Parameter], is_hybrid: bool | None, caller: str
 ) -> tuple[DeviceMesh, Grid]:
-    given = None if dims is None else _as_dims(dims)
-    if mesh is None and given is not None:
+    if mesh is None and dims is not None:
         raise _refusal("dp_mesh_dims names dims of no mesh", "pass the mesh too")
     if mesh is None and is_hybrid:
         mesh = _mesh_of_hosts(params)
-    if not isinstance(mesh, DeviceMesh) or (given is None and mesh.ndim != 2):
+    if not isinstance(mesh, DeviceMesh) or (dims is None and mesh.ndim != 2):
         shard_mesh = _resolve_mesh(mesh, params, caller=caller)
         if is_hybrid:
             raise _refusal(
@@ -283,7 +282,7 @@ def _of_mesh(
             )
         _check_order(shard_mesh, 0)
         return shard_mesh, Grid.of(shard_mesh)
-    chosen = _dims_of(mesh) if given is None else given
+    chosen = _as_dims(mesh, dims)
     names = mesh.mesh_dim_names or ()
     for name in filter(None, (chosen.replicate, chosen.shard)):
         if name not in names:
@@ -311,26 +310,20 @@ def _check_order(mesh: DeviceMesh, dim: int) -> None:
         )
 
 
-def _as_dims(dims: object) -> DataParallelMeshDims:
-    if isinstance(dims, DataParallelMeshDims):
-        return dims
+def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
+    """Return which dims of ``mesh`` count; ``dims`` may be torch's own class, with names or tuples of one."""
+    if dims is None:
+        if mesh.mesh_dim_names is None:
+            raise _refusal(
+                f"a mesh of 2 dims {tuple(mesh.mesh.shape)} without names",
+                "name them: init_device_mesh(..., mesh_dim_names=('replicate', 'shard')); replicas come first",
+            )
+        return DataParallelMeshDims(shard=mesh.mesh_dim_names[1], replicate=mesh.mesh_dim_names[0])
     if type(dims).__name__ != DataParallelMeshDims.__name__:
         fix = "pass DataParallelMeshDims(shard='shard', replicate='replicate')"
         raise _refusal(f"dp_mesh_dims is {described(dims)}", fix)
-    # That of torch, where each may be a tuple of names.
-    names: list[Any] = [getattr(dims, name, None) for name in ("shard", "replicate")]
-    shard, copies = (name[0] if isinstance(name, tuple) and len(name) == 1 else name for name in names)
-    return DataParallelMeshDims(shard, copies)
-
-
-def _dims_of(mesh: DeviceMesh) -> DataParallelMeshDims:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise _refusal(
-            f"a mesh of 2 dims {tuple(mesh.mesh.shape)} without names",
-            "name them: init_device_mesh(..., mesh_dim_names=('replicate', 'shard')); replicas come first",
-        )
-    return DataParallelMeshDims(shard=names[1], replicate=names[0])
+    names = [name[0] if isinstance(name, tuple) and len(name) == 1 else name for name in (dims.shard, dims.replicate)]
+    return DataParallelMeshDims(*names)
 
 
 def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
@@ -474,30 +467,24 @@ def resolve_ranks(
     if mesh is not None and process_group is not None:
         raise ConfigError("both mesh and process_group are given", fix="pass one of them")
     _check_world("replicate")
-    ranks = (
-        _ranks_of_group(process_group, params)
-        if mesh is None
-        else Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
-    )
+    if mesh is not None:
+        ranks = Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
+    else:
+        group = dist.group.WORLD if process_group is None else process_group
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group is {described(group)}, not a ProcessGroup that this rank is in",
+                fix="pass what torch.distributed.new_group() returned, only on the ranks of the group",
+            )
+        device_type = next((param.device.type for param in params if not param.is_meta), "cpu")
+        if device_type == "cpu" and dist.get_backend(group) == "nccl":
+            raise ConfigError(
+                "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
+                fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
+            )
+        ranks = Ranks.of(group, device_for(device_type))
     wait_like_the_world([ranks])
     return ranks
-
-
-def _ranks_of_group(process_group: object, params: Sequence[nn.Parameter]) -> Ranks:
-    """Return the ranks of a group, or all, with the device of the parameters. Raises as ``resolve_ranks``."""
-    group = dist.group.WORLD if process_group is None else process_group
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"process_group is {process_group!r}, not a ProcessGroup that this rank is in",
-            fix="pass what torch.distributed.new_group() returned, and call replicate only on the ranks of the group",
-        )
-    device_type = next((param.device.type for param in params if not param.is_meta), "cpu")
-    if device_type == "cpu" and dist.get_backend(group) == "nccl":
-        raise ConfigError(
-            "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
-            fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
-        )
-    return Ranks.of(group, device_for(device_type))
 
 
 def _default_type(params: Iterable[nn.Parameter]) -> str:
@@ -516,12 +503,12 @@ class ModelRanks:
     Attributes:
         everyone: All of them.
         others: Those along each mesh dim of tensor parallelism; mostly none.
-        places: Of each of ``everyone`` its data place, and the places along ``others``; empty where there are none.
+        places: Of each of ``everyone`` its data place, and the places along ``others``.
     """
 
     everyone: Ranks
-    others: tuple[Ranks, ...] = ()
-    places: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    others: tuple[Ranks, ...]
+    places: tuple[tuple[int, ...], ...] = field(repr=False)
 
     @staticmethod
     def of(data: Ranks, others: Sequence[Ranks]) -> "ModelRanks":
@@ -533,7 +520,7 @@ class ModelRanks:
         inside = set(data.numbers)
         others = [ranks for ranks in others if not inside.issuperset(ranks.numbers)]
         if not others:
-            return ModelRanks(data)
+            return ModelRanks(data, (), tuple((rank,) for rank in range(data.size)))
         rows = [data.numbers]
         for ranks in others:
             rows = sorted({row for told in ranks.objects(rows) for row in told})
@@ -556,21 +543,15 @@ class ModelRanks:
     @property
     def column(self) -> list[int]:
         """The ranks that have the same blocks as this one between them."""
-        if not self.others:
-            return list(range(self.everyone.size))
         return [index for index, place in enumerate(self.places) if place[1:] == self.places[self.rank][1:]]
 
     def team_of(self, rank: int) -> list[int]:
         """Return the ranks with the data place of ``rank``; it is one of them."""
-        if not self.others:
-            return [rank]
         return [index for index, place in enumerate(self.places) if place[0] == self.places[rank][0]]
 
     def in_column(self, rank: int) -> int:
         """Return which of the team of ``rank`` is in this rank's column."""
-        if not self.others:
-            return rank
-        return next(one for one in self.team_of(rank) if self.places[one][1:] == self.places[self.rank][1:])
+        return self.places.index((self.places[rank][0], *self.places[self.rank][1:]))
 
     def places_along(self, splits: Sequence[Ranks], rank: int) -> tuple[int, ...]:
         """Return where a rank is along groups that this rank is in; the rank itself may be in others along the same."""
@@ -582,10 +563,9 @@ class ModelRanks:
 
         Itself where it has the block, else one that is near.
         """
-        own = self.places[rank] if self.others else ()
 
         def distance(other: int) -> tuple[int, int]:
-            return sum(a != b for a, b in zip(own, self.places[other] if self.others else ())), other
+            return sum(a != b for a, b in zip(self.places[rank], self.places[other])), other
 
         found: dict[tuple[int, ...], int] = {}
         for other in sorted(self.team_of(rank), key=distance):

@@ -98,15 +98,14 @@ class OwnTransport(ProcessGroupTransport):
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
         self.world_size = ranks.size
-        self._is_connected = False
-        self._finalize: Callable[[], object] = lambda: None
+        self.in_flight = {}
+        self._finalize: Callable[[], object] | None = None
 
     def connect(self) -> None:
         """Make the group, if that is still to do. Collective."""
-        if not self._is_connected:
+        if self._finalize is None:
             number, group = _take(self.ranks)
             super().__init__(group)
-            self._is_connected = True
             # A replicated model that is dropped leaves its group to the next one.
             finalizer = weakref.finalize(self, _leave, _idle_of(self.ranks), number, group, self.in_flight)
             finalizer.atexit = False
@@ -130,26 +129,23 @@ class OwnTransport(ProcessGroupTransport):
         self.connect()
         return super().begin_broadcast(tensor, source_rank, key)
 
-    def settle(self) -> None:
-        if self._is_connected:
-            super().settle()
-
     def close(self) -> None:
         """Leave the group to who needs one next, once nothing is in flight. Collective: it is made if it was not."""
         self.connect()
-        self._finalize()
-        self._is_connected, self.groups, self.closed_because = False, (), ()
+        if self._finalize is not None:
+            self._finalize()
+        self._finalize, self.groups, self.closed_because = None, (), ()
 
 
 def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:
     """Return a group of the same ranks that nothing else uses, and its number. Collective over them."""
-    group = ranks.process_group
     # Each rank collects its garbage when it likes: a group is free once all of them say so.
     idle = _idle_of(ranks)
     free = set.intersection(*ranks.objects(set(idle)))
     if free:
         return min(free), idle.pop(min(free))
-    return next(kept_with(group, ("own", ranks.device.type), itertools.count)), _make_like(ranks.numbers, ranks)
+    number = next(kept_with(ranks.process_group, ("own", ranks.device.type), itertools.count))
+    return number, _make_like(ranks.numbers, ranks)
 
 
 def _idle_of(ranks: Ranks) -> dict[int, dist.ProcessGroup]:

@@ -154,10 +154,6 @@ class Transport(ABC):
         """
         return like.new_empty(numel) if dtype is None else like.new_empty(numel, dtype=dtype)
 
-    def has_started(self, started: Started) -> bool:
-        """Say whether a collective is one of this transport's."""
-        return started.transport is self
-
     def settle(self) -> None:
         """Wait for all that was started and not finished, also by a ``begin_*`` that an exception cut short."""
 

@@ -198,7 +198,7 @@ class Routes:
         key, is_reduction = divmod(started.tag, 2)
         what = "reduce-scatter" if is_reduction else "all-gather"
         for name, transport, own in self._named_legs(what):
-            if key == own and transport.has_started(started):
+            if key == own and started.transport is transport:
                 return name
         return None
 

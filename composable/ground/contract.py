@@ -17,15 +17,15 @@ policy picked it, without being annotated itself.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
+from itertools import zip_longest
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import nn
 
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.ground.names import SUCCESSOR, check_call, describe_module, list_text
+from composable.ground.names import SUCCESSOR, check_call, describe_module
 
 __all__ = [
     "Annotation",
@@ -214,15 +214,15 @@ def contract(
             modules = [target] if isinstance(target, nn.Module) else list(target)
             _check_modules(name, rivals, modules)
             annotation = Annotation(name, state_cls(), rivals)
-            before = _outermost({one: NamedTree.of(one) for one in modules})
-            for one, tree in before.items():
-                _check_below(name, rivals, one, tree.modules)
+            before = {one: _names_in(one) for one in _outermost(modules)}
+            for one in before:
+                _check_below(name, rivals, one)
             for one in before:
                 _record_for_write(one).annotations[name] = annotation
             try:
                 _check_result(name, modules, fn(target, *args, **kwargs))
-                for one, old in before.items():
-                    _check_same_fqns(name, one, old, NamedTree.of(one))
+                for one, names in before.items():
+                    _check_same_names(name, one, names, _names_in(one))
             except BaseException:
                 for one in before:
                     _forget(one, annotation)
@@ -258,17 +258,17 @@ def _remove(module: nn.Module, held: dict[str, Any], api_name: str) -> None:
 def _forget(module: nn.Module, annotation: Annotation) -> None:
     """Remove the annotation, and every membership in its state at or below ``module``."""
     remove_annotation(module, annotation.name)
-    for below in NamedTree.of(module).modules:
+    for below in module.modules():
         if _record_of(below).members.get(annotation.name) is annotation.state:
             remove_member(below, annotation.name)
 
 
-def _outermost(trees: "dict[nn.Module, NamedTree]") -> "dict[nn.Module, NamedTree]":
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that are not inside another one of them: what is on the outer one holds for the inner."""
-    if len(trees) < 2:
-        return trees
-    inside = {below for module, tree in trees.items() for below in tree.modules if below is not module}
-    return {module: tree for module, tree in trees.items() if module not in inside} or trees
+    if len(modules) < 2:
+        return list(modules)
+    inside = {below for module in modules for below in module.modules() if below is not module}
+    return [module for module in modules if module not in inside]
 
 
 def _as_sequence(name: str, modules: object) -> Sequence[nn.Module]:
@@ -307,9 +307,9 @@ def _check_modules(name: str, rivals: frozenset[str], modules: Sequence[object])
             raise ConfigError(what, at=describe_module(module), fix=fix)
 
 
-def _check_below(name: str, rivals: frozenset[str], module: nn.Module, visited: Sequence[nn.Module]) -> None:
+def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
     """Refuse a module below which an annotation from further up manages modules that ``name`` would hide from it."""
-    below = [_record_of(one) for one in visited] if rivals else []
+    below = [_record_of(one) for one in module.modules()] if rivals else []
     own = {id(annotation.state) for record in below for annotation in record.annotations.values()}
     members = ((api, state) for record in below for api, state in record.members.items())
     if api := next((api for api, state in members if api in rivals and id(state) not in own), None):
@@ -332,107 +332,37 @@ def _check_result(name: str, modules: Sequence[nn.Module], result: object) -> No
         )
 
 
-# The names of a tree, which an annotation may not change
-
-_MAX_NAMES_SHOWN = 10
-
-
-class _Visit(NamedTuple):
-    """One place of a module tree: where it hangs and the names it holds."""
-
-    parent: int
-    name: str
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    is_alias: bool
-
-
-@dataclass(frozen=True)
-class NamedTree:
-    """The names of a module tree, in ``named_modules()`` order.
-
-    Names are kept per module and joined to FQNs only for an error: FQNs of a deep tree add
-    up to quadratic length. A module met again is one more visit without content, so the
-    names of an alias count too. ``ties`` are the tensors met again, with where they were first.
-    """
-
-    visits: list[_Visit]
-    ties: list[tuple[int, str, int, str]]
-    modules: list[nn.Module] = field(compare=False)
-
-    @staticmethod
-    def of(root: nn.Module) -> "NamedTree":
-        visits: list[_Visit] = []
-        ties: list[tuple[int, str, int, str]] = []
-        modules: list[nn.Module] = []
-        seen_modules: set[nn.Module] = set()
-        first_slot: dict[int, tuple[int, str]] = {}
-        stack = [(-1, "", root)]
-        while stack:
-            parent, name, module = stack.pop()
-            index = len(visits)
-            if module in seen_modules:
-                visits.append(_Visit(parent, name, (), (), True))
-                continue
-            seen_modules.add(module)
-            modules.append(module)
-            params = tuple(key for key, param in module._parameters.items() if param is not None)
-            buffers = tuple(key for key, buffer in module._buffers.items() if buffer is not None)
-            visits.append(_Visit(parent, name, params, buffers, False))
-            for key in params + buffers:
-                tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
-                if tensor is not None and tensor.is_meta:
-                    tensor = getattr(tensor, SUCCESSOR, tensor)
-                first = first_slot.setdefault(id(tensor), (index, key))
-                if first != (index, key):
-                    ties.append((index, key, *first))
-            stack.extend((index, key, child) for key, child in reversed(module._modules.items()) if child is not None)
-        return NamedTree(visits, ties, modules)
-
-    def fqn(self, index: int, leaf: str = "") -> str:
-        names = [leaf] if leaf else []
-        while index > 0:
-            names.append(self.visits[index].name)
-            index = self.visits[index].parent
-        return ".".join(reversed(names))
-
-    def texts(self) -> dict[str, list[str]]:
-        """Return all names, by kind, and which of them share a tensor or a module."""
-        found: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
-        for index, visit in enumerate(self.visits):
-            found["modules"].append(self.fqn(index))
-            found["parameters"] += [self.fqn(index, key) for key in visit.params]
-            found["buffers"] += [self.fqn(index, key) for key in visit.buffers]
-        found["shared tensors"] = [f"{self.fqn(i, key)} = {self.fqn(j, first)}" for i, key, j, first in self.ties]
-        found["shared modules"] = [self.fqn(index) for index, visit in enumerate(self.visits) if visit.is_alias]
-        return found
+def _names_in(root: nn.Module) -> list[str]:
+    """Return the names of all modules, parameters and buffers; of what is met again, also where it was met first."""
+    names: list[str] = []
+    places: dict[int, str] = {}
+    stack = [("", root)]
+    while stack:
+        fqn, module = stack.pop()
+        if id(module) in places:
+            names.append(f"module {fqn} = {places[id(module)]}")
+            continue
+        places[id(module)] = fqn
+        names.append(f"module {fqn}")
+        prefix = f"{fqn}." if fqn else ""
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                held = getattr(tensor, SUCCESSOR, tensor) if tensor.is_meta else tensor
+                first = places.setdefault(id(held), f"{prefix}{name}")
+                names.append(f"{kind} {prefix}{name}{f' = {first}' if first != f'{prefix}{name}' else ''}")
+        children = reversed(module._modules.items())
+        stack.extend((f"{prefix}{name}", child) for name, child in children if child is not None)
+    return names
 
 
-def _check_same_fqns(name: str, module: nn.Module, old: NamedTree, new: NamedTree) -> None:
+def _check_same_names(name: str, module: nn.Module, old: list[str], new: list[str]) -> None:
     """Raise ``ConfigError`` if ``name``, an annotation of ``module``, changed a name between the two."""
-    if old == new:
-        return
-    was, now = old.texts(), new.texts()
-    lines = {kind: _list_differences(kind, was[kind], now[kind]) for kind in was}
-    # What shares changes with the names: it is told where these are the same.
-    of_names = [line for kind in ("parameters", "buffers", "modules") for line in lines[kind]]
-    differences = of_names or [line for kind in ("shared tensors", "shared modules") for line in lines[kind]]
-    raise ConfigError(
-        "\n    ".join([f"{name} changed the FQNs of the module it annotates", *differences]),
-        at=describe_module(module),
-        fix="an annotation keeps every parameter, buffer and module under its name and in its place",
-    )
-
-
-def _list_differences(kind: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return lines that say which names are gone, are new, or are in another place, of few that explain the order."""
-    olds, news = set(old), set(new)
-    both, both_now = [fqn for fqn in old if fqn in news], [fqn for fqn in new if fqn in olds]
-    runs = SequenceMatcher(None, both, both_now, autojunk=False).get_matching_blocks()
-    in_order = {fqn for start, _, length in runs for fqn in both[start : start + length]}
-    parts = {
-        "missing": [fqn for fqn in old if fqn not in news],
-        "new": [fqn for fqn in new if fqn not in olds],
-        "moved": [fqn for fqn in both_now if fqn not in in_order],
-    }
-    return [f"{kind} {what}: {list_text(fqns, _MAX_NAMES_SHOWN)}" for what, fqns in parts.items() if fqns]
+    if old != new:
+        was, now = next((was, now) for was, now in zip_longest(old, new, fillvalue="nothing") if was != now)
+        raise ConfigError(
+            f"{name} changed the FQNs of the module it annotates: {was} became {now}",
+            at=describe_module(module),
+            fix="an annotation keeps every parameter, buffer and module under its name and in its place",
+        )

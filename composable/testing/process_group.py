@@ -97,16 +97,13 @@ class FaultPlan:
 
     def __init__(self, faults: Sequence[Fault], world_size: int) -> None:
         for fault in faults:
-            if not 0 <= fault.rank < world_size:
-                raise ConfigError(f"fault on rank {fault.rank} of {world_size}", fix="name a rank that there is")
-            if fault.op not in (*OPS, "any"):
-                raise ConfigError(f"fault in {fault.op!r}", fix=f"pass 'any' or one of {', '.join(map(repr, OPS))}")
-            if fault.nth < 1:
-                raise ConfigError(f"fault in call {fault.nth}", fix="calls are counted from 1")
+            if fault.rank not in range(world_size) or fault.op not in (*OPS, "any") or fault.nth < 1:
+                ops = ", ".join(map(repr, OPS))
+                raise ConfigError(
+                    f"{fault} meets no call", fix=f"name a rank, a call from 1, and 'any' or one of {ops}"
+                )
             if not isinstance(fault.action, Delay | Drop | Raise):
                 raise ConfigError(f"action is {fault.action!r}", fix="pass a Delay, a Drop or a Raise")
-            if isinstance(fault.action, Delay) and fault.action.turns < 1:
-                raise ConfigError(f"delay of {fault.action.turns} turns", fix="pass 1 or more")
         self._to_come = list(faults)
         self._calls: Counter[tuple[int, str]] = Counter()
 

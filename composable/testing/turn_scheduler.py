@@ -10,8 +10,8 @@ lets others run instead of blocking the thread whose turn it is. Daemon threads 
 wait as ever, and may not communicate.
 
 What a rank in a process would have for itself, and threads of one process share, is exchanged with the turn: random
-generators of torch and Python, default dtype, deterministic algorithms, warning filters and where ``print`` goes. Grad
-mode, autocast and the like are a thread's own in torch already.
+generators of torch and Python, default dtype and warning filters. Grad mode, autocast and the like are a thread's own
+in torch already.
 """
 
 import queue
@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,15 +45,13 @@ class Unwound(BaseException):
 class ProcessState:
     """What the process had at one moment: taken when made."""
 
-    __slots__ = ("_deterministic", "_dtype", "_python", "_streams", "_torch", "_warnings")
+    __slots__ = ("_dtype", "_python", "_torch", "_warnings")
 
     def __init__(self) -> None:
         self._torch = torch.default_generator.get_state()
         self._python = random.getstate()
         self._dtype = torch.get_default_dtype()
-        self._deterministic = _deterministic()
-        self._warnings = [getattr(warnings, part, None) for part in _WARNING_PARTS]
-        self._streams = sys.stdout, sys.stderr
+        self._warnings = {part: getattr(warnings, part) for part in _WARNING_PARTS if hasattr(warnings, part)}
 
     def restore(self) -> None:
         """Give the process back what it had."""
@@ -61,30 +59,8 @@ class ProcessState:
         random.setstate(self._python)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        if _deterministic() != self._deterministic:
-            is_on, warns = self._deterministic
-            torch.use_deterministic_algorithms(is_on, warn_only=warns)
-        self._restore_warnings()
-        sys.stdout, sys.stderr = self._streams
-
-    def _restore_warnings(self) -> None:
-        is_changed = False
-        for part, value in zip(_WARNING_PARTS, self._warnings):
-            if value is not None and getattr(warnings, part) is not value:
-                setattr(warnings, part, value)
-                is_changed = True
-        if is_changed:
-            # Modules remember by version of the filters what they have warned of.
-            forget = getattr(warnings, "_filters_mutated", None) or getattr(
-                warnings, "_filters_mutated_lock_held", None
-            )
-            if forget is not None:
-                with getattr(warnings, "_lock", nullcontext()):
-                    forget()
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        for part, value in self._warnings.items():
+            setattr(warnings, part, value)
 
 
 class StartedByRank(threading.Thread):
@@ -106,13 +82,7 @@ class StartedByRank(threading.Thread):
 
 
 class _Wait(NamedTuple):
-    """What a thread waits for.
-
-    Attributes:
-        is_over: Says whether it has come.
-        describe: Returns the same for messages.
-        give_up: Ends now what has a timeout, when no thread can go on; returns whether that is so.
-    """
+    """What a thread waits for; see ``TurnScheduler.wait``."""
 
     is_over: Callable[[], bool]
     describe: Callable[[], str]

@@ -44,7 +44,7 @@ def test_teams_have_a_rank_in_each_column(sizes: tuple[int, ...]) -> None:
 def test_ranks_without_others_are_a_model_alone() -> None:
     mesh = init_device_mesh("cpu", (2,))
     ranks = Ranks.of_mesh(mesh)
-    assert ModelRanks.of(ranks, [ranks]) == ModelRanks(ranks)
+    assert ModelRanks.of(ranks, [ranks]).others == ()
 
 
 def join_unlike_columns() -> str:

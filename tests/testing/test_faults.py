@@ -82,7 +82,6 @@ def test_a_delay_may_hold_the_rank_so_that_others_get_ahead(holds_rank: bool, ex
         Fault(rank=0, op="gossip", action=Drop()),
         Fault(rank=0, op="any", nth=0, action=Drop()),
         Fault(rank=0, op="any", action="drop"),  # type: ignore[arg-type]
-        Fault(rank=0, op="any", action=Delay(0)),
     ],
 )
 def test_a_fault_that_can_meet_no_call_is_refused(fault: Fault) -> None:
