@@ -1,6 +1,5 @@
 """Ranks that go different ways, in real processes: every one of them is told, soon, who waits for what and where each is."""
 
-import functools
 import logging
 import random
 import re
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     ConfigError,
@@ -182,36 +180,6 @@ def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all() -> None:
     message = check(run_ranks(diverge, 3, "replicate", catches_its_exception))
     assert "has left forward 3 of Model: ValueError: a bad batch; now at" in message
     assert "all-reduce of bucket 1 of 1, gradients of 'layers.2.bias', 'layers.2.weight'" in message
-
-
-class Tokens(nn.Module):
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(WIDTH, WIDTH, sparse=sparse)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.emb(tokens))
-        return result
-
-
-@on_ranks(2, run=run_ranks)
-def test_who_waits_at_the_end_of_backward_is_said_to_be_there() -> None:
-    set_divergence_timeout(LIMIT_S)
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    model = fully_shard(Tokens(sparse=is_last))
-    if is_last:
-
-        def fail(param: torch.Tensor) -> None:
-            raise ValueError("a bad hook")
-
-        model.head.weight.register_post_accumulate_grad_hook(fail)
-        with pytest.raises(ValueError, match="a bad hook"):
-            model(torch.arange(3)).sum().backward()
-    with pytest.raises(DesyncError) as caught:
-        model(torch.arange(3)).sum().backward()
-    text = str(caught.value)
-    assert "rank 0: waits for the other ranks in end_backward, at test_divergence.py" in text
 
 
 def call_fully_shard_wrongly_on_one_rank() -> str:
@@ -446,44 +414,6 @@ def test_ranks_that_go_on_after_an_exception_of_one_are_all_told_in_every_step(s
     told = run_ranks(goes_on_after_its_exception, 4, strategy, transport)
     others = ["nothing", "DesyncError", "DesyncError", "DesyncError"]
     assert told == [others, ["nothing", "ValueError", "DesyncError", "DesyncError"], others, others]
-
-
-class Aside(nn.Module):
-    """A module inside of a checkpoint, and a hook on its output that runs a backward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, aside: str = "") -> torch.Tensor:
-        x = self.first(x)
-        if "module" in aside:
-            run = functools.partial(torch_checkpoint, self.inner, use_reentrant=False)
-            x = x + (run if "checkpoint" in aside else self.inner)(x)
-        if "hook" in aside:
-            x.register_hook(lambda grad: self.inner(grad.detach()).sum().backward())
-        return self.last(x)
-
-
-def goes_aside(aside: str) -> str:
-    set_divergence_timeout(LIMIT_S)
-    model = fully_shard(Aside(), policy={nn.Linear}, options=HandleOptions(transport="point_to_point"))
-    model(inputs()).sum().backward()
-    try:
-        for step in range(3):
-            model(inputs(), aside if step == 0 and dist.get_rank() == 1 else "").sum().backward()
-            model.zero_grad()
-    except DesyncError as error:
-        return str(error)
-    return "no error"
-
-
-# Without tags, gloo ends a process in which collectives of different sizes meet.
-@pytest.mark.parametrize("aside", ["module", "hook", "module checkpoint hook"])
-def test_a_rank_that_alone_runs_a_module_a_checkpoint_or_a_backward_in_a_hook_is_named(aside: str) -> None:
-    for text in run_ranks(goes_aside, 3, aside):
-        assert "rank 1: waits for the all-gather of module" in text or "rank 1: waits for the reduce" in text, text
-        assert "will never come" in text
 
 
 def call_in_between() -> str:

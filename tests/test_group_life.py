@@ -97,23 +97,6 @@ def test_a_rank_that_comes_back_takes_part_again() -> None:
         torch.testing.assert_close(gradients_of(model), expected(step, [0, 1, 2]))
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-@on_ranks(2)
-def test_a_rank_without_a_backward_so_far_joins_others(*, static_graph: bool) -> None:
-    rank = dist.get_rank()
-    own = dist.new_group([rank], use_local_synchronization=True)
-    options = {"bucket_cap_mb": TINY_CAP_MB, "static_graph": static_graph}
-    model = replicate(make_model("mlp"), process_group=own, **options)
-    for step in range(3 * (rank == 0)):
-        model.zero_grad()
-        loss_at(model, step, rank).backward()
-    update_process_group(model, dist.group.WORLD)
-    for step in range(3, 6):
-        model.zero_grad()
-        loss_at(model, step, rank).backward()
-        torch.testing.assert_close(gradients_of(model), expected(step, [0, 1]))
-
-
 @on_ranks(2)
 def test_an_optimizer_steps_in_backward_in_the_new_group_too() -> None:
     model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)

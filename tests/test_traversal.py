@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import _traversal_utils
-from composable.ground.contract import contract, get_registry, set_member
+from composable.ground.contract import contract, set_member
 from tests.models import MLP, CalledTwice, TinyGPT
 
 
@@ -116,13 +116,6 @@ def test_no_walk_enters_an_incompatible_subtree() -> None:
     assert list(found) == [model, model.blocks[1].up, model.blocks[2]]
 
 
-def test_a_compatible_api_hides_nothing() -> None:
-    model = MLP()
-    checkpoint(model.blocks)
-    fully_shard(model.blocks[0])
-    assert _traversal_utils._get_fsdp_states_with_modules(model)[1] == [model.blocks[0]]
-
-
 def test_roots_are_known_after_lazy_init_from_the_outermost_state() -> None:
     model = nn.Sequential(MLP(), MLP())
     for mlp in model:
@@ -149,14 +142,6 @@ def test_get_fully_sharded_module_to_states() -> None:
     assert list(found.values()) == [state, state, state, state, fully_shard.state(model.out)]
 
 
-def test_a_walk_leaves_no_trace() -> None:
-    model = MLP()
-    before = [set(module.__dict__) for module in model.modules()]
-    assert _traversal_utils._get_fsdp_states(model) == []
-    assert _traversal_utils._get_fully_sharded_module_to_states(model) == {}
-    assert [set(module.__dict__) for module in model.modules()] == before
-
-
 def test_five_thousand_levels_are_walked() -> None:
     model = nested(5000)
     fully_shard(model)
@@ -165,26 +150,6 @@ def test_five_thousand_levels_are_walked() -> None:
     fully_shard(innermost)
     assert len(_traversal_utils._get_fsdp_states(model)) == 2
     take_apart(model)
-
-
-def test_a_hundred_thousand_modules_are_each_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaf_names = [str(index) for index in range(999)]
-    model = nn.Module()
-    for branch_name in range(100):
-        branch = nn.Module()
-        branch._modules.update({name: nn.Module() for name in leaf_names})
-        model.add_module(str(branch_name), branch)
-    fully_shard(model)
-    visits = 0
-
-    def counting(module: nn.Module) -> Any:
-        nonlocal visits
-        visits += 1
-        return get_registry(module)
-
-    monkeypatch.setattr(_traversal_utils, "get_registry", counting)
-    assert len(_traversal_utils._get_fsdp_states(model)) == 1
-    assert visits == 1 + 100 + 100 * 999
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 from composable.ground.names import ranks_text
 
-__all__ = ["COUNTED", "MAIN_LANE", "ORDERED", "Diagnosis", "RankStatus", "Tree", "Wait", "diagnose"]
+__all__ = ["COUNTED", "ORDERED", "Diagnosis", "RankStatus", "Tree", "Wait", "diagnose"]
 
 
-# Of the thread that trains. Other threads are told apart by their names, which are the same on all ranks.
-MAIN_LANE = "main"
 # In place of a tag: what a transport starts in the order of its group, and what torch.distributed counts in a group.
 ORDERED = -1
 COUNTED = -2
@@ -30,7 +28,6 @@ class Wait:
     """What a thread waits for.
 
     Attributes:
-        lane: Which thread.
         text: What it waits for and where, for people.
         group: Name of the process group; empty where it is not known, and nothing can be said.
         ranks: Its global ranks.
@@ -43,7 +40,6 @@ class Wait:
         is_call: It is waited for while modules are annotated, or compared before their first forward.
     """
 
-    lane: str
     text: str
     group: str
     ranks: tuple[int, ...]
@@ -90,7 +86,7 @@ class RankStatus:
     """What a rank waits for, and what it has started so far.
 
     Attributes:
-        waits: Of each thread that waits.
+        wait: What it waits for; ``None``: for no other rank.
         started: By group and tag, how much this rank has started there.
         recent: By group, the kinds of what was started last in its order.
         trees: By the names that annotations have on all ranks.
@@ -98,7 +94,7 @@ class RankStatus:
         text: What it does, for people, if it does not wait.
     """
 
-    waits: tuple[Wait, ...] = ()
+    wait: Wait | None = None
     started: Mapping[tuple[str, int], int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
     trees: Mapping[str, Tree] = field(default_factory=dict)
@@ -145,53 +141,61 @@ def diagnose(ranks: Mapping[int, RankStatus | None]) -> Diagnosis:
         ranks: The status of every rank; ``None`` for one that does not answer.
     """
     known = {rank: status for rank, status in ranks.items() if status is not None}
-    waits = [known[rank].waits[index] for rank, index in _doomed(known)]
-    concerned = {rank for wait in waits for rank in wait.ranks} or ranks.keys()
+    waits = {rank: status.wait for rank, status in known.items() if status.wait is not None}
+    doomed = [waits[rank] for rank in _in_vain(known, waits)]
+    concerned = {rank for wait in doomed for rank in wait.ranks} or ranks.keys()
     texts: dict[str, list[int]] = {}
     for rank, status in sorted(ranks.items()):
         if rank in concerned:
             texts.setdefault(_text_of(status), []).append(rank)
     lines = [f"    {ranks_text(told)}: {'each ' * (len(told) > 1)}{text}" for text, told in texts.items()]
-    return Diagnosis(tuple(sorted({name for wait in waits for name in wait.groups})), tuple(lines))
+    return Diagnosis(tuple(sorted({name for wait in doomed for name in wait.groups})), tuple(lines))
 
 
-_Node = tuple[int, int]  # A rank, and which of its waits.
-
-
-def _doomed(ranks: Mapping[int, RankStatus]) -> set[_Node]:
-    """Return the waits that will never end."""
-    ahead_of: dict[_Node, set[_Node]] = {}
-    doomed: set[_Node] = set()
-    for rank, status in ranks.items():
-        for index, wait in enumerate(status.waits):
-            node = (rank, index)
-            ahead_of[node] = set()
-            if _is_out_of_step(ranks, wait):
-                doomed.add(node)
-            for other in wait.ranks:
-                far = ranks.get(other)
-                if other == rank or far is None:
-                    continue
-                lane = [number for number, own in enumerate(far.waits) if own.lane == wait.lane]
-                mixed_up = {(other, number) for number in lane if _is_mixed_up(wait, far, far.waits[number])}
-                if mixed_up or far.has_started_another(wait):
-                    doomed |= {node, *mixed_up}
-                elif not far.has_started(wait):
-                    ahead_of[node] |= {(other, number) for number in lane}
-                    if _has_left(status, far, wait):
-                        doomed.add(node)
-    doomed |= {node for node in ahead_of if node in _reached(ahead_of, node)}
+def _in_vain(ranks: Mapping[int, RankStatus], waits: Mapping[int, Wait]) -> set[int]:
+    """Return the ranks that will wait for ever."""
+    ahead_of: dict[int, set[int]] = {rank: set() for rank in waits}
+    doomed: set[int] = set()
+    for rank, wait in waits.items():
+        if _is_out_of_step(waits, wait):
+            doomed.add(rank)
+        for other in wait.ranks:
+            far = ranks.get(other)
+            if other == rank or far is None:
+                continue
+            is_mixed_up = far.wait is not None and _is_mixed_up(wait, far, far.wait)
+            if is_mixed_up or far.has_started_another(wait):
+                doomed |= {rank, other} if is_mixed_up else {rank}
+            elif not far.has_started(wait):
+                if far.wait is not None:
+                    ahead_of[rank].add(other)
+                if _has_left(ranks[rank], far, wait):
+                    doomed.add(rank)
+    reached = {rank: _reached(ahead_of, rank) for rank in waits}
+    doomed |= {rank for rank in waits if rank in reached[rank]}
     # Who waits for one of them waits in vain too.
-    return doomed | {node for node in ahead_of if doomed & _reached(ahead_of, node)}
+    return doomed | {rank for rank in waits if doomed & reached[rank]}
 
 
-def _is_out_of_step(ranks: Mapping[int, RankStatus], wait: Wait) -> bool:
+def _reached(edges: Mapping[int, set[int]], start: int) -> set[int]:
+    """Return the ranks that ``start`` waits for, also by way of others."""
+    seen: set[int] = set()
+    stack = list(edges[start])
+    while stack:
+        rank = stack.pop()
+        if rank not in seen:
+            seen.add(rank)
+            stack += edges[rank]
+    return seen
+
+
+def _is_out_of_step(waits: Mapping[int, Wait], wait: Wait) -> bool:
     """Say whether all ranks wait for what is the same to them, and has different places in the order of their group.
 
     On one of them a call has come between, such as that of a second thread.
     """
-    here = [one for rank in wait.ranks if rank in ranks for one in ranks[rank].waits if one.lane == wait.lane]
-    same = [one for one in here if (one.group, one.tag, one.number) == (wait.group, wait.tag, wait.number)]
+    same = [waits[rank] for rank in wait.ranks if rank in waits]
+    same = [one for one in same if (one.group, one.tag, one.number) == (wait.group, wait.tag, wait.number)]
     places = {one.sequence for one in same}
     return wait.tag == ORDERED and len(same) == len(wait.ranks) and len(places) > 1 and 0 not in places
 
@@ -221,20 +225,7 @@ def _has_left(own: RankStatus, far: RankStatus, wait: Wait) -> bool:
     return its.backwards == mine.backwards and not its.is_inside
 
 
-def _reached(edges: Mapping[_Node, set[_Node]], start: _Node) -> set[_Node]:
-    """Return the waits that ``start`` waits for, also by way of others."""
-    seen: set[_Node] = set()
-    stack = list(edges[start])
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += edges[node]
-    return seen
-
-
 def _text_of(status: RankStatus | None) -> str:
     if status is None:
         return "does not answer: it has annotated nothing, or its process has ended or is stopped"
-    wait = min(status.waits, key=lambda wait: wait.lane != MAIN_LANE, default=None)
-    return status.text if wait is None else f"waits for {wait.text}"
+    return status.text if status.wait is None else f"waits for {status.wait.text}"

@@ -39,7 +39,7 @@ from composable.comm.rank_status import (
     local_status,
     name_of,
     transports_of,
-    waiting_threads,
+    waiting_here,
 )
 from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.ground.names import check_number, ranks_text
@@ -230,7 +230,7 @@ class _Watch:
 
 @dataclass
 class _Seen:
-    """A wait of a thread, as the watch has seen it."""
+    """A wait, as the watch has seen it."""
 
     mark: tuple[object, ...]
     since: float
@@ -262,7 +262,7 @@ class _Thread(threading.Thread):
         self._looked = threading.Condition()
         self._looks = 0
         self._is_ended = False
-        self._seen: dict[int, _Seen] = {}
+        self._seen: _Seen | None = None
 
     def end(self) -> None:
         """Let the thread come to its end."""
@@ -313,27 +313,23 @@ class _Thread(threading.Thread):
             self._answer(is_asker=is_asker)
 
     def _has_waited_too_long(self) -> bool:
-        now = time.monotonic()
-        before, self._seen = self._seen, {}
-        is_too_long = False
-        for found in waiting_threads():
-            if not found.is_ours:
-                continue
-            seen = before.get(found.thread)
-            if seen is None or seen.mark != found.mark:
-                # It may have begun just after the last look, and is seen to be over after the limit at the next.
-                seen = _Seen(found.mark, now, self.limit_s - 2 * self._pause_s)
-            self._seen[found.thread] = seen
-            if now - seen.since >= seen.patience_s:
-                is_too_long = True
-                # Asked again after twice as long.
-                seen.patience_s = 2 * (now - seen.since) + self.limit_s
-        return is_too_long
+        now, found, seen = time.monotonic(), waiting_here(), self._seen
+        if found is None or not found.is_ours:
+            self._seen = None
+            return False
+        if seen is None or seen.mark != found.mark:
+            # It may have begun just after the last look, and is seen to be over after the limit at the next.
+            seen = self._seen = _Seen(found.mark, now, self.limit_s - 2 * self._pause_s)
+        if now - seen.since < seen.patience_s:
+            return False
+        # Asked again after twice as long.
+        seen.patience_s = 2 * (now - seen.since) + self.limit_s
+        return True
 
     def _answer(self, *, is_asker: bool) -> None:
         """Tell the status of this process, and do what the ranks are told."""
         status = local_status()
-        if (failed := self._watch.failed_call) and not status.waits:
+        if (failed := self._watch.failed_call) and status.wait is None:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
         self._store.set(self._key(f"place/{self._rank}"), pickle.dumps(status))
         # By the time that the diagnosis is read there may be another world, whose groups have the same names.

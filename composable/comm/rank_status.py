@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.comm.hang_diagnosis import COUNTED, MAIN_LANE, ORDERED, RankStatus, Tree, Wait
+from composable.comm.hang_diagnosis import COUNTED, ORDERED, RankStatus, Tree, Wait
 from composable.ground.frames import outwards, place_in, runs_backward
 from composable.ground.torch_private import groups_of_process, started_in
 
@@ -44,7 +44,7 @@ __all__ = [
     "notice_transport",
     "notice_tree",
     "transports_of",
-    "waiting_threads",
+    "waiting_here",
 ]
 
 
@@ -103,24 +103,14 @@ class Meeting:
         kind: Of the call: ranks that wait in the n-th collective of a group mean one kind.
         what: For people; empty: the call of this package that the user made.
         ahead: Its first collective is that many after the last one of the group so far; ``None``: nobody knows.
-        is_hook: It is made in a hook of the user's, in a step of an annotation.
     """
 
-    __slots__ = ("__weakref__", "group", "is_hook", "kind", "number", "serial", "thread", "what")
+    __slots__ = ("__weakref__", "group", "kind", "number", "serial", "thread", "what")
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        kind: str,
-        what: str = "",
-        *,
-        ahead: int | None = 1,
-        is_hook: bool = False,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, kind: str, what: str = "", *, ahead: int | None = 1) -> None:
         self.group = group
         self.kind = kind
         self.what = what
-        self.is_hook = is_hook
         self.serial = next(_RECORD.serials)
         self.thread = threading.get_ident()
         self.number = 0
@@ -154,6 +144,7 @@ class _ProcessRecord:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.trainer = threading.main_thread().ident
 
 
 _RECORD = _ProcessRecord()
@@ -172,6 +163,7 @@ def notice_tree(tree: Any) -> None:
             returns its ``AnnotationStatus``, or ``None``; ``name_of(started)`` what it calls a collective of its own.
     """
     _RECORD.trees.add(tree)
+    _RECORD.trainer = threading.get_ident()
 
 
 def described(error: BaseException, where: str = "") -> str:
@@ -185,7 +177,6 @@ def described(error: BaseException, where: str = "") -> str:
 class Waiting:
     """A thread that waits."""
 
-    thread: int
     mark: tuple[object, ...]  # Differs from that of its next wait.
     record: Started | Meeting | None  # None: a call that the user has made.
     around: Meeting | None  # The call that this is a part of, if there is one on record.
@@ -206,15 +197,17 @@ class Waiting:
         )
 
 
-def waiting_threads() -> list[Waiting]:
-    """Return the threads that wait for other ranks."""
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
+def waiting_here() -> Waiting | None:
+    """Return the thread that waits for other ranks: the one that trains, or one of autograd's for it.
+
+    What other threads wait for, such as those that write checkpoints, ends by the timeouts of their groups.
+    """
+    others = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in others - {_RECORD.trainer}}
     meetings: dict[int, list[Meeting]] = {}
     for meeting in filter(None, [reference() for reference in _RECORD.meetings.valuerefs()]):
         meetings.setdefault(meeting.thread, []).append(meeting)
     started = {one.waiter: one for transport in _all_of(_RECORD.transports) for one in list(transport.in_flight)}
-    found = []
     for thread, frame in frames.items():
         own = meetings.get(thread, [])
         around = next((one for one in own if one.group is None), None)
@@ -228,8 +221,8 @@ def waiting_threads() -> list[Waiting]:
             mark = (thread, id(frame), frame.f_lasti, 0 if group is None else started_in(group))
         else:
             continue
-        found.append(Waiting(thread, mark, record, around, frame))
-    return found
+        return Waiting(mark, record, around, frame)
+    return None
 
 
 def local_status() -> RankStatus:
@@ -246,11 +239,9 @@ def local_status() -> RankStatus:
     for one in talking:
         started[one.groups[0].group_name, ORDERED] = one.order.count
         started |= {(one.groups[0].group_name, tag): number for tag, number in dict(one.begun).items()}
-    # Threads that Python has not started, as those of autograd, have names of their own on each rank.
-    lanes = {one.ident: one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
-    lanes[threading.main_thread().ident] = MAIN_LANE
+    found = waiting_here()
     return RankStatus(
-        waits=tuple(_wait_of(found, told, lanes.get(found.thread, MAIN_LANE)) for found in waiting_threads()),
+        None if found is None else _wait_of(found, told),
         started=started,
         recent={one.groups[0].group_name: [str(tag) for tag in one.order.recent.copy()] for one in talking},
         trees={one.name: one.tree for one in told.values()},
@@ -267,11 +258,11 @@ def _doing(trees: Sequence[Tree]) -> str:
     # What is under way says more than what has ended, and that more than what never began.
     last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
     text = "has nothing annotated that has run" if last is None else last.text
-    here = place_in(sys._current_frames().get(threading.main_thread().ident or 0), _NOT_THE_USERS)
+    here = place_in(sys._current_frames().get(_RECORD.trainer or 0), _NOT_THE_USERS)
     return f"{text}; now at {here}" if here else text
 
 
-def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str) -> Wait:
+def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus]) -> Wait:
     record, group = found.record, found.group
     tree: AnnotationStatus | None = None
     tag, number, kind, sequence = COUNTED, 0, "", 0
@@ -285,21 +276,19 @@ def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str) ->
             # Of those that were started since, the group has counted as many as the transport has, or more.
             sequence = started_in(group) - (record.transport.order.count - number)
     else:
-        is_hook = record.is_hook if record is not None else found.is_ours and found.around is None
-        # What users put in place of a transport runs in a step of the annotation that calls it.
-        tree = next((one for one in told.values() if is_hook and one.tree.is_inside), None)
+        tree = next((one for one in told.values() if found.around is None and one.tree.is_inside), None)
         if record is not None:
             number, kind = record.number, record.kind
         elif group is not None:
             number, kind = started_in(group), _COLLECTIVES[found.frame.f_code]
         sequence = number
         named = found.around or record
-        own = f"torch.distributed.{kind}" if tree is not None and kind else call_around(found.frame)
+        is_users = record is None and kind and tree is not None
+        own = f"torch.distributed.{kind}" if is_users else call_around(found.frame)
         what = f"the other ranks in {(named.what if named is not None else '') or own}"
     place = place_in(found.frame, _NOT_THE_USERS)
     known = group if number else None
     return Wait(
-        lane,
         f"{what}{f', {tree.tree.text}' if tree is not None else ''}{f', at {place}' if place else ''}",
         "" if known is None else known.group_name,
         () if known is None else tuple(dist.get_process_group_ranks(known)),

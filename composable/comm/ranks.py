@@ -380,7 +380,7 @@ def all_reduce_in(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
 
     Streams: on a device it runs on the current one; on the CPU the thread waits. So does ``reduce_scatter_in``.
     """
-    with meeting(group, "all_reduce", _HOOK, is_hook=True):
+    with meeting(group, "all_reduce", _HOOK):
         dist.all_reduce(_real(tensor), group=group)
 
 
@@ -388,7 +388,7 @@ def reduce_scatter_in(group: dist.ProcessGroup, source: torch.Tensor, shard: tor
     """Write the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S], of one dtype. Collective."""
     options = ReduceScatterOptions()
     options.asyncOp = False
-    with meeting(group, "reduce_scatter", _HOOK, is_hook=True):
+    with meeting(group, "reduce_scatter", _HOOK):
         # torch's own function has one name in some versions, another in others.
         work = reduce_scatter_into(group)(_real(shard), _real(source), options)
         if work is not None:
@@ -405,7 +405,7 @@ def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> Non
     """
     if work is not None:
         # It is the last that was started.
-        with meeting(group, "work", what or _HOOK, ahead=0, is_hook=not what):
+        with meeting(group, "work", what or _HOOK, ahead=0):
             work.wait()  # type: ignore[attr-defined]  # a work
 
 

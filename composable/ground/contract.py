@@ -258,7 +258,7 @@ def _remove(module: nn.Module, held: dict[str, Any], api_name: str) -> None:
 def _forget(module: nn.Module, annotation: Annotation) -> None:
     """Remove the annotation, and every membership in its state at or below ``module``."""
     remove_annotation(module, annotation.name)
-    for below in module.modules():
+    for below in _modules_in(module):
         if _record_of(below).members.get(annotation.name) is annotation.state:
             remove_member(below, annotation.name)
 
@@ -267,7 +267,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that are not inside another one of them: what is on the outer one holds for the inner."""
     if len(modules) < 2:
         return list(modules)
-    inside = {below for module in modules for below in module.modules() if below is not module}
+    inside = {below for module in modules for below in _modules_in(module) if below is not module}
     return [module for module in modules if module not in inside]
 
 
@@ -309,7 +309,7 @@ def _check_modules(name: str, rivals: frozenset[str], modules: Sequence[object])
 
 def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
     """Refuse a module below which an annotation from further up manages modules that ``name`` would hide from it."""
-    below = [_record_of(one) for one in module.modules()] if rivals else []
+    below = [_record_of(one) for one in _modules_in(module)] if rivals else []
     own = {id(annotation.state) for record in below for annotation in record.annotations.values()}
     members = ((api, state) for record in below for api, state in record.members.items())
     if api := next((api for api, state in members if api in rivals and id(state) not in own), None):
@@ -330,6 +330,18 @@ def _check_result(name: str, modules: Sequence[nn.Module], result: object) -> No
             at=describe_module(modules[0]),
             fix="an annotation changes its modules in place",
         )
+
+
+def _modules_in(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield what ``modules()`` does, which recurses and so ends at a thousand levels."""
+    seen: set[nn.Module] = set()
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            stack.extend(child for child in module._modules.values() if child is not None)
 
 
 def _names_in(root: nn.Module) -> list[str]:

@@ -8,8 +8,6 @@ import pytest
 
 from composable.comm.hang_diagnosis import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
 
-LANE = "main"
-
 
 @dataclass(frozen=True)
 class Op:
@@ -35,14 +33,14 @@ class Rank:
 
     def status(self) -> RankStatus:
         groups = {op.group for op in self.program}
-        waits = []
+        wait = None
         if self.is_waiting:
             op = self.started[-1]
             number = len(self.started_of(op.group, op.tag))
             tag = op.tag if op.tag >= 0 else ORDERED
-            waits.append(Wait(LANE, op.kind, op.group, op.ranks, tag, number, kind=op.kind, groups=(op.group,)))
+            wait = Wait(op.kind, op.group, op.ranks, tag, number, kind=op.kind, groups=(op.group,))
         return RankStatus(
-            tuple(waits),
+            wait,
             started={
                 (group, tag): len(self.started_of(group, tag)) for group in groups for tag in [ORDERED, *range(4)]
             },
@@ -159,14 +157,14 @@ def test_ranks_that_wait_for_each_other_have_diverged_and_only_they() -> None:
 
 
 def waits_in(forwards: int, backwards: int, *, ranks: tuple[int, ...] = (0, 1), is_call: bool = False) -> RankStatus:
-    wait = Wait(LANE, "it", "g", ranks, 0, 5, tree="t", groups=("g", "h"), is_call=is_call)
+    wait = Wait("it", "g", ranks, 0, 5, tree="t", groups=("g", "h"), is_call=is_call)
     tree = Tree("it", forwards, backwards, is_inside=True)
-    return RankStatus((wait,), {("g", 0): 5}, trees={"t": tree})
+    return RankStatus(wait, {("g", 0): 5}, trees={"t": tree})
 
 
 def is_elsewhere(forwards: int, backwards: int, *, is_inside: bool = False, has_failed: bool = False) -> RankStatus:
     tree = Tree("it", forwards, backwards, is_inside=is_inside, failure="ValueError" if has_failed else "")
-    return RankStatus((), {("g", 0): 4}, trees={"t": tree}, text="is elsewhere")
+    return RankStatus(None, {("g", 0): 4}, trees={"t": tree}, text="is elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -195,9 +193,9 @@ def test_a_rank_that_does_not_wait_is_slow_unless_it_has_left(far: RankStatus | 
 
 
 def test_who_waits_for_one_that_waits_in_vain_does_so_too_and_others_are_not_told() -> None:
-    behind = Wait(LANE, "another", "k", (0, 2), 0, 1, groups=("k",))
-    third = RankStatus((behind,))
-    far = RankStatus((Wait(LANE, "its own", "k2", (3, 4), 0, 1, groups=("k2",)),))
+    behind = Wait("another", "k", (0, 2), 0, 1, groups=("k",))
+    third = RankStatus(behind)
+    far = RankStatus(Wait("its own", "k2", (3, 4), 0, 1, groups=("k2",)))
     diagnosis = diagnose({0: waits_in(3, 1), 1: is_elsewhere(3, 1), 2: third, 3: far, 4: RankStatus(text="is slow")})
     assert diagnosis.groups == ("g", "h", "k")
     assert diagnosis.lines == (
@@ -207,19 +205,10 @@ def test_who_waits_for_one_that_waits_in_vain_does_so_too_and_others_are_not_tol
     )
 
 
-def test_threads_of_other_names_do_not_wait_for_each_other() -> None:
-    writes = Wait("writer", "w", "g", (0, 1), 0, 1, groups=("g",))
-    trains = Wait(LANE, "t", "h", (0, 1), 0, 1, groups=("h",))
-    same_lane = Wait(LANE, "w", "g", (0, 1), 0, 1, groups=("g",))
-    far = RankStatus((trains,), {("h", 0): 1})
-    assert not diagnose({0: RankStatus((writes,), {("g", 0): 1}), 1: far}).groups
-    assert diagnose({0: RankStatus((same_lane,), {("g", 0): 1}), 1: far}).groups
-
-
 def test_different_calls_that_meet_in_one_place_of_a_group_have_diverged() -> None:
     def calls(kind: str, number: int) -> RankStatus:
-        wait = Wait(LANE, kind, "g", (0, 1), COUNTED, number, kind=kind, sequence=number, groups=("g",))
-        return RankStatus((wait,), {("g", COUNTED): number})
+        wait = Wait(kind, "g", (0, 1), COUNTED, number, kind=kind, sequence=number, groups=("g",))
+        return RankStatus(wait, {("g", COUNTED): number})
 
     assert diagnose({0: calls("barrier", 3), 1: calls("all_gather", 3)}).groups
     assert not diagnose({0: calls("barrier", 3), 1: calls("barrier", 3)}).groups
@@ -235,12 +224,12 @@ def test_ranks_that_say_the_same_share_a_line() -> None:
 
 
 def test_ranks_that_all_wait_for_the_same_in_other_places_of_their_group_have_diverged() -> None:
-    def waits(sequence: int, lane: str = LANE) -> RankStatus:
-        wait = Wait(lane, "it", "g", (0, 1, 2), ORDERED, 5, kind="k", sequence=sequence, groups=("g",))
-        return RankStatus((wait,), {("g", ORDERED): 5}, {"g": ["k"]})
+    def waits(sequence: int) -> RankStatus:
+        wait = Wait("it", "g", (0, 1, 2), ORDERED, 5, kind="k", sequence=sequence, groups=("g",))
+        return RankStatus(wait, {("g", ORDERED): 5}, {"g": ["k"]})
 
     assert diagnose({0: waits(7), 1: waits(6), 2: waits(6)}).groups == ("g",)
-    for last in (waits(0), waits(6, "writer"), RankStatus((), {("g", ORDERED): 5}, text="computes"), None):
+    for last in (waits(0), RankStatus(None, {("g", ORDERED): 5}, text="computes"), None):
         assert not diagnose({0: waits(7), 1: waits(6), 2: last}).groups
     assert not diagnose({0: waits(6), 1: waits(6), 2: waits(6)}).groups
 

@@ -1,7 +1,6 @@
 """Tests composable/comm/ranks.py, hosts: which ranks share a host, and the mesh that follows."""
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,31 +13,11 @@ from torch import nn
 from composable import ConfigError, HandleOptions, fully_shard
 from composable.annotation import sharded_state_of
 from composable.comm import Ranks
-from composable.comm.ranks import hosts_of, number_hosts, rows_of_hosts
+from composable.comm.ranks import hosts_of, rows_of_hosts
 from tests.hosts import why_no_hosts
 from tests.world import run_ranks, run_threads, told
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_ranks_have_equal_numbers_if_they_have_equal_names(seed: int) -> None:
-    draw = random.Random(seed)
-    names = [draw.choice("abcd") for _ in range(draw.randint(1, 12))]
-    numbers = number_hosts(names)
-    for one, name in zip(numbers, names, strict=True):
-        assert [numbers[index] == one for index in range(len(names))] == [other == name for other in names]
-    assert list(dict.fromkeys(numbers)) == list(range(len(set(names))))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_rows_have_every_rank_once_beside_those_of_its_host(seed: int) -> None:
-    draw = random.Random(seed)
-    hosts = [host for host in range(draw.randint(1, 4)) for _ in range(3)]
-    draw.shuffle(hosts)
-    rows = rows_of_hosts(number_hosts([str(host) for host in hosts]))
-    assert sorted(rank for row in rows for rank in row) == list(range(len(hosts)))
-    assert all(list(row) == sorted(row) and len({hosts[rank] for rank in row}) == 1 for row in rows)
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused_with_the_counts() -> None:

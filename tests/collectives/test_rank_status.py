@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import composable
-from composable.comm.rank_status import Meeting, Waiting, local_status, waiting_threads
+from composable.comm.rank_status import Meeting, Waiting, local_status, waiting_here
 
 
 def text_from(file: Path) -> str:
@@ -38,65 +38,26 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@contextmanager
-def thread_in(*made: tuple[dist.ProcessGroup | None, str]) -> Iterator[int]:
-    """Let another thread enter such meetings, one inside of the other, and stay there; gives its number."""
-    has_entered, may_leave = threading.Event(), threading.Event()
-
-    def enter() -> None:
-        with ExitStack() as stack:
-            for group, what in made:
-                stack.enter_context(Meeting(group, "kind", what))
-            has_entered.set()
-            may_leave.wait()
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    has_entered.wait()
-    try:
-        yield thread.ident or 0
-    finally:
-        may_leave.set()
-        thread.join()
-
-
-def waits_of(thread: int) -> list[Waiting]:
-    return [found for found in waiting_threads() if found.thread == thread]
+def seen_in(*made: tuple[dist.ProcessGroup | None, str]) -> Waiting | None:
+    """Return what another thread sees while this one is in such meetings, one inside of the other."""
+    found: list[Waiting | None] = []
+    with ExitStack() as stack:
+        for group, what in made:
+            stack.enter_context(Meeting(group, "kind", what))
+        watch = threading.Thread(target=lambda: found.append(waiting_here()))
+        watch.start()
+        watch.join()
+    return found[0]
 
 
 def test_a_thread_waits_in_its_innermost_meeting_which_is_part_of_the_outermost_call(group: dist.ProcessGroup) -> None:
-    with thread_in((None, "outer"), (None, "inner"), (group, "first"), (group, "second")) as thread:
-        (found,) = waits_of(thread)
-        assert isinstance(found.record, Meeting) and found.record.what == "second" and found.group is group
-        assert found.around is not None and found.around.what == "outer" and found.is_ours
-    assert not waits_of(thread)
+    found = seen_in((None, "outer"), (None, "inner"), (group, "first"), (group, "second"))
+    assert found is not None and found.around is not None and found.around.what == "outer" and found.is_ours
+    assert isinstance(found.record, Meeting) and found.record.what == "second" and found.group is group
+    assert len({one.mark for _ in range(3) if (one := seen_in((group, "same")))}) == 3
 
 
-def test_a_call_that_meets_nobody_is_no_wait(group: dist.ProcessGroup) -> None:
-    with thread_in((None, "outer")) as thread:
-        assert not waits_of(thread)
-
-
-def test_what_an_exception_cuts_short_is_on_record_no_more(group: dist.ProcessGroup) -> None:
-    is_asked, is_answered = threading.Event(), threading.Event()
-
-    def enter_and_leave() -> None:
-        Meeting(group, "kind").__enter__()  # and no further
-        is_asked.set()
-        is_answered.wait()
-
-    thread = threading.Thread(target=enter_and_leave)
-    thread.start()
-    is_asked.wait()
-    found = waits_of(thread.ident or 0)
-    is_answered.set()
-    thread.join()
-    assert not found
-
-
-def test_meetings_of_one_kind_are_told_apart(group: dist.ProcessGroup) -> None:
-    marks = []
-    for _ in range(3):
-        with thread_in((group, "same")) as thread:
-            marks += [found.mark for found in waits_of(thread)]
-    assert len(marks) == len({mark[1:] for mark in marks}) == 3
+def test_a_call_that_meets_nobody_and_what_an_exception_cuts_short_is_no_wait(group: dist.ProcessGroup) -> None:
+    assert seen_in((None, "outer")) is None
+    Meeting(group, "kind").__enter__()  # and no further
+    assert seen_in() is None

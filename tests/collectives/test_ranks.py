@@ -7,23 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable import (
     ComposableError,
     fully_shard,
     load_full_state_dict,
-    rebind_optimizer,
     replicate,
-    strict_mode,
     unshard_params,
 )
 from composable.comm import Grid, Ranks
-from composable.dtensor.spec import piece_at
 from composable.errors import ConfigError
-from tests.world import RankErrors, on_ranks, run_threads
+from tests.world import on_ranks, run_threads
 
 
 def fail_on(failing: list[int], error: Exception) -> str:
@@ -61,17 +56,6 @@ TOLD = "DesyncError: another rank raised RuntimeError: disk is full\n  at:  rank
 )
 def test_every_rank_raises_what_one_rank_raised(failing: list[int], error: Exception, said: list[str]) -> None:
     assert run_threads(fail_on, len(said), failing, error) == said
-
-
-def leave() -> None:
-    with Ranks.of_world().agreed():
-        if dist.get_rank() == 0:
-            raise SystemExit(3)
-
-
-def test_leaving_the_process_is_not_held_up() -> None:
-    with pytest.raises(RankErrors, match="SystemExit"):
-        run_threads(leave, 1)
 
 
 def test_a_process_without_a_group_is_a_rank_of_its_own() -> None:
@@ -126,29 +110,7 @@ def torn_gradients(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) ->
         pass
 
 
-def hidden_gather(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
-    weight = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
-    assert f" on rank {dist.get_rank()}," in repr(weight)
-    with strict_mode():
-        weight.detach().sort()
-
-
-def foreign_piece(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
-    weight = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
-    piece_at(MetadataIndex("weight", torch.Size([5, 0])), weight.to_local(), weight._spec.layout)
-
-
-def foreign_state(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.state[model.weight]["momentum_buffer"] = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
-    rebind_optimizer(optimizer, fully_shard(model, mesh=mesh))
-
-
 CALLS = {
-    "strict_mode": hidden_gather,
-    "piece": foreign_piece,
-    "rebind_optimizer": foreign_state,
     "fully_shard": other_plans,
     "replicate": other_modules,
     "load_full_state_dict, one wrong": one_state_dict_wrong,
@@ -164,7 +126,7 @@ def test_messages_in_a_subgroup_name_global_ranks(call: str) -> None:
         assert "rank 2" in text or "rank 3" in text, text
     if "wrong" in call:
         assert fourth.partition("\n")[0] == third.partition("\n")[0] and "rank 3" in third
-    elif call not in {"unshard_params", "strict_mode", "piece", "rebind_optimizer"}:
+    elif call != "unshard_params":
         assert "    rank 2: " in third and "    rank 3: " in third
         assert third.replace("at:  rank 2", "") == fourth.replace("at:  rank 3", "")
 

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import fully_shard, replicate
-from composable.comm.ranks import told_timeout
 from composable.ground.torch_private import groups_of_process, timeout_of
 from tests.world import GROUP_S as WORLD_S
 from tests.world import on_ranks, run_ranks
@@ -50,10 +49,3 @@ def test_a_group_with_a_timeout_of_its_own_keeps_it() -> None:
     model(torch.ones(2, 4)).sum().backward()
     seconds = sorted(seconds_of_groups().values())
     assert (seconds[0], seconds[-1]) == (77.0, WORLD_S)
-
-
-@on_ranks(1, run=run_ranks)
-def test_a_world_without_a_timeout_tells_none() -> None:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert told_timeout(dist.group.WORLD) is None

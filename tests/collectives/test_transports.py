@@ -1,6 +1,5 @@
 """What every transport does, each rule over both transports and several numbers of ranks."""
 
-import collections
 import datetime
 import itertools
 import os
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from composable.comm import Pending, Transport, transport_of
-from composable.comm.ranks import number_hosts
 from composable.comm.transport import (
     _REGISTERED,
     ProcessGroupTransport,
@@ -171,27 +169,6 @@ def exchange_in_disorder(name: str, rounds: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_collectives_in_flight_together_do_not_mix(name: str, world_size: int) -> None:
     run_ranks(exchange_in_disorder, world_size, name, 2)
-
-
-def run_ahead(name: str, rounds: int) -> None:
-    transport = make(name)
-    key = transport.allocate_key()
-    # Rank 0 starts every collective before it waits for the first; the others go one by one.
-    started = []
-    for round_ in range(rounds):
-        started.append(Exchange(transport, key, (SMALL, LARGE)[round_ % 2], torch.float32, seed=round_))
-        if transport.rank != 0:
-            for pending in started[-1].pendings:
-                pending.finish()
-    for exchange in started:
-        for pending in exchange.pendings:
-            pending.finish()
-        exchange.check()
-
-
-@each_transport
-def test_a_rank_may_run_ahead_with_one_key(name: str) -> None:
-    run_ranks(run_ahead, 3, name, 8)
 
 
 @each_transport
@@ -419,33 +396,6 @@ def test_the_transport_follows_device_backend_and_hosts(
     device_type: str, backend: str, hosts: tuple[int, ...], expected: str
 ) -> None:
     assert choose_transport(device_type, backend, hosts) == expected
-
-
-def sent_in_a_step(hosts: tuple[int, ...], *, is_direct: bool) -> int:
-    """Count the slices that leave the busiest host in two all-gathers and a reduce-scatter, message by message."""
-    size, leaving = len(hosts), collections.Counter[int]()
-    pairs = itertools.permutations(range(size), 2) if is_direct else ((rank, (rank + 1) % size) for rank in range(size))
-    for sender, receiver in pairs:
-        if hosts[sender] != hosts[receiver]:
-            # A ring hands on all slices but one to the next rank; to sum up and hand out is to do so twice.
-            leaving[hosts[sender]] += 3 if is_direct else 4 * (size - 1)
-    return max(leaving.values(), default=0)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_choice_never_sends_more_between_hosts_than_the_other_would(seed: int) -> None:
-    draw = random.Random(seed)
-    hosts = tuple(draw.randrange(4) for _ in range(draw.randint(2, 8)))
-    is_direct = choose_transport("cpu", "gloo", number_hosts([str(host) for host in hosts])) == "point_to_point"
-    least = min(sent_in_a_step(hosts, is_direct=True), sent_in_a_step(hosts, is_direct=False))
-    assert sent_in_a_step(hosts, is_direct=is_direct) == least
-
-
-@pytest.mark.parametrize(("device_type", "backend"), [("cuda", "nccl"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "mpi")])
-def test_a_transport_that_does_not_fit_is_an_error(device_type: str, backend: str) -> None:
-    with pytest.raises(ConfigError, match="moves CPU tensors over gloo") as caught:
-        choose_transport(device_type, backend, (0, 0), "point_to_point")
-    assert caught.value.fix == "pass transport='auto'"
 
 
 # A transport more, and one less

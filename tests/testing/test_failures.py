@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from composable import DesyncError
 from composable.testing import simulate
@@ -28,20 +27,6 @@ def test_a_deadlock_says_at_once_what_every_rank_waits_for() -> None:
         "  fix: make groups, and call the collectives of each, in the same order on all its ranks",
     ]
     assert ", in part_ways" in str(caught.value)
-
-
-def lose_count(rank: int) -> None:
-    # What a rank of torch 2.15 does with a group that only some ranks make.
-    distributed_c10d._world.group_count += rank
-    dist.barrier(dist.new_group([0, 1]))
-
-
-def test_a_group_that_ranks_know_by_different_names_is_said_so() -> None:
-    with pytest.raises(DesyncError) as caught:
-        simulate(2, lose_count)
-    text = str(caught.value)
-    assert "of group '1' of ranks 0, 1 (not made on rank 1), at " in text
-    assert "of group '2' of ranks 0, 1 (not made on rank 0), at " in text
 
 
 def meet(rank: int, kind: str) -> None:

@@ -27,27 +27,6 @@ def test_a_delayed_message_arrives_all_the_same(delay: int) -> None:
     assert simulate(3, all_reduces, faults=faults) == [[3.0] * 3] * 3
 
 
-def see_arrival(rank: int) -> list[int]:
-    """Return how often rank 0 asked before the message of rank 1 was there."""
-    tensor = torch.empty(1)
-    if rank == 1:
-        work = dist.isend(torch.ones(1), 0)
-    else:
-        work = dist.irecv(tensor, 1)
-    assert work is not None
-    asked = 0
-    while not work.is_completed():
-        asked += 1
-    return [asked]
-
-
-def test_a_delay_lasts_so_many_turns() -> None:
-    prompt, late = (
-        simulate(2, see_arrival, faults=faults)[0][0] for faults in ([], [Fault(rank=1, op="send", action=Delay(20))])
-    )
-    assert prompt <= 1 and 8 <= late <= 12
-
-
 def leave_marks(rank: int, marks: list[tuple[int, int]]) -> list[float]:
     """Start three calls and wait for them at the end."""
     tensors = [torch.tensor(float(rank + number)) for number in range(3)]

@@ -28,13 +28,6 @@ def test_every_rank_has_random_generators_of_its_own() -> None:
     assert random.getstate() == python_before
 
 
-def test_ranks_start_with_the_callers_generators() -> None:
-    torch.manual_seed(3)
-    expected = torch.randn(2)
-    torch.manual_seed(3)
-    assert all(torch.equal(found, expected) for found in simulate(2, lambda rank: torch.randn(2)))
-
-
 def modes(rank: int) -> list[Any]:
     found: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), len(warnings.filters)]
     torch.set_default_dtype(torch.float64 if rank else torch.float32)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -51,15 +50,6 @@ def test_nothing_is_left_over(fn: Callable[[int], Any]) -> None:
     with contextlib.suppress(DesyncError, ValueError):
         simulate(4, fn)
     assert traces() == before
-
-
-def test_fake_tensors_may_be_made_in_one_simulation_after_another() -> None:
-    def make_fake(rank: int) -> torch.Size:
-        with FakeTensorMode():
-            return torch.empty(2).shape
-
-    for _ in range(3):
-        assert simulate(2, make_fake) == [torch.Size([2])] * 2
 
 
 def test_one_simulation_at_a_time() -> None:
