@@ -79,15 +79,6 @@ def test_a_failing_rank_does_not_make_the_others_hang() -> None:
     assert run_ranks(sum_of_ranks, 2, 1) == [(0, 2, 3), (1, 2, 3)]
 
 
-class StubbornError(Exception):
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
-
-
-def raise_stubborn() -> None:
-    raise StubbornError(1, 2)
-
-
 def warn() -> None:
     warnings.warn("beware", stacklevel=1)
 
@@ -104,7 +95,6 @@ def return_what_cannot_be_pickled() -> object:
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        (raise_stubborn, "StubbornError: 1 and 2"),  # an error that cannot be pickled
         (warn, "UserWarning: beware"),
         (expect_what_is_not_raised, "DID NOT RAISE"),
         (return_what_cannot_be_pickled, "pickle"),

@@ -331,7 +331,7 @@ class _Thread(threading.Thread):
         status = local_status()
         if (failed := self._watch.failed_call) and status.wait is None:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
-        self._store.set(self._key(f"place/{self._rank}"), pickle.dumps(status))
+        self._store.set(self._key(f"place/{self._rank}"), pickle.dumps(status))  # type: ignore[arg-type]  # bytes too
         # By the time that the diagnosis is read there may be another world, whose groups have the same names.
         groups = groups_of_process()
         if self._is_over():
@@ -373,6 +373,10 @@ class _Thread(threading.Thread):
     def _close(self, diagnosis: Diagnosis, known: Mapping[str, dist.ProcessGroup]) -> None:
         """End every wait in the groups of the diagnosis, of those ``known``, and let nobody start anything in them."""
         groups = {name: group for name, group in known.items() if name in diagnosis.groups}
+        found = waiting_here()
+        if groups and (found is None or not found.is_ours):
+            # Who does not wait in a call of this package learns of it at the next collective.
+            _LOG.error("%s", diverged(diagnosis.lines))
         self._watch.closed.update(dict.fromkeys(groups.values(), diagnosis.lines))
         for transport in transports_of(groups.values()):
             transport.closed_because = diagnosis.lines

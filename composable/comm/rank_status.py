@@ -144,7 +144,7 @@ class _ProcessRecord:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.trainer = threading.main_thread().ident
+        self.trainer: int | None = None  # The thread that has annotated last.
 
 
 _RECORD = _ProcessRecord()
@@ -203,7 +203,8 @@ def waiting_here() -> Waiting | None:
     What other threads wait for, such as those that write checkpoints, ends by the timeouts of their groups.
     """
     others = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in others - {_RECORD.trainer}}
+    others -= {_RECORD.trainer, threading.main_thread().ident}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in others}
     meetings: dict[int, list[Meeting]] = {}
     for meeting in filter(None, [reference() for reference in _RECORD.meetings.valuerefs()]):
         meetings.setdefault(meeting.thread, []).append(meeting)
@@ -258,7 +259,8 @@ def _doing(trees: Sequence[Tree]) -> str:
     # What is under way says more than what has ended, and that more than what never began.
     last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
     text = "has nothing annotated that has run" if last is None else last.text
-    here = place_in(sys._current_frames().get(_RECORD.trainer or 0), _NOT_THE_USERS)
+    frames, main = sys._current_frames(), threading.main_thread().ident or 0
+    here = place_in(frames.get(_RECORD.trainer or main) or frames.get(main), _NOT_THE_USERS)
     return f"{text}; now at {here}" if here else text
 
 

@@ -1,7 +1,6 @@
 """Whether annotations find their ranks whatever other process groups there are: on some ranks only, or destroyed."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -84,22 +83,3 @@ def test_random_programs_that_make_and_destroy_groups_train_as_one_process(seed:
 
 def test_such_programs_train_as_one_process_on_gloo() -> None:
     run_ranks(run_program, len(EVERYONE), 1, 8, timeout_s=120)
-
-
-def beside_other_groups(annotate: str) -> None:
-    mesh = DeviceMesh("cpu", [0])
-    if dist.get_rank() == 0:
-        check(annotate, 0, (0,), mesh)
-    check("fully_shard", 1, (0, 1), None)
-    group = dist.new_group([0, 1])
-    check(annotate, 0, (0, 1), None)
-    dist.destroy_process_group(group)
-    check("fully_shard", 1, (0, 1), None)
-
-
-@pytest.mark.parametrize("annotate", ["replicate", "fully_shard"])
-@pytest.mark.parametrize("run", [run_ranks, run_threads])
-def test_groups_that_one_rank_has_alone_or_that_are_gone_are_in_nobodys_way(
-    run: Callable[..., object], annotate: str
-) -> None:
-    run(beside_other_groups, 2, annotate, timeout_s=40)

@@ -71,16 +71,3 @@ def test_a_fault_that_can_meet_no_call_is_refused(fault: Fault) -> None:
 def test_a_fault_that_met_no_call_is_an_error() -> None:
     with pytest.raises(UsageError, match="faults met no call"):
         simulate(2, all_reduces, faults=[Fault(rank=0, op="all_reduce", nth=4, action=Drop())])
-
-
-def end_meanwhile(rank: int, raises: bool) -> int:
-    if rank == 1 and raises:
-        raise LookupError("meanwhile")
-    return rank or dist.barrier(dist.new_group([0])) or 0
-
-
-def test_a_rank_that_is_held_is_let_go_when_the_others_have_ended_or_failed() -> None:
-    held = Fault(rank=0, op="barrier", action=Delay(1000, holds_rank=True))
-    assert simulate(2, end_meanwhile, False, faults=[held]) == [0, 1]
-    with pytest.raises(LookupError, match="meanwhile"):
-        simulate(2, end_meanwhile, True, faults=[held])

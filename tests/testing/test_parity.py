@@ -66,14 +66,6 @@ def test_a_module_that_was_forgotten_is_named() -> None:
         check_parity(make, batch, lambda model: fully_shard(model[0]), world_sizes=(2,))
 
 
-def test_an_optimizer_that_does_something_else_is_found_by_a_weight() -> None:
-    def slow(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05 if dist.is_initialized() else 0.1)
-
-    with pytest.raises(AssertionError, match=r"^weight of '0\.weight' differs"):
-        check_parity(make, batch, fully_shard, world_sizes=(2,), optimizer_fn=slow)
-
-
 def test_gradients_are_accumulated_in_the_loss_function() -> None:
     def in_halves(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         first, second = (half for half in x.chunk(2))

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -64,16 +63,6 @@ def wait_in_vain(rank: int) -> None:
 def test_a_rank_that_waits_for_a_thread_that_never_comes_is_found_at_once() -> None:
     with pytest.raises(DesyncError, match="rank 0 waits for another thread of its own"):
         simulate(2, wait_in_vain)
-
-
-def let_time_pass(rank: int) -> list[Any]:
-    waited = [threading.Event().wait(timeout=1000.0)]
-    dist.barrier()
-    return [*waited, threading.Condition().acquire()]
-
-
-def test_a_wait_with_a_timeout_ends_when_nobody_can_go_on() -> None:
-    assert simulate(2, let_time_pass) == [[False, True]] * 2
 
 
 def fail_in_thread(rank: int) -> None:
