@@ -846,7 +846,7 @@ def raising(annotation: str, ranks: list[int], is_late: bool) -> str:
 def test_a_hook_that_raises_on_one_rank_is_an_error_on_every_rank_and_no_hang(annotation: str, is_late: bool) -> None:
     first, second = run_ranks(raising, 2, annotation, [1], is_late)
     assert "out of luck" in second
-    assert "DesyncError" in first and "has left backward 1 of Net by an exception" in first
+    assert "DesyncError" in first and "has left backward 1 of Net" in first
 
 
 @pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
