@@ -73,7 +73,7 @@ def wait_until_all_are_told() -> None:
     """Return when the ranks have been told that they have diverged."""
     store = store_of_default_group()
     number = 0
-    while store.get(f"composable watch/{number}/verdict").startswith(b"\n"):
+    while not store.get(f"composable watch/{number}/verdict").startswith(b"1"):
         number += 1
 
 
@@ -367,7 +367,7 @@ def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_th
     dist.init_process_group("gloo", store=dist.PrefixStore("next", store), rank=rank, world_size=2)
     assert dist.group.WORLD.group_name == name
     dist.barrier()
-    questions.set("0/verdict", f"{name}\nthe last world has diverged")
+    questions.set("0/verdict", f"1 {name}\nthe last world has diverged")
     for watch in watches:
         watch.join(200)
         assert not watch.is_alive()

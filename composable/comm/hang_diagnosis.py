@@ -125,13 +125,13 @@ class Diagnosis(NamedTuple):
 
     def as_text(self) -> str:
         """Return what ``from_text`` reads."""
-        return "\n".join([" ".join(self.groups), *self.lines])
+        return "\n".join([" ".join(["1" if self.groups else "0", *self.groups]), *self.lines])
 
     @staticmethod
     def from_text(text: str) -> "Diagnosis":
         """Return what ``as_text`` wrote."""
-        groups, *lines = text.split("\n")
-        return Diagnosis(tuple(groups.split()), tuple(lines))
+        first, *lines = text.split("\n")
+        return Diagnosis(tuple(first.split()[1:]), tuple(lines))
 
 
 def diagnose(ranks: Mapping[int, RankStatus | None]) -> Diagnosis:
