@@ -266,6 +266,9 @@ def be_slow(annotation: str, where: str) -> list[str]:
                     model(inputs(), [0, -1])
                 if step == 1 and is_last:
                     wait_for_a_verdict()
+        # Whoever asked may still be about to log what it has told the others.
+        for watch in [thread for thread in threading.enumerate() if thread.name == "composable watch"]:
+            watch.look_now()  # type: ignore[attr-defined]  # the one thread of this name
     finally:
         logging.getLogger("composable").removeHandler(records)
     return records.texts
