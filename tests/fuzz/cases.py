@@ -104,7 +104,6 @@ ALIKE = {
     "several forwards, one backward",
     "micro batches, each synchronised",
     "zero_grad in the middle",
-    "1F1B",
     "all in a thread",
     "backward in a thread",
     "saved tensors go away",

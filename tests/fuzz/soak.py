@@ -163,7 +163,7 @@ class Situation:
     steps_inside: bool = False  # the optimizer, in backward
 
 
-PROGRAMS_OF_ALL = ("plain", "no_sync", "forward raises", "backward raises", "dropped forward", "1F1B", "retain_graph")
+PROGRAMS_OF_ALL = ("plain", "no_sync", "forward raises", "backward raises", "any order")
 ACTIONS_OF_ALL = (
     *("full_state_dict, load_full_state_dict", "state_dict, load_state_dict", "optimizer's state_dict"),
     *("save_checkpoint, load_checkpoint", "iter_full_params", "unannotate, annotate, rebind_optimizer"),
@@ -171,7 +171,7 @@ ACTIONS_OF_ALL = (
 SITUATIONS = {
     "sharded": Situation(
         annotation("hand"),
-        (*PROGRAMS_OF_ALL, "eval between", "eval with gradients", "inference_mode", "checkpoint around all"),
+        (*PROGRAMS_OF_ALL, "eval between", "checkpoint around all"),
         (*ACTIONS_OF_ALL, "deepcopy with optimizer", "annotate a copy", "unshard_params, read", "unshard_params, edit"),
         begin=models_that_go,
     ),
