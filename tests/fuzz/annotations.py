@@ -1,5 +1,6 @@
 """Random ways to annotate a model."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,20 +24,16 @@ from composable import (
 from tests.fuzz.copies import Copies, hooked, options_of, unless_refused
 from tests.fuzz.nodes import Node
 from tests.fuzz.trees import Model, candidates
-from tests.ordered_groups import HAS_ORDERED_GROUPS
 
 __all__ = [
     "CHECKPOINTS",
     "MODES",
-    "STARTS",
     "Annotation",
     "Refused",
     "annotate",
     "annotate_again",
     "direct_parts",
     "draw_annotation",
-    "draw_freed",
-    "ignored_by",
 ]
 
 MODES = "function classes size hand mixed root lists replicate roots".split()
@@ -128,12 +125,7 @@ def _fits(mode: str, tags: frozenset[str]) -> bool:
 
 
 def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable[[Model], None]) -> Model:
-    """Return an annotated model with the values that ``make`` gives.
-
-    Args:
-        make: Makes the model.
-        annotation: How to annotate it.
-        before: Called with the model before it is annotated.
+    """Return an annotated model with the values that ``make`` gives, after a call of ``before`` with it.
 
     Raises:
         Refused: The library does not take it.
@@ -143,11 +135,17 @@ def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable
     with torch.device("meta" if is_meta else "cpu"):
         model = make()
     before(model)
+    names = {module: name for name, module in model.named_modules()}
+    plain = make()
+    fill = lambda module: _fill(module, plain.get_submodule(names[module]))  # noqa: E731
+    options = {"sync": {"sync_module_states": True}, "init": {"param_init_fn": fill}}
     try:
-        if annotation.start == "values":
-            annotate_again(model, annotation)
-        else:
-            _annotate_meta(model, annotation, make())
+        annotate_again(model, annotation, **options.get(annotation.start, {}))
+        if annotation.start == "load":
+            model.to_empty(device="cpu")
+            load_full_state_dict(model, plain.state_dict())
+            for name, buffer in plain.named_buffers():
+                model.get_buffer(name).copy_(buffer)
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     return model
@@ -175,7 +173,7 @@ def _replicate_or_less(model: Model, request: _Request) -> None:
     if error is None:
         return
     _refused(model, error)
-    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "init_sync", "ignored_params", "ignored_modules")
+    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "init_sync")
     less = {name: value for name, value in request.options.items() if name in kept}
     _Request(request.api, request.modules, {"find_unused_parameters": True, **less}).run()
 
@@ -185,39 +183,11 @@ def _refused(model: Model, error: ComposableError | None) -> None:
         model.refused.append(f"{type(error).__name__}: {error}")
 
 
-def ignored_by(model: Model, annotation: Annotation) -> dict[str, nn.Parameter]:
-    """Return the parameters that the caller is to average."""
-    if annotation.copies is None or annotation.mode != "replicate":
-        return {}
-    options = _replicate(annotation, "root", model, model).options
-    left = [
-        *options.get("ignored_params", []),
-        *(p for one in options.get("ignored_modules", []) for p in one.parameters()),
-    ]
-    return {name: param for name, param in model.named_parameters() if any(param is one or name == one for one in left)}
-
-
 def _checkpoint(model: Model, annotation: Annotation) -> None:
     for name, module in [*candidates(model), ("root", model)]:
         rng = annotation.rng(f"{name}, checkpoint")
         if rng.random() < 0.4:
             checkpoint(module, early_stop=rng.random() < 0.5)
-
-
-def _annotate_meta(model: Model, annotation: Annotation, plain: Model) -> None:
-    if annotation.start == "sync":
-        annotate_again(model, annotation, sync_module_states=True)
-    elif annotation.start == "init":
-        names = {module: name for name, module in model.named_modules()}
-        annotate_again(
-            model, annotation, param_init_fn=lambda module: _fill(module, plain.get_submodule(names[module]))
-        )
-    else:
-        annotate_again(model, annotation)
-        model.to_empty(device="cpu")
-        load_full_state_dict(model, plain.state_dict())
-        for name, buffer in plain.named_buffers():
-            model.get_buffer(name).copy_(buffer)
 
 
 def _fill(module: nn.Module, source: nn.Module) -> None:
@@ -255,11 +225,11 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     offered = list(candidates(model))
     chosen = [(name, one) for name, one in offered if annotation.rng(name).random() < annotation.share]
     if mode == "replicate":
-        return [_replicate(annotation, "root", model, model)]
+        return [_replicate(annotation, "root", model)]
     if mode == "together":
         trained = [(name, one) for name, one in chosen if any(param.requires_grad for param in one.parameters())]
-        groups = _lists(annotation, trained, lambda name, *modules: _replicate(annotation, name, model, *modules))
-        return [*groups, _replicate(annotation, "root", model, model)]
+        groups = _lists(annotation, trained, functools.partial(_replicate, annotation))
+        return [*groups, _replicate(annotation, "root", model)]
     if mode == "root":
         return [_shard(annotation, "root", model)]
     if mode == "function":
@@ -271,7 +241,7 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     if mode == "size":
         return [_shard(annotation, "root", model, policy=SizePolicy(annotation.rng("size").choice([4, 16, 30])))]
     if mode == "lists":
-        groups = _lists(annotation, chosen, lambda name, *modules: _shard(annotation, name, *modules))
+        groups = _lists(annotation, chosen, functools.partial(_shard, annotation))
         return [*groups, _shard(annotation, "root", model)]
     if mode == "roots":
         tops = [module for module in (model.front, model.trunk, model.inp, *model.heads) if module is not None]
@@ -279,15 +249,12 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
         return [_shard(annotation, name, one) for name, one in chosen]
     requests = []
     for name, module in [*chosen, ("root", model)]:
-        is_safe = not annotation.is_reentrant or name in ("inp", "head 0", "head 1")
         has_some = any(param.requires_grad for param in module.parameters())
-        if mode == "nested" and has_some:
-            requests.append(_replicate(annotation, name, model, module))
-        elif mode == "nested":
-            continue
-        elif mode == "mixed" and is_safe and has_some and annotation.rng(f"{name}, api").random() < 0.4:
-            requests.append(_replicate(annotation, name, model, module))
-        else:
+        is_safe = not annotation.is_reentrant or name in ("inp", "head 0", "head 1")
+        is_mixed = mode == "mixed" and is_safe and annotation.rng(f"{name}, api").random() < 0.4
+        if has_some and (mode == "nested" or is_mixed):
+            requests.append(_replicate(annotation, name, module))
+        elif mode != "nested":
             requests.append(_shard(annotation, name, module))
     return requests
 
@@ -295,13 +262,7 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
 def _lists(
     annotation: Annotation, chosen: Sequence[tuple[str, nn.Module]], request: Callable[..., _Request]
 ) -> list[_Request]:
-    """Make requests of several modules of which none is inside another, and of its own for what is inside one.
-
-    Args:
-        annotation: Says which go together.
-        chosen: Names and modules.
-        request: Makes one out of a name and modules.
-    """
+    """Make requests of several modules of which none is inside another, and of its own for what is inside one."""
     rng = annotation.rng("lists")
     apart: list[tuple[str, nn.Module]] = []
     for name, module in rng.sample(list(chosen), len(chosen)):
@@ -334,17 +295,15 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
     is_hybrid = annotation.replicas and annotation.rng(f"{name}, mesh").random() < 0.8
     if is_hybrid:
         options["replicas"] = annotation.replicas
-    if is_hybrid and annotation.rng(f"{name}, optim").random() < 0.5 and HAS_ORDERED_GROUPS:
-        options["strategy"] = "HYBRID_SHARD_OPTIM"
-    elif rng.random() < 0.2:
+    if rng.random() < 0.2:
         strategy = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
         options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:
-        options["reshard_after_forward"] = draw_freed(rng, annotation.replicas if is_hybrid else 1)
+        options["reshard_after_forward"] = _draw_freed(rng, annotation.replicas if is_hybrid else 1)
     return _Request(fully_shard, modules, {"options": HandleOptions(transport=annotation.transport), **options})
 
 
-def draw_freed(rng: random.Random, replicas: int = 1) -> bool | int | None:
+def _draw_freed(rng: random.Random, replicas: int = 1) -> bool | int | None:
     """Return what is freed between forward and backward; as often as not, where ranks can be parted, all but a part."""
     # Who only asks which modules are annotated has no ranks.
     size = dist.get_world_size() // replicas if dist.is_initialized() else 1
@@ -352,10 +311,10 @@ def draw_freed(rng: random.Random, replicas: int = 1) -> bool | int | None:
     return rng.choice([None, True, False, *parts * 3])
 
 
-def _replicate(annotation: Annotation, name: str, model: Model, *modules: nn.Module) -> _Request:
+def _replicate(annotation: Annotation, name: str, *modules: nn.Module) -> _Request:
     rng = annotation.rng(f"{name}, options")
     if annotation.copies is not None:
-        return _Request(replicate, modules, options_of(annotation.copies, modules, model, rng))
+        return _Request(replicate, modules, options_of(annotation.copies, modules, rng))
     options = {
         "find_unused_parameters": True,
         "bucket_cap_mb": rng.choice([25, 1e-4]),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,14 @@ from torch import nn
 from composable import ComposableError, MixedPrecisionPolicy, allreduce_hook, register_comm_hook
 from composable.comm_hooks import DefaultState
 from composable.replicate_module import ReplicateModule
-from tests.fuzz.trees import Model, candidates
 
 __all__ = [
     "CHANGING",
-    "CHANGING_ROUNDS",
     "MODES",
     "Copies",
     "Wrong",
     "draw_copies",
     "hooked",
-    "ignored_of",
     "options_of",
     "replicated",
     "unless_refused",
@@ -33,27 +30,9 @@ __all__ = [
 MODES = "replicate nested together mixed".split()
 # Kinds of nodes of which not all parameters are used in every forward, or not always alike.
 CHANGING = frozenset(
-    [
-        "unused",
-        "some ranks",
-        "heads",
-        "chosen",
-        "loop",
-        "pass through",
-        "drop",
-        "drop on some ranks",
-        "teacher",
-        "cut off",
-    ]
+    {"unused", "some ranks", "heads", "chosen", "loop", "pass through", "drop", "drop on some ranks", "cut off"}
 )
-# A module in it that is annotated itself has one backward with two gradients, or two with one each.
-CHANGING_ROUNDS = frozenset(["reentrant at times"])
-_POLICIES = {
-    "average": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-    "compute": MixedPrecisionPolicy(
-        torch.float32, torch.float64, output_dtype=torch.float64, buffer_dtype=torch.float32
-    ),
-}
+_LOW = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64, buffer_dtype=torch.float32)
 
 
 class Wrong(AssertionError):  # noqa: N818  # an outcome
@@ -67,24 +46,15 @@ class Copies:
     finds_unused: bool = True  # parameters without a gradient are accepted
     is_static: bool = False  # ``static_graph``
     delays: bool = False  # some gradients wait for that of another parameter
-    ignores: bool = False  # some parameters are left alone, and averaged by the caller
     syncs: bool = False  # ranks start with different values, and ``init_sync`` makes them equal
     buffers: str = ""  # how they are made equal: "", "broadcast", "own", "forward", or "both", which is refused
-    policy: str = ""  # in which part of the work dtypes are lower: "", "average" or "compute"
+    is_low: bool = False  # computation is in a lower dtype; never drawn
     steps: str = ""  # what steps inside backward: "", "ours" or "torch"
     hook: str = ""  # of which kind the communication hook is: "", "gradients" or "buckets"
 
     def __str__(self) -> str:
-        return ", ".join(f"{one.name}={getattr(self, one.name)}" for one in dataclasses.fields(self) if self._has(one))
-
-    def smaller(self) -> Iterator["Copies"]:
-        """Yield it with one choice less."""
-        for one in dataclasses.fields(self):
-            if self._has(one):
-                yield dataclasses.replace(self, **{one.name: one.default})
-
-    def _has(self, one: dataclasses.Field[Any]) -> bool:
-        return bool(getattr(self, one.name) != one.default)
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value != getattr(Copies(), name))
 
 
 def draw_copies(rng: random.Random) -> Copies:
@@ -93,19 +63,13 @@ def draw_copies(rng: random.Random) -> Copies:
         finds_unused=rng.random() < 0.75,
         is_static=rng.random() < 0.3,
         delays=rng.random() < 0.2,
-        ignores=rng.random() < 0.2,
         syncs=rng.random() < 0.5,
-        buffers=rng.choice(["", "", "broadcast", "own", "own", "forward"]),
-        policy=rng.choice(["", "", "", "average", "compute"]),
+        buffers=rng.choice(["", "", "broadcast", "own", "own", "forward", "both"]),
         steps=rng.choice(["", "", "", "ours", "torch"]),
         hook=rng.choice(["", "", "", "gradients", "buckets"]),
     )
-    if rng.random() < 0.1:
-        return dataclasses.replace(copies, buffers=rng.choice([copies.buffers, "both"]))
-    # Else what excludes each other is left out.
-    if copies.steps:
-        copies = dataclasses.replace(copies, policy="", hook="")
-    return copies
+    # What excludes each other is drawn now and then.
+    return copies if rng.random() < 0.1 or not copies.steps else dataclasses.replace(copies, hook="")
 
 
 def replicated(model: nn.Module) -> list[Any]:
@@ -113,16 +77,7 @@ def replicated(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, ReplicateModule)]
 
 
-def ignored_of(copies: Copies, model: Model, rng: random.Random) -> dict[str, nn.Parameter]:
-    """Return what one call for all of ``model`` is to leave alone; never the input layer."""
-    found = {} if copies.finds_unused else dict(model.heads[1].named_parameters(prefix="heads.1"))
-    for name, param in model.named_parameters():
-        if copies.ignores and rng.random() < 0.25 and not name.startswith("inp."):
-            found[name] = param
-    return found
-
-
-def options_of(copies: Copies, modules: Sequence[nn.Module], model: Model, rng: random.Random) -> dict[str, Any]:
+def options_of(copies: Copies, modules: Sequence[nn.Module], rng: random.Random) -> dict[str, Any]:
     """Return arguments of ``replicate`` for one call, of ``modules``."""
     options: dict[str, Any] = {
         "find_unused_parameters": copies.finds_unused,
@@ -130,31 +85,19 @@ def options_of(copies: Copies, modules: Sequence[nn.Module], model: Model, rng: 
         "gradient_as_bucket_view": rng.choice([True, False]),
         "static_graph": copies.is_static,
         "init_sync": copies.syncs,
+        "process_group": rng.choice([None, None, dist.group.WORLD]),
     }
     if copies.buffers in ("broadcast", "own", "both"):
         options["broadcast_buffers"] = copies.buffers != "own"
     if copies.buffers in ("forward", "both"):
         options["forward_sync_buffers"] = rng.choice([True, False])
-    if copies.policy:
-        options["mp_policy"] = _POLICIES[copies.policy]
-    if rng.random() < 0.3:
-        options["process_group"] = dist.group.WORLD
-    left = ignored_of(copies, model, rng) if model in modules else {}
-    if left:
-        options["ignored_params"] = [name if rng.random() < 0.5 else param for name, param in left.items()]
-    apart: list[nn.Parameter] = []
-    if model in modules and copies.ignores and rng.random() < 0.5:
-        # Buffers of theirs would differ.
-        fits = [one for _, one in candidates(model) if one is not model.inp and not any(True for _ in one.buffers())]
-        options["ignored_modules"] = rng.sample(fits, 1)
-        apart = list(options["ignored_modules"][0].parameters())
+    if copies.is_low:
+        options["mp_policy"] = _LOW
     if copies.delays:
-        named = [pair for module in modules for pair in module.named_parameters()]
-        names = [(name, param) for name, param in named if param.requires_grad and name not in left]
-        names = [(name, param) for name, param in names if not any(param is one for one in apart)]
+        named = [pair for module in modules for pair in module.named_parameters() if pair[1].requires_grad]
         # Also such as others manage, or sparse ones: refused.
-        options["delay_all_reduce_named_params"] = rng.sample(names, min(len(names), rng.randint(1, 3)))
-        options["param_to_hook_all_reduce"] = rng.choice(names)[1] if names and rng.random() < 0.95 else None
+        options["delay_all_reduce_named_params"] = rng.sample(named, min(len(named), rng.randint(1, 3)))
+        options["param_to_hook_all_reduce"] = rng.choice(named)[1] if named and rng.random() < 0.95 else None
     return options
 
 

@@ -41,7 +41,7 @@ class Step:
         world_size: How many ranks there are.
     """
 
-    def __init__(self, model: Model, *, step: int, rank: int, world_size: int, seed: int, is_plain: bool) -> None:
+    def __init__(self, model: Model, step: int, rank: int, world_size: int, seed: int, *, is_plain: bool) -> None:
         self.model = model
         self.rng = random.Random(f"{seed}/{step}")
         self.has_dropped = False

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import ComposableError, DesyncError, accelerate_optimizer, clip_grad_norm_, step_in_backward
-from tests.fuzz.annotations import Refused, annotate, ignored_by
+from tests.fuzz.annotations import Refused, annotate
 from tests.fuzz.between import ACTIONS
-from tests.fuzz.cases import Case, between_of, make_model, step_of
+from tests.fuzz.cases import Case, between_of, make_model
 from tests.fuzz.copies import Wrong, unless_refused
 from tests.fuzz.nodes import kinds_in
-from tests.fuzz.programs import PROGRAMS
+from tests.fuzz.programs import PROGRAMS, Step
 from tests.fuzz.trees import Model
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -146,7 +146,7 @@ def _add_up(case: Case, model: Model, number: int, name: str) -> frozenset[str]:
     for rank in range(case.world_size):
         for param in params:
             param.grad = None
-        step = step_of(case, model, number, rank, is_plain=True)
+        step = Step(model, number, rank, case.world_size, case.seed, is_plain=True)
         PROGRAMS[name].run(step)
         if step.has_dropped:
             before = [None] * len(params)
@@ -198,7 +198,6 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))
         _run_program(case, model, number, record)
         place = f"step {number} ({name})"
-        _average_ignored(case, model, record)
         grads = dict.fromkeys(record.grads) if steps_inside else record.grads
         check_gradients(params, grads, _tolerance(case), place)
         if case.hooks == "count":
@@ -226,13 +225,9 @@ def _differ(case: Case, model: Model) -> None:
     """Let a rank start with values of its own, where annotating is to make them equal."""
     if not case.copies.syncs or dist.get_rank() == 0:
         return
-    ignored = ignored_by(model, case.annotation)
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name not in ignored:
-                param.mul_(3)
-        for buffer in model.buffers() if case.copies.buffers != "own" else ():
-            buffer.mul_(3)
+        for tensor in (*model.parameters(), *(model.buffers() if case.copies.buffers != "own" else ())):
+            tensor.mul_(3)
 
 
 def _run_program(case: Case, model: Model, number: int, record: _Record) -> None:
@@ -243,12 +238,11 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         Wrong: It is not, or was to be.
     """
     copies, name = case.copies, case.programs[number]
-    ignored = ignored_by(model, case.annotation)
     is_known = PROGRAMS[name].is_single and case.annotation.mode == "replicate" and not model.refused
     is_known = is_known and not case.is_annotated_anew and name != "nothing" and case.annotation.copies is not None
-    is_missing = not copies.finds_unused and not copies.is_static and not record.missing <= ignored.keys()
+    is_missing = not copies.finds_unused and not copies.is_static and bool(record.missing)
     try:
-        PROGRAMS[name].run(step_of(case, model, number, dist.get_rank(), is_plain=False))
+        PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
     except ComposableError as error:
         text = f"{type(error).__name__}: {error}"
         if "ended backward without" in text or "backward ended without" in text:
@@ -277,19 +271,6 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         raise Wrong(f"no error, though {sorted(record.missing)} have no gradient, step {number} ({name})")
 
 
-def _average_ignored(case: Case, model: Model, record: _Record) -> None:
-    """Do for parameters that are left alone what the annotation does for the others. Collective."""
-    for name, param in ignored_by(model, case.annotation).items():
-        if not param.requires_grad:
-            continue
-        dense = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
-        total = torch.cat([dense.detach().flatten(), dense.new_tensor([param.grad is not None])])
-        dist.all_reduce(total)
-        if total[-1] > 0:
-            mean, want = (total[:-1] / case.world_size).view(param.shape), record.grads[name]
-            param.grad = mean.to_sparse(1) if want is not None and want.is_sparse else mean
-
-
 def _step_inside(case: Case, model: Model, optimizer: torch.optim.Optimizer, *, is_torchs_first: bool) -> bool:
     """Let an optimizer step inside backward, if the case is one and it is not refused; returns whether it does."""
     if case.copies.steps == "ours":
@@ -311,9 +292,7 @@ def _apply_in_backward(case: Case, model: Model) -> None:
 
 
 def _tolerance(case: Case) -> float:
-    if case.copies.policy == "compute":
-        return 1e-3
-    return 1e-4 if "float32" in case.tags or case.copies.policy else EXACT
+    return 1e-4 if "float32" in case.tags else EXACT
 
 
 def check_gradients(

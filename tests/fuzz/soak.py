@@ -78,7 +78,7 @@ class Trainee:
 
     def step(self) -> Step:
         rank, size = dist.get_rank(), dist.get_world_size()
-        return Step(self.model, step=0, rank=rank, world_size=size, seed=0, is_plain=False)
+        return Step(self.model, 0, rank, size, 0, is_plain=False)
 
     def run(self, name: str) -> None:
         PROGRAMS[name].run(self.step())
@@ -165,14 +165,14 @@ class Situation:
 
 PROGRAMS_OF_ALL = ("plain", "no_sync", "forward raises", "backward raises", "any order")
 ACTIONS_OF_ALL = (
-    *("full_state_dict, load_full_state_dict", "state_dict, load_state_dict", "optimizer's state_dict"),
+    *("load_full_state_dict of other values", "state_dict, load_state_dict", "optimizer's state_dict"),
     *("save_checkpoint, load_checkpoint", "iter_full_params", "unannotate, annotate, rebind_optimizer"),
 )
 SITUATIONS = {
     "sharded": Situation(
         annotation("hand"),
         (*PROGRAMS_OF_ALL, "eval between", "checkpoint around all"),
-        (*ACTIONS_OF_ALL, "deepcopy with optimizer", "annotate a copy", "unshard_params, read", "unshard_params, edit"),
+        (*ACTIONS_OF_ALL, "deepcopy with optimizer", "annotate a copy", "unshard_params, edit"),
         begin=models_that_go,
     ),
     "replicated": Situation(
@@ -185,7 +185,7 @@ SITUATIONS = {
     "replicated and sharded": Situation(
         annotation("mixed", syncs=True), PROGRAMS_OF_ALL, ACTIONS_OF_ALL, (copies_that_go,)
     ),
-    "low precision": Situation(annotation("replicate", policy="compute"), ("plain", "backward raises")),
+    "low precision": Situation(annotation("replicate", is_low=True), ("plain", "backward raises")),
     "step in backward": Situation(
         annotation("replicate", steps="ours"), begin=lambda on: step_in_backward(on.optimizer), steps_inside=True
     ),
@@ -272,7 +272,7 @@ def soak(name: str, steps: int, world_size: int = 2, *, in_processes: bool = Fal
 
 def _soak_on_a_rank(name: str, steps: int) -> tuple[Count, Count]:
     situation = SITUATIONS[name]
-    if situation.annotation.copies is not None and situation.annotation.copies.policy:
+    if situation.annotation.copies is not None and situation.annotation.copies.is_low:
         torch.set_default_dtype(torch.float64)  # that of the policy's outputs
     on = Trainee(situation)
     situation.begin(on)
