@@ -98,16 +98,7 @@ KINDS: dict[str, type[Node]] = {}
 def kind(
     name: str, *, kids: tuple[int, int] = (0, 0), tags: str = "", bans: str = "", parts: str = "", **makes: Any
 ) -> Callable[[Any], Any]:
-    """Register a class of nodes, or make one out of a forward.
-
-    Args:
-        name: Of the kind.
-        kids: Least and most of them.
-        tags: Of ``Node``.
-        bans: Of ``Node``.
-        parts: Of ``Node``.
-        **makes: Make the attributes that the forward uses, in this order.
-    """
+    """Register a class of nodes, or make one out of a forward and what makes the attributes that it uses, in order."""
 
     def setup(self: Node) -> None:
         for attribute, make in makes.items():
@@ -174,11 +165,6 @@ def linear(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return torch.tanh(self.lin(x))
 
 
-@kind("norm", parts="norm", norm=lambda: nn.LayerNorm(WIDTH))
-def norm(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.norm(x)
-
-
 @kind("mlp", parts="up down", up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH))
 def mlp(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.down(F.gelu(self.up(x)))
@@ -205,11 +191,6 @@ def uneven(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return self.last(torch.tanh(F.linear(self.first(x), self.middle)))
 
 
-@kind("conv", parts="conv", conv=lambda: nn.Conv1d(1, 3, 3, padding=1))
-def conv(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x + torch.tanh(self.conv(x.unsqueeze(1)).mean(1))
-
-
 @kind("sparse rows", tags="sparse", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH, sparse=True))
 @kind("embedding", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH))
 def embedding(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -222,19 +203,6 @@ def attention(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.attention(y, y, y, need_weights=False)[0].squeeze(0)
 
 
-@kind(
-    "encoder", tags="fragile first_order",
-    layer=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True),
-)  # fmt: skip
-def encoder(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.layer(x.unsqueeze(0)).squeeze(0)
-
-
-@kind("gru", tags="fragile first_order", parts="gru", gru=lambda: nn.GRU(WIDTH, WIDTH))
-def gru(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.gru(x)[0]
-
-
 @kind("tied", tags="tied")
 class Tied(Node):
     def setup(self) -> None:
@@ -243,11 +211,6 @@ class Tied(Node):
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         return x + self.second(torch.tanh(self.first(x)))
-
-
-@kind("frozen", parts="lin", lin=frozen)
-def frozen_layer(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x + self.lin(x)
 
 
 @kind("lora", parts="base", base=frozen, down=lambda: param(1, WIDTH), up=lambda: param(WIDTH, 1))
@@ -315,24 +278,6 @@ class Compiled(Node):
             # The compiler looks at attributes of tensors that warn.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             return self.block(x)
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0)
-
-
-@kind("function", w=vector)
-def function(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Have a backward of its own."""
-    return x + _Scale.apply(x, self.w)
 
 
 @kind(
@@ -494,37 +439,19 @@ def in_thread(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
         return x * self.w + threads.submit(run).result()
 
 
-class _Side(Node):
-    """A tensor leaves by another way than the output."""
+@kind("side", kids=(0, 1), tags="side", parts="lin")
+class Side(Node):
+    """A loss that was made before the output, or after it, leaves by another way."""
 
     def setup(self) -> None:
         self.lin, self.w = nn.Linear(WIDTH, WIDTH), param(WIDTH, WIDTH)
 
-    def put(self, aux: torch.Tensor, call: Call) -> None:
-        self.choose(call.inside, call.outside).append(aux)
-
-    def aux(self, y: torch.Tensor) -> torch.Tensor:
-        return (y @ self.w @ self.w).pow(2).mean()
-
-
-@kind("side before", kids=(0, 1), tags="side", parts="lin")
-class SideBefore(_Side):
-    """A loss that was made before the output."""
-
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         y = torch.tanh(self.lin(x))
-        self.put(self.aux(y), call)
-        return self.through(y * 2, call) + y
-
-
-@kind("side after", kids=(0, 1), tags="side", parts="lin")
-class SideAfter(_Side):
-    """A loss that was made after the output."""
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y = self.through(torch.tanh(self.lin(x)), call)
-        self.put(self.aux(y), call)
-        return y
+        is_before = self.uid % 2
+        out = y if is_before else self.through(y, call)
+        self.choose(call.inside, call.outside).append((out @ self.w @ self.w).pow(2).mean())
+        return self.through(out * 2, call) + out if is_before else out
 
 
 class _KeepsAttribute(nn.Module):
@@ -561,11 +488,6 @@ class _Slots:
         self.y = y
 
 
-class _Attribute:
-    def __init__(self, y: torch.Tensor) -> None:
-        self.y = y
-
-
 @dataclasses.dataclass
 class _Data:
     y: torch.Tensor
@@ -579,52 +501,45 @@ class _Named(NamedTuple):
 
 _BOXES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "tuple": (lambda y: (None, (y, "text")), lambda box: box[1][0]),
-    "list": (lambda y: [y * 2, [y]], lambda box: box[1][0]),
-    "dict": (lambda y: {"a": {"y": y, "n": 3}}, lambda box: box["a"]["y"]),
-    "ordered dict": (lambda y: collections.OrderedDict(y=y), lambda box: box["y"]),
+    "dict": (lambda y: {"a": {"y": [y * 2, y], "n": 3}}, lambda box: box["a"]["y"][1]),
     "dataclass": (lambda y: _Data(y / 2, {"y": y}), lambda box: box.more["y"]),
     "named tuple": (lambda y: _Named(y / 2, [y]), lambda box: box.more[0]),
     "user dict": (lambda y: collections.UserDict(y=y), lambda box: box["y"]),
 }
 _HIDDEN_BOXES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "slots": (_Slots, lambda box: box.y),
-    "attribute": (_Attribute, lambda box: box.y),
-    "deque": (lambda y: collections.deque([y]), lambda box: box[0]),
     "closure": (lambda y: lambda: y, lambda box: box()),
     "generator": (lambda y: iter([y]), lambda box: next(box)),
 }
 
 
-class _Box(Node):
-    boxes = _BOXES
-
-    def setup(self) -> None:
-        self.how = self.choose(*self.boxes)
-        self.box = _Boxing(self.kids[0], self.boxes, self.how)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(self.boxes[self.how][1](self.box(x, call)))
-
-
 class _Boxing(nn.Module):
-    def __init__(self, inside: nn.Module, boxes: Any, how: str) -> None:
+    def __init__(self, inside: nn.Module, put: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.inside, self.how, self.is_hidden = inside, how, boxes is _HIDDEN_BOXES
+        self.inside, self.put = inside, put
         self.w = param(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, call: Call) -> Any:
-        boxes = _HIDDEN_BOXES if self.is_hidden else _BOXES
-        return boxes[self.how][0](self.inside(x, call) @ self.w)
+        return self.put(self.inside(x, call) @ self.w)
 
 
 @kind("boxed", kids=(1, 1), parts="box")
-class Boxed(_Box):
+class Boxed(Node):
     """The output lies in a container."""
+
+    boxes = _BOXES
+
+    def setup(self) -> None:
+        put, self.take = self.choose(*self.boxes.values())
+        self.box = _Boxing(self.kids[0], put)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return torch.tanh(self.take(self.box(x, call)))
 
 
 @kind("hidden box", kids=(1, 1), parts="box")
-class HiddenBox(_Box):
-    """The output lies in slots, an attribute, a deque, a closure or an iterator."""
+class HiddenBox(Boxed):
+    """The output lies in slots, a closure or an iterator."""
 
     boxes = _HIDDEN_BOXES
 
@@ -654,6 +569,20 @@ def cut_off(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x * self.w + self.through(x, call).detach()
 
 
+@kind("hooks", kids=(1, 1))
+class Hooks(Node):
+    """What is below has hooks of the user's."""
+
+    def setup(self) -> None:
+        self.w = param(WIDTH)
+        self.kids[0].register_forward_hook(_double_output)
+        self.kids[0].register_forward_pre_hook(_halve_input)
+        self.register_full_backward_hook(_halve_grad)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return torch.tanh(self.through(x * self.w, call))
+
+
 def _double_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
 
@@ -666,63 +595,26 @@ def _halve_grad(module: nn.Module, grads: Any, _: Any) -> Any:
     return tuple(None if grad is None else grad / 2 for grad in grads)
 
 
-@kind("hooks", kids=(1, 1))
-class Hooks(Node):
-    """What is below has hooks of the user's."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-        how = self.choose("forward", "pre", "backward", "all")
-        if how in ("forward", "all"):
-            self.kids[0].register_forward_hook(_double_output)
-        if how in ("pre", "all"):
-            self.kids[0].register_forward_pre_hook(_halve_input)
-        if how in ("backward", "all"):
-            self.register_full_backward_hook(_halve_grad)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(self.through(x * self.w, call))
-
-
 class _Keywords(nn.Module):
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
         self.inside = inside
         self.w = param(WIDTH)
 
-    def forward(self, *, x: torch.Tensor, call: Call, more: Any = None) -> torch.Tensor:
-        return self.inside(x * self.w, call) + more["shift"]
+    def forward(self, *, x: torch.Tensor, call: Call, more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.inside(x * self.w, call)
+        return y * self.w + more["shift"], y, x
 
 
 @kind("keywords", kids=(1, 1), parts="named")
 class Keywords(Node):
+    """Inputs by keyword; several outputs, of which one is that of the module below and one an input."""
+
     def setup(self) -> None:
         self.named = _Keywords(self.kids[0])
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.named(call=call, more={"shift": x / 2}, x=x)
-
-
-class _Several(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        y = self.inside(x, call)
-        return y * self.w, y, x
-
-
-@kind("several outputs", kids=(1, 1), parts="several")
-class SeveralOutputs(Node):
-    """Outputs of which one is that of the module below, and one the input."""
-
-    def setup(self) -> None:
-        self.several = _Several(self.kids[0])
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        a, b, c = self.several(x, call)
+        a, b, c = self.named(call=call, more={"shift": x / 2}, x=x)
         return a + torch.tanh(b) * c
 
 

@@ -3,6 +3,7 @@
 import tempfile
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def _in_one_process(case: Case) -> list[_Record]:
 
 def _train_plain(case: Case, folder: Path) -> list[_Record]:
     model = make_model(case)
-    optimizer = _make_optimizer(case, model)
+    optimizer = _make_optimizer(case, model.parameters())
     records = []
     for number, name in enumerate(case.programs):
         missing = _add_up(case, model, number, name)
@@ -170,7 +171,7 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     torch.set_default_dtype(torch.float64)
-    calls: dict[nn.Parameter, int] = {}
+    calls: Counter[nn.Parameter] = Counter()
     is_early = case.hooks.endswith("before")
 
     def before(plain: Model) -> None:
@@ -187,7 +188,7 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     if not is_early:
         _hook(case, model, calls)
     try:
-        optimizer = _make_optimizer(case, model)
+        optimizer = _make_optimizer(case, model.parameters())
         if case.speed != "plain" and any(isinstance(param, DTensor) for param in model.parameters()):
             accelerate_optimizer(optimizer, model)
     except ComposableError as error:
@@ -211,8 +212,9 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
             ACTIONS[action].run(between)
             model, optimizer = between.model, between.optimizer
         _zero(case, optimizer, number)
-    if not any(case.actions[-1]):
-        _check_full_values(params, expected[-1].values, _tolerance(case))
+    # What every rank gathers.
+    full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in params.items()}
+    _check_values(full, expected[-1].values, _tolerance(case), "at the end")
     if model.refused:
         raise Refused(f"then asked for less: {'; '.join(model.refused)}")
     return len(expected)
@@ -319,14 +321,6 @@ def _check_values(
     _check({name: (one, expected[name]) for name, one in params.items()}, tolerance, "value", place)
 
 
-def _check_full_values(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Compare what every rank gathers. Collective."""
-    full = {
-        name: (one.full_tensor() if isinstance(one, DTensor) else one, expected[name]) for name, one in params.items()
-    }
-    _check(full, tolerance, "full value", "at the end")
-
-
 def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float, what: str, place: str) -> None:
     """Compare this rank's elements; in lower dtypes, what is off counts beside the largest of a tensor."""
     pieces = {}
@@ -357,9 +351,9 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
 # Of both
 
 
-def _make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def _make_optimizer(case: Case, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     kind, options = _optimizer_of(case)
-    return kind(model.parameters(), **options)
+    return kind(params, **options)
 
 
 def _optimizer_of(case: Case) -> tuple[Any, dict[str, Any]]:
@@ -385,67 +379,41 @@ def _zero(case: Case, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad(set_to_none=case.zero != "to zeros")
 
 
-def _hook(case: Case, model: nn.Module, calls: dict[nn.Parameter, int]) -> None:
+def _hook(case: Case, model: nn.Module, calls: Counter[nn.Parameter]) -> None:
     """Put hooks on parameters.
 
     Raises:
         Refused: The library does not take them.
     """
     kind = case.hooks.removesuffix(" before").removesuffix(" after")
-    if not kind:
-        return
     try:
-        for param in model.parameters():
-            if param.requires_grad:
-                _HOOKS[kind](case, param, calls)
+        for param in model.parameters() if kind else ():
+            if not param.requires_grad:
+                continue
+            if kind == "tensor hook":
+                param.register_hook(lambda grad: grad / 2)
+            else:
+                param.register_post_accumulate_grad_hook(_hook_of(kind, case, param, calls))
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-def _count_calls(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    def count(param: torch.Tensor) -> None:
-        calls[param] = calls.get(param, 0) + 1  # type: ignore[index, call-overload]
+def _hook_of(kind: str, case: Case, param: nn.Parameter, calls: Counter[nn.Parameter]) -> Callable[..., None]:
+    optimizer = _make_optimizer(case, [param])
 
-    param.register_post_accumulate_grad_hook(count)
+    def hook(trained: Any) -> None:
+        calls[trained] += 1
+        if kind == "scale":
+            trained.grad.div_(2)
+        elif kind == "step in backward":
+            optimizer.step()
+            optimizer.zero_grad()
 
-
-def _scale(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    def scale(param: torch.Tensor) -> None:
-        assert param.grad is not None
-        param.grad.div_(2)
-
-    param.register_post_accumulate_grad_hook(scale)
-
-
-def _scale_tensor(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    param.register_hook(lambda grad: grad / 2)
+    return hook
 
 
-def _step_in_backward(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    holder = nn.Module()
-    holder.param = param
-    optimizer = _make_optimizer(case, holder)
-
-    def step(param: torch.Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    param.register_post_accumulate_grad_hook(step)
-
-
-_HOOKS: dict[str, Callable[[Case, nn.Parameter, dict[nn.Parameter, int]], None]] = {
-    "count": _count_calls,
-    "scale": _scale,
-    "tensor hook": _scale_tensor,
-    "step in backward": _step_in_backward,
-}
-
-
-def _check_calls(
-    params: Mapping[str, nn.Parameter], record: _Record, calls: dict[nn.Parameter, int], place: str
-) -> None:
+def _check_calls(params: Mapping[str, nn.Parameter], record: _Record, calls: Counter[nn.Parameter], place: str) -> None:
     for name, param in params.items():
-        want = int(record.grads[name] is not None)
-        if calls.get(param, 0) != want:
-            raise Wrong(f"hook ran {calls.get(param, 0)} times: '{name}', {place}")
+        if calls[param] != int(record.grads[name] is not None):
+            raise Wrong(f"hook ran {calls[param]} times: '{name}', {place}")
     calls.clear()
