@@ -5,7 +5,7 @@ Each call leaves the model as it was. What ``replicate`` refuses stands with its
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,17 +34,6 @@ from tests.world import on_ranks
 
 BF16 = torch.bfloat16
 Call = Callable[[Any], object]
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """Has the name of a policy, and asks for something else."""
-
-    pin_memory: bool = True
-    to_disk: bool = False
-
-
-Renamed.__name__ = "CPUOffloadPolicy"
 
 
 def sharded(**options: Any) -> Call:
@@ -100,7 +89,6 @@ FULLY_SHARD: list[tuple[Call, str]] = [
     (sharded(offload_policy=CPUOffloadPolicy), "ConfigError: offload_policy is <class"),
     (sharded(offload_policy=TorchCPUOffloadPolicy), "ConfigError: offload_policy is <class"),
     (sharded(offload_policy=MixedPrecisionPolicy()), "ConfigError: offload_policy is"),
-    (sharded(offload_policy=Renamed()), "ConfigError: offload_policy is"),
     (
         sharded(offload_policy=TorchCPUOffloadPolicy(pin_memory="yes")),  # type: ignore[arg-type]
         "ConfigError: pin_memory of the offload policy is 'yes'",
