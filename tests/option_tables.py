@@ -11,6 +11,7 @@ with zeros; ``clips``; ``is_written`` after the first step; ``uneven`` numbers o
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ from composable import (
     LowPrecisionState,
     MixedPrecisionPolicy,
     RaggedDTensor,
-    ShardingStrategy,
     accelerate_optimizer,
     allreduce_hook,
     bf16_compress_hook,
@@ -113,17 +113,7 @@ class Looped(FloatInput):
 
 
 MODELS: dict[str, Callable[[], Any]] = {**models.MODELS, "tied_layers": TiedLayers, "sparse": Sparse, "looped": Looped}
-PLAIN_BLOCKS = (
-    "mlp",
-    "tied_layers",
-    "gpt",
-    "gpt_tied",
-    "tied_within",
-    "called_twice",
-    "nested_outputs",
-    "unused",
-    "conditional",
-)
+PLAIN_BLOCKS = "mlp tied_layers gpt gpt_tied tied_within called_twice nested_outputs unused conditional".split()
 # Of blocks whose inputs have gradients, without which a reentrant checkpoint has none.
 BEHIND_OTHERS = ("mlp", "gpt", "gpt_tied", "called_twice", "conditional")
 SPLIT = ("mlp", "tied_layers", "unused")
@@ -163,11 +153,6 @@ def blocks_in_one_call(model: nn.Module, options: Mapping[str, Any]) -> None:
 def around_a_replica(model: nn.Module, options: Mapping[str, Any]) -> None:
     replicate(blocks_of(model)[-1], find_unused_parameters=True, mp_policy=options.get("mp_policy"))
     by_policy(model, options)
-
-
-def around_a_replica_of_a_shard(model: nn.Module, options: Mapping[str, Any]) -> None:
-    fully_shard(next(blocks_of(model)[-1].children()), **options)
-    around_a_replica(model, options)
 
 
 def its_parts(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -268,16 +253,6 @@ def one_backward(model: Any, runs: Runs) -> list[torch.Tensor]:
     return losses
 
 
-def one_ahead(model: Any, runs: Runs) -> list[torch.Tensor]:
-    """Run forwards and backwards in turns, as a pipeline does: 0, 1, back 0, 2, back 1, back 2."""
-    losses = [runs[0]()]
-    for run in runs[1:]:
-        losses.append(run())
-        losses[-2].backward()
-    losses[-1].backward()
-    return losses
-
-
 def each_twice(model: Any, runs: Runs) -> list[torch.Tensor]:
     losses = [run() for run in runs]
     for loss in losses:
@@ -305,11 +280,6 @@ def by_wrapper(kind: CheckpointImpl | None, model: nn.Module) -> None:
 def by_ours(model: nn.Module) -> None:
     for block in blocks_of(model):
         checkpoint(block)
-
-
-def in_first_layers(model: nn.Module) -> None:
-    for block in blocks_of(model):
-        checkpoint(next(block.children()))
 
 
 def in_own_forward(model: nn.Module, *, use_reentrant: bool) -> None:
@@ -420,8 +390,6 @@ Next = tuple[Any, torch.optim.Optimizer]
 
 
 def evaluated(at: Moment) -> Next:
-    with torch.no_grad():
-        at.run()
     at.model.eval()
     with torch.inference_mode():
         at.run()
@@ -429,15 +397,8 @@ def evaluated(at: Moment) -> Next:
     return at.model, at.optimizer
 
 
-def written(at: Moment) -> Next:
-    with unshard_params(at.model), torch.no_grad():
-        for param in at.model.parameters():
-            param.mul_(0.9)
-    return at.model, at.optimizer
-
-
-def written_in_place(at: Moment) -> Next:
-    with torch.no_grad():
+def written(at: Moment, *, unshards: bool = False) -> Next:
+    with unshard_params(at.model) if unshards else nullcontext(), torch.no_grad():
         for param in at.model.parameters():
             param.mul_(0.9)
     return at.model, at.optimizer
@@ -537,7 +498,6 @@ GRADIENTS = {
     "each averaged": _micros(one_by_one, adds_averages=True),
     "forwards first": _micros(forwards_first, adds_averages=True),
     "one backward": _micros(one_backward).but(rounds=AVERAGED),
-    "one ahead": _micros(one_ahead, adds_averages=True),
     "each twice": _micros(each_twice, adds_averages=True, times=2),
 }
 CHECKPOINTS = {
@@ -547,7 +507,6 @@ CHECKPOINTS = {
         for name, ranks in {
             "ours": {"checkpoint": by_ours},
             "ours afterwards": {"checkpoint later": by_ours},
-            "ours inside": {"checkpoint": in_first_layers},
             "wrapper": {"checkpoint": partial(by_wrapper, CheckpointImpl.NO_REENTRANT)},
             "reentrant wrapper": {"checkpoint": partial(by_wrapper, CheckpointImpl.REENTRANT)},
             "offload wrapper": {"checkpoint": partial(by_wrapper, None)},
@@ -570,7 +529,7 @@ OPTIMIZERS = {
 BETWEEN = {
     "nothing": Value(),
     "evaluated": does(between=evaluated),
-    "written": does({"is_written": True}, between=written_in_place).but(without=EVEN),
+    "written": does({"is_written": True}, between=written).but(without=EVEN),
     "copied": does(between=copied).but(only={"optimizer": ["SGD"]}, without=EVEN),
     "saved": does(between=saved).but(without=EVEN),
     "annotated anew": does(between=annotated_anew).but(only={"optimizer": ["SGD"]}, without=EVEN),
@@ -611,7 +570,7 @@ HANDLES = {"model": ["mlp", "gpt", "gpt_tied"], "annotation": ["by policy", "by 
 IN_PAIRS = {"ranks": ["2", "4"]}
 
 
-def _hybrid(strategy: ShardingStrategy | str, copies: int = 2) -> Value:
+def _hybrid(strategy: str, copies: int = 2) -> Value:
     ranks = {"options": {"strategy": strategy}, "mesh": partial(hybrid, copies)}
     return Value(ranks, only=IN_PAIRS if copies == 2 else {}, rounds="" if copies == 1 else "reduce")
 
@@ -627,14 +586,11 @@ SHARDED: Table = {
     "model": _models(loaded={"start": ["loaded"]}),
     "strategy": {
         "default": Value(),
-        "FULL_SHARD": given(strategy="FULL_SHARD"),
         "SHARD_GRAD_OP": given(strategy="SHARD_GRAD_OP"),
         "kept": given(reshard_after_forward=False),
         "freed to 2": given(reshard_after_forward=2).but(only=IN_PAIRS),
         "HYBRID_SHARD": _hybrid("HYBRID_SHARD"),
         "HYBRID_SHARD_ZERO2": _hybrid("HYBRID_SHARD_ZERO2"),
-        "HYBRID_SHARD_OPTIM": _hybrid("HYBRID_SHARD_OPTIM"),
-        "KEPT_SHARD_OPTIM": _hybrid(ShardingStrategy("KEPT_SHARD_OPTIM", ShardingStrategy.SHARD_GRAD_OP.dims * 2)),
         "one copy": _hybrid("HYBRID_SHARD", 1),
         "nothing but copies": _hybrid("HYBRID_SHARD", 0),
         "tensor parallel": _split(0),
@@ -648,9 +604,6 @@ SHARDED: Table = {
         "blocks in one call": does(annotate=blocks_in_one_call).but(only={"model": PLAIN_BLOCKS}),
         "around a replica": does(annotate=around_a_replica).but(
             only={"model": ["mlp", "gpt", "gpt_tied", "unused"]}, without=WHERE_REPLICATED, rounds=AVERAGED
-        ),
-        "around a replica of a shard": does(annotate=around_a_replica_of_a_shard).but(
-            only={"model": ["mlp", "gpt"]}, without=WHERE_REPLICATED, rounds=AVERAGED
         ),
     },
     "precision": PRECISION,
@@ -671,7 +624,6 @@ SHARDED: Table = {
     "optimizer": {
         **OPTIMIZERS,
         "accelerated": does(optimizer=partial(sgd, momentum=0.9), steps=accelerate_optimizer),
-        "accelerated AdamW": does(optimizer=adamw, steps=accelerate_optimizer),
     },
     "hook": {
         "none": Value(),
@@ -723,7 +675,7 @@ SHARDED: Table = {
     },
     "between": {
         **BETWEEN,
-        "unsharded and written": does({"is_written": True}, between=written).but(without=EVEN),
+        "unsharded and written": does({"is_written": True}, between=partial(written, unshards=True)).but(without=EVEN),
         "saved in one handle": does(between=partial(saved, annotate=in_one_handle)).but(
             without={
                 **EVEN,

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,16 +224,13 @@ def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> No
 # -- messages
 
 
-def message_without_a_process_group(annotate: Callable[[nn.Module], object]) -> str:
-    with pytest.raises(UsageError) as caught:
-        annotate(nn.Linear(2, 2))
-    return f"UsageError: {caught.value}"
-
-
 def test_troubleshooting_shows_messages_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    raised = run_ranks(messages, 2)[0]
-    ungrouped = map(message_without_a_process_group, (fully_shard, replicate))
+    raised, ungrouped = run_ranks(messages, 2)[0], []
+    for annotate in (fully_shard, replicate):
+        with pytest.raises(UsageError) as caught:
+            annotate(nn.Linear(2, 2))
+        ungrouped.append(f"UsageError: {caught.value}")
     said = {*raised.values(), *ungrouped, str(plan(model, world_size=2))}
     shown = re.findall(r"```text\n(.*?)\n```", PAGES["docs/troubleshooting.md"], flags=re.DOTALL)
     # How gloo gives up takes as long as its timeout.

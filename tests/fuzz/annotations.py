@@ -109,9 +109,9 @@ def draw_annotation(rng: random.Random, tags: frozenset[str], modes: Sequence[st
     mode = rng.choice(fits or ["hand"])
     start = rng.choice(STARTS) if mode in WHOLE and rng.random() < 0.4 else "values"
     seed, share = rng.getrandbits(32), rng.choice([0.3, 0.6, 0.9])
-    # Saved tensors are watched in one thread, a backward inside has no graph, what goes aside does so twice, and
+    # A backward inside has no graph, what goes aside does so twice, and
     # where ranks take different ways the second run begins at different moments.
-    takes_checkpoints = not tags & {"thread", "force", "side", "by_rank"}
+    takes_checkpoints = not tags & {"force", "side", "by_rank"}
     checkpoints = random.Random(f"{seed}/checkpoints").choice(CHECKPOINTS) if takes_checkpoints else "none"
     return Annotation(mode, seed, share, rng.choice(TRANSPORTS), start, "reentrant" in tags, checkpoints)
 

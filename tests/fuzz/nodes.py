@@ -10,7 +10,6 @@ import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -260,10 +259,7 @@ class _Block(nn.Module):
 
 @kind("compiled", tags="first_order compiled", parts="block.up block.down block")
 class Compiled(Node):
-    """A block that torch.compile has compiled, in place or with a wrapper.
-
-    Not in threads of a forward: where ranks are threads of one process, the compiler takes one's for another's.
-    """
+    """A block that torch.compile has compiled, in place or with a wrapper."""
 
     def setup(self) -> None:
         block, backend = _Block(), self.choose("eager", "aot_eager")
@@ -312,11 +308,6 @@ def heads(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
 @kind("seq", kids=(1, 3))
 def seq(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return self.through(x, call)
-
-
-@kind("residual", kids=(1, 2), w=vector)
-def residual(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x * self.w + self.through(x, call)
 
 
 @kind("parallel", kids=(2, 3))
@@ -369,12 +360,6 @@ def pass_through(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return (y + self.w) @ self.w2 if self.flip(call, by_rank=True) else y
 
 
-@kind("wrapper", kids=(1, 1), w=vector)
-def wrapper(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return what is below unchanged, always."""
-    return self.through(x * self.w, call)
-
-
 @kind("drop", kids=(1, 1), w=vector)
 def drop(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the input, in some steps."""
@@ -397,19 +382,19 @@ def drop_on_some_ranks(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return self.dropped(x * self.w, self.flip(call, by_rank=True))
 
 
-@kind("checkpoint", kids=(1, 2), bans="thread force", w=vector)
+@kind("checkpoint", kids=(1, 2), bans="force", w=vector)
 def checkpointed(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x * self.w + checkpoint(self.through, x, call, use_reentrant=False)
 
 
-@kind("reentrant", kids=(1, 2), tags="reentrant first_order", bans="thread force", w=vector)
+@kind("reentrant", kids=(1, 2), tags="reentrant first_order", bans="force", w=vector)
 def reentrant(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     # Without gradients it warns.
     run = checkpoint if x.requires_grad else _plainly
     return x * self.w + run(self.through, x, call, use_reentrant=True)
 
 
-@kind("reentrant at times", kids=(1, 1), tags="reentrant first_order", bans="thread force", lin=square)
+@kind("reentrant at times", kids=(1, 1), tags="reentrant first_order", bans="force", lin=square)
 def reentrant_at_times(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Run once under reentrant checkpointing and once without, in either order."""
     run = checkpoint if x.requires_grad else _plainly
@@ -424,19 +409,6 @@ def reentrant_at_times(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
 
 def _plainly(fn: Callable[..., torch.Tensor], *args: Any, use_reentrant: bool) -> torch.Tensor:
     return fn(*args)
-
-
-@kind("thread", kids=(1, 1), tags="thread", bans="compiled", w=vector)
-def in_thread(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Run part of the forward in another thread."""
-    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def run() -> torch.Tensor:
-        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
-            return self.through(x, call)
-
-    with ThreadPoolExecutor(1) as threads:
-        return x * self.w + threads.submit(run).result()
 
 
 @kind("side", kids=(0, 1), tags="side", parts="lin")
@@ -618,7 +590,7 @@ class Keywords(Node):
         return a + torch.tanh(b) * c
 
 
-@kind("force", kids=(1, 1), tags="force", bans="reentrant first_order side thread force", w=vector)
+@kind("force", kids=(1, 1), tags="force", bans="reentrant first_order side force", w=vector)
 def force(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Return a derivative: a backward within the forward, and double backward later."""
     if not torch.is_grad_enabled():

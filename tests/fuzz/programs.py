@@ -5,19 +5,17 @@ samples of each rank, and the gradients are added up.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from composable import UsageError, as_ddp, no_sync, reduce_gradients, unshard_params
+from composable import UsageError, no_sync, reduce_gradients, unshard_params
 from composable.annotation import sharded_state_of
 from composable.fsdp_module import FSDPModule
 from tests.fuzz.copies import replicated
@@ -151,16 +149,6 @@ def without_sync(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("no_sync around forward only")
-def no_sync_forward(step: Step) -> None:
-    with step.no_sync():
-        first = step.forward()
-    second = step.forward()
-    with step.no_sync():
-        step.backward(second)
-    step.backward(first)
-
-
 @program("no_sync by hand")
 def sync_by_hand(step: Step) -> None:
     sharded = step.sharded()
@@ -178,10 +166,7 @@ def zero_after_no_sync(step: Step) -> None:
     with step.no_sync():
         step.backward(step.forward() * 10)
     step.zero_grad()
-    if step.rng.random() < 0.5:
-        with step.no_sync():
-            step.backward(step.forward())
-    step.backward(step.forward())
+    without_sync(step)
 
 
 @program("zero_grad in the middle")
@@ -261,25 +246,13 @@ def losses_at_once(step: Step) -> None:
     torch.autograd.backward([loss * step._scale for loss in losses])
 
 
-@program("FGSM", excludes="reentrant")
-def fgsm(step: Step) -> None:
-    x = step.x(requires_grad=True)
-    if step.rng.random() < 0.5:
-        (grad,) = torch.autograd.grad(step.forward(x), x)
-    else:
-        step.backward(step.forward(x))
-        assert x.grad is not None
-        grad = x.grad
-        step.zero_grad()
-    step.backward(step.forward((x + 0.1 * grad.sign()).detach()))
-
-
 @program("gradients of inputs", excludes="reentrant")
 def gradients_of_inputs(step: Step) -> None:
     x = step.x(requires_grad=True)
     loss = step.forward(x)
-    torch.autograd.grad(loss, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
     step.backward(loss)
+    step.backward(step.forward((x + 0.1 * grad).detach()))
 
 
 @program("gradient penalty", excludes="reentrant first_order force side")
@@ -290,46 +263,26 @@ def gradient_penalty(step: Step) -> None:
     step.backward(loss + grad.pow(2).sum())
 
 
-@program("recurrent", is_single=True)
-def recurrent(step: Step) -> None:
-    state, loss = step.x(), torch.zeros(())
-    for _ in range(3):
-        call = step.call()
-        state = step.model(torch.tanh(state), call, part="trunk")
-        loss = loss + step.loss(state, call)
-    step.backward(loss)
-
-
-def in_thread(fn: Callable[[], None]) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(fn).result()
-
-
 @program("all in a thread", excludes="compiled", is_single=True)
 def all_in_thread(step: Step) -> None:
-    in_thread(lambda: plain(step))
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(plain, step).result()
 
 
 @program("backward in a thread", is_single=True)
 def backward_in_thread(step: Step) -> None:
     loss = step.forward()
-    in_thread(lambda: step.backward(loss))
-
-
-@contextmanager
-def evaluating(step: Step) -> Iterator[None]:
-    step.model.eval()
-    try:
-        yield
-    finally:
-        step.model.train()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(step.backward, loss).result()
 
 
 @program("eval between")
 def eval_between(step: Step) -> None:
     loss = step.forward()
-    with evaluating(step), step.rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])():
+    step.model.eval()
+    with step.rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])():
         step.forward(step.x() * 1)
+    step.model.train()
     step.backward(loss)
 
 
@@ -349,14 +302,14 @@ def backward_raises(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("checkpoint around all", excludes="thread force", is_single=True)
+@program("checkpoint around all", excludes="force", is_single=True)
 def checkpointed(step: Step) -> None:
     call = step.call()
     output = checkpoint(step.model, step.x(), call, use_reentrant=False)
     step.backward(step.loss(output, call))
 
 
-@program("reentrant checkpoint around all", excludes="thread force", is_reentrant=True)
+@program("reentrant checkpoint around all", excludes="force", is_reentrant=True)
 def reentrant(step: Step) -> None:
     call = step.call()
     output = checkpoint(step.model, step.x(requires_grad=True), call, use_reentrant=True)
@@ -459,29 +412,6 @@ def copies_reduce(step: Step) -> None:
         step.backward(step.forward(head=1))
     if not step.is_plain:
         reduce_gradients(step.model)
-
-
-@program("copies: uneven inputs", copies="whole")
-def copies_uneven(step: Step) -> None:
-    counts = [step.rng.randint(1, 3) for _ in range(step.world_size)]
-    with nullcontext() if step.is_plain else Join([as_ddp(step.model)]):
-        for number in range(counts[step.rank]):
-            if number:
-                # A rank without inputs counts as zero, also what was averaged before.
-                step.zero_grad()
-            step.backward(step.forward())
-    is_behind = counts[step.rank] < max(counts)
-    if step.is_plain:
-        if is_behind:
-            step.zero_grad()
-        return
-    # A rank without inputs has the gradients of its own last backward: it steps by those of who ran to the end.
-    params = list(step.model.parameters())
-    found: list[Any] = [None] * step.world_size
-    dist.all_gather_object(found, None if is_behind else [param.grad for param in params])
-    if is_behind:
-        for param, grad in zip(params, found[counts.index(max(counts))], strict=True):
-            param.grad = grad
 
 
 @program("copies: one rank's backward raises", copies="whole")
