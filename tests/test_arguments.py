@@ -13,55 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import composable
-from composable import (
-    BucketLayout,
-    ComposableError,
-    CPUOffloadPolicy,
-    CustomPolicy,
-    DataParallelMeshDims,
-    DefaultState,
-    FSDPModule,
-    HandleOptions,
-    LowPrecisionState,
-    MixedPrecisionPolicy,
-    ModuleWrapPolicy,
-    RaggedShard,
-    SizePolicy,
-    accelerate_optimizer,
-    as_ddp,
-    bf16_compress_wrapper,
-    bucketing_backend,
-    checkpoint,
-    clip_grad_norm_,
-    fallback_counts,
-    find_checkpoint,
-    fp16_compress_wrapper,
-    full_state_dict,
-    fully_shard,
-    get_total_norm,
-    iter_full_params,
-    joinable,
-    load_checkpoint,
-    load_full_params,
-    load_full_state_dict,
-    load_safetensors,
-    no_sync,
-    plan,
-    rebind_optimizer,
-    reduce_gradients,
-    reduction_stats,
-    register_comm_hook,
-    register_fsdp_forward_method,
-    replicate,
-    save_checkpoint,
-    save_safetensors,
-    set_divergence_timeout,
-    share_comm_ctx,
-    step_in_backward,
-    unannotate,
-    unshard_params,
-    update_process_group,
-)
+from composable import ComposableError, FSDPModule, HandleOptions, fully_shard, plan, replicate
 from composable.comm.transport import choose_transport, transport_names
 from composable.planning.options import ShardOptions
 from tests.models import MLPBlock
@@ -129,215 +81,184 @@ def copied() -> nn.Module:
 
 
 NUMBER, FUNCTION = "3 1.5 np.3", "plain class"
-# Each function as it is called, with what is needed, and for each argument the values that it does take.
-CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], str]] = {
+SWITCHES = {
+    "set_requires_gradient_sync": "requires_gradient_sync",
+    "set_requires_all_reduce": "requires_all_reduce",
+    "set_reshard_after_forward": "reshard_after_forward",
+    "set_reshard_after_backward": "reshard_after_backward",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group": "enable",
+    "set_keep_unsharded_storage": "keep",
+}
+# What each function needs, and for each of its arguments the values that it does take.
+CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "plan": (
-        plan,
         lambda: {"module": nn.Linear(2, 2), "world_size": 2},
         "module: plain; world_size: 3; reshard_after_forward: None True; unused_gradients transport: ;"
         "ranks_per_host policy strategy mp_policy offload_policy shard_placement_fn: None;"
         "ignored_params ignored_modules: None [] {}; align: None {}; shard_as_bytes: [] {}",
     ),
-    "ShardPlan.on_hosts": (
-        lambda **arguments: plan(nn.Linear(2, 2), world_size=6).on_hosts(**arguments),
-        dict,
-        "ranks_per_host: 3",
-    ),
+    "ShardPlan.on_hosts": (dict, "ranks_per_host: 3"),
     "fully_shard": (
-        fully_shard,
         lambda: {"module": nn.Sequential(nn.Linear(2, 2), nn.ReLU())},
         "module: plain; reshard_after_forward: None True; sync_module_states: True; options: ;"
         "policy mesh dp_mesh_dims process_group strategy mp_policy offload_policy shard_placement_fn: None;"
         f"ignored_params ignored_modules: None [] {{}}; param_init_fn: None {FUNCTION}",
     ),
     "HandleOptions": (
-        lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
         dict,
         "unused_gradients transport: ; follows_parent: None True; align: None {}; shard_as_bytes: [] {}",
     ),
     "replicate": (
-        replicate,
         lambda: {"module": nn.Linear(2, 2)},
         "module: plain; ignored_modules: None [] {}; ignored_params: None [];"
         "mesh process_group delay_all_reduce_named_params param_to_hook_all_reduce device_mesh device_ids: None;"
         f"mp_policy: None; bucket_cap_mb: {NUMBER}; broadcast_buffers forward_sync_buffers: None True;"
         "find_unused_parameters init_sync gradient_as_bucket_view static_graph: True",
     ),
-    "reduction_stats": (reduction_stats, lambda: {"module": copied()}, "module: ; sample_rate: None 3 np.3"),
+    "reduction_stats": (lambda: {"module": copied()}, "module: ; sample_rate: None 3 np.3"),
     "update_process_group": (
-        update_process_group,
         lambda: {"module": copied(), "process_group": dist.group.WORLD},
         "module process_group:",
     ),
     "checkpoint": (
-        checkpoint,
         lambda: {"module": nn.Linear(2, 2)},
         "module: plain; use_reentrant determinism_check no_such_option: ; preserve_rng_state debug early_stop: True;"
         f"context_fn: None {FUNCTION}",
     ),
     "accelerate_optimizer": (
-        accelerate_optimizer,
         lambda: {"optimizer": optimizer_of(model := sharded()), "model": model},
         "optimizer model:",
     ),
-    "as_ddp": (as_ddp, lambda: {"module": copied()}, "module:"),
-    "joinable": (joinable, lambda: {"module": copied(), "step": None}, f"module: ; step: None {FUNCTION}"),
-    "step_in_backward": (step_in_backward, lambda: {"optimizer": optimizer_of(sharded())}, "optimizer:"),
+    "as_ddp": (lambda: {"module": copied()}, "module:"),
+    "joinable": (lambda: {"module": copied(), "step": None}, f"module: ; step: None {FUNCTION}"),
+    "step_in_backward": (lambda: {"optimizer": optimizer_of(sharded())}, "optimizer:"),
     "rebind_optimizer": (
-        rebind_optimizer,
         lambda: {"optimizer": optimizer_of(model := sharded()), "model": model},
         "optimizer model:",
     ),
     "clip_grad_norm_": (
-        clip_grad_norm_,
         lambda: {"parameters": sharded().parameters(), "max_norm": 1.0},
         f"parameters: [] {{}} tensor; max_norm norm_type: {NUMBER}; error_if_nonfinite: True; foreach: None True",
     ),
     "get_total_norm": (
-        get_total_norm,
         lambda: {"tensors": list(sharded().parameters())},
         f"tensors: [] {{}} tensor; norm_type: {NUMBER}; error_if_nonfinite: True; foreach: None True",
     ),
-    "fallback_counts": (fallback_counts, dict, "reset: True"),
+    "fallback_counts": (dict, "reset: True"),
     "MixedPrecisionPolicy": (
-        MixedPrecisionPolicy,
         dict,
         "param_dtype reduce_dtype output_dtype buffer_dtype: None; skipped_module_classes: class [] {};"
         "cast_forward_inputs keep_low_precision_grads: True; cast_root_forward_inputs: None True;"
         f"param_dtype_override_fn: None {FUNCTION}",
     ),
-    "CPUOffloadPolicy": (CPUOffloadPolicy, dict, "pin_memory: True"),
-    "full_state_dict": (full_state_dict, lambda: {"model": sharded()}, "model dst device: ; dtype names: None"),
+    "CPUOffloadPolicy": (dict, "pin_memory: True"),
+    "full_state_dict": (lambda: {"model": sharded()}, "model dst device: ; dtype names: None"),
     "iter_full_params": (
-        lambda **arguments: list(iter_full_params(**arguments)),
         lambda: {"model": sharded()},
         "model: ; max_bytes bucket_bytes: None 3; dtype device names: None; rank0_only: True",
     ),
-    "BucketLayout": (BucketLayout((), 2).views, dict, "buffer:"),
+    "BucketLayout": (dict, "buffer:"),
     "load_full_params": (
-        load_full_params,
         lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
         "model pairs src: ; strict: True; names: None",
     ),
     "load_full_state_dict": (
-        load_full_state_dict,
         lambda: {"model": (model := sharded()), "state_dict": full_values(model)},
         "model state_dict src: ; strict: True; names: None",
     ),
     # Of these files none is there.
-    "load_safetensors": (
-        load_safetensors,
-        lambda: {"model": sharded(), "path": "nothing"},
-        "model path strict names:",
-    ),
-    "load_checkpoint": (load_checkpoint, lambda: {"path": "nothing", "model": sharded()}, "path model optimizer:"),
-    "find_checkpoint": (find_checkpoint, lambda: {"path": "nothing"}, "path:"),
+    "load_safetensors": (lambda: {"model": sharded(), "path": "nothing"}, "model path strict names:"),
+    "load_checkpoint": (lambda: {"path": "nothing", "model": sharded()}, "path model optimizer:"),
+    "find_checkpoint": (lambda: {"path": "nothing"}, "path:"),
     "save_safetensors": (
-        save_safetensors,
         lambda: {"model": sharded(), "path": "nothing/below/weights.safetensors"},
         "model: ; path: text; max_shard_bytes: 3; dtype names: None",
     ),
     "save_checkpoint": (
-        lambda **arguments: save_checkpoint(**arguments).wait(),
         lambda: {"folder": "run", "step": 1, "model": sharded(), "discard_later": True},
         "folder: text; step keep: 3; model: plain; optimizer: None [] {}; discard_later asynchronous: True;"
         "extra: None 3 -1 1.5 nan text [] [1] {} tensor True",
     ),
     "register_fsdp_forward_method": (
-        register_fsdp_forward_method,
         lambda: {"module": sharded(), "method_name": "forward"},
         "module: plain; method_name:",  # the first left alone, as torch does
     ),
-    "set_divergence_timeout": (set_divergence_timeout, dict, f"seconds: None {NUMBER}"),
-    "no_sync": (enter(no_sync), dict, "module:"),
-    "reduce_gradients": (reduce_gradients, dict, "module:"),
+    "set_divergence_timeout": (dict, f"seconds: None {NUMBER}"),
+    "no_sync": (dict, "module:"),
+    "reduce_gradients": (dict, "module:"),
     "register_comm_hook": (
-        register_comm_hook,
         lambda: {"module": copied(), "state": None, "hook": lambda state, bucket: None},
         f"module: ; hook: {FUNCTION}",
     ),
     "register_comm_hook of gradients": (
-        register_comm_hook,
         lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
         f"module: ; hook: {FUNCTION}",
     ),
     "bucketing_backend": (
-        bucketing_backend,
         lambda: {"backend": "eager"},
         f"backend: {FUNCTION}; bucket_cap_mb: {NUMBER}; form:",
     ),
-    "DataParallelMeshDims": (
-        DataParallelMeshDims,
-        lambda: {"shard": "a", "replicate": "b"},
-        "shard: text; replicate: None text",
-    ),
-    "DefaultState": (DefaultState, dict, "process_group:"),
+    "DataParallelMeshDims": (lambda: {"shard": "a", "replicate": "b"}, "shard: text; replicate: None text"),
+    "DefaultState": (dict, "process_group:"),
     "LowPrecisionState": (
-        LowPrecisionState,
         lambda: {"process_group": dist.group.WORLD},
         "process_group: ; parameter_type: None",
     ),
-    "fp16_compress_wrapper": (fp16_compress_wrapper, dict, f"hook: {FUNCTION}"),
-    "bf16_compress_wrapper": (bf16_compress_wrapper, dict, f"hook: {FUNCTION}"),
-    "unannotate": (unannotate, lambda: {"module": sharded()}, "module: ; recurse: True"),
+    "fp16_compress_wrapper": (dict, f"hook: {FUNCTION}"),
+    "bf16_compress_wrapper": (dict, f"hook: {FUNCTION}"),
+    "unannotate": (lambda: {"module": sharded()}, "module: ; recurse: True"),
     "unshard_params": (
-        enter(unshard_params),
         lambda: {"module": sharded()},
         "module: plain; recurse writeback rank0_only offload_to_cpu: True",
     ),
-    "ModuleWrapPolicy": (ModuleWrapPolicy, dict, "module_classes:"),
-    "CustomPolicy": (CustomPolicy, dict, "predicate:"),
-    "SizePolicy": (SizePolicy, dict, "min_numel: 3"),
-    "RaggedShard": (RaggedShard, dict, "bounds:"),
-    "share_comm_ctx": (share_comm_ctx, dict, "modules: []"),
-    "to_empty": (method("to_empty", device="cpu"), dict, "device: None; recurse: True"),
+    "ModuleWrapPolicy": (dict, "module_classes:"),
+    "CustomPolicy": (dict, "predicate:"),
+    "SizePolicy": (dict, "min_numel: 3"),
+    "RaggedShard": (dict, "bounds:"),
+    "share_comm_ctx": (dict, "modules: []"),
+    "to_empty": (lambda: {"device": "cpu"}, "device: None; recurse: True"),
     "set_all_reduce_hook": (
-        method("set_all_reduce_hook", hook=lambda shard: None),
-        dict,
+        lambda: {"hook": lambda shard: None},
         f"hook: None {FUNCTION}; stream: None",
     ),
-    "set_reduce_scatter_max_input_buffers": (
-        method("set_reduce_scatter_max_input_buffers", max_input_buffers=2),
-        dict,
-        "max_input_buffers: 3; recurse: True",
-    ),
-    "set_post_optim_event": (method("set_post_optim_event"), lambda: {"event": torch.Event()}, "event:"),
-    **{
-        name: (method(name, **{argument: True}), dict, f"{argument} recurse: True")
-        for name, argument in {
-            "set_requires_gradient_sync": "requires_gradient_sync",
-            "set_requires_all_reduce": "requires_all_reduce",
-            "set_reshard_after_forward": "reshard_after_forward",
-            "set_reshard_after_backward": "reshard_after_backward",
-            "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
-            "set_separate_reduce_scatter_group": "enable",
-            "set_keep_unsharded_storage": "keep",
-        }.items()
-    },
-    **{
-        name: (method(name), dict, taken)
-        for name, taken in {
-            "unshard": "async_op: True",
-            "finalize_backward": "async_op: True",
-            "set_unshard_in_backward": "unshard_in_backward: True",
-            "set_is_last_backward": "is_last_backward: True",
-            "set_manual_backward_finalization": "enabled: True",
-            "set_force_sum_reduction_for_comms": "enable: True",
-            "set_gradient_divide_factor": f"factor: None {NUMBER}",
-            "set_reduce_scatter_divide_factor": f"factor: None {NUMBER}",
-            "set_modules_to_forward_prefetch": "modules: []",
-            "set_modules_to_backward_prefetch": "modules: []",
-            # What only refuses takes False.
-            "set_allocate_memory_from_process_group_for_comm": "value:",
-            "set_symm_mem_for_comm": "value:",
-        }.items()
-    },
+    "set_reduce_scatter_max_input_buffers": (lambda: {"max_input_buffers": 2}, "max_input_buffers: 3; recurse: True"),
+    "set_post_optim_event": (lambda: {"event": torch.Event()}, "event:"),
+    **{name: (dict, f"{argument} recurse: True") for name, argument in SWITCHES.items()},
+    "unshard": (dict, "async_op: True"),
+    "finalize_backward": (dict, "async_op: True"),
+    "set_unshard_in_backward": (dict, "unshard_in_backward: True"),
+    "set_is_last_backward": (dict, "is_last_backward: True"),
+    "set_manual_backward_finalization": (dict, "enabled: True"),
+    "set_force_sum_reduction_for_comms": (dict, "enable: True"),
+    "set_gradient_divide_factor": (dict, f"factor: None {NUMBER}"),
+    "set_reduce_scatter_divide_factor": (dict, f"factor: None {NUMBER}"),
+    "set_modules_to_forward_prefetch": (dict, "modules: []"),
+    "set_modules_to_backward_prefetch": (dict, "modules: []"),
+    # What only refuses takes False.
+    "set_allocate_memory_from_process_group_for_comm": (dict, "value:"),
+    "set_symm_mem_for_comm": (dict, "value:"),
 }
+SPECIAL = {
+    "ShardPlan.on_hosts": lambda **arguments: plan(nn.Linear(2, 2), world_size=6).on_hosts(**arguments),
+    "HandleOptions": lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
+    "iter_full_params": lambda **arguments: list(composable.iter_full_params(**arguments)),
+    "save_checkpoint": lambda **arguments: composable.save_checkpoint(**arguments).wait(),
+    "BucketLayout": composable.BucketLayout((), 2).views,
+    "no_sync": enter(composable.no_sync),
+    "unshard_params": enter(composable.unshard_params),
+}
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return what a row of ``CALLS`` calls: a public function by that name, or else a method of a sharded module."""
+    public = getattr(composable, name.split()[0], None)
+    return SPECIAL.get(name) or public or method(name, **{SWITCHES[name]: True} if name in SWITCHES else {})
 
 
 def taken_by(name: str) -> dict[str, set[str]]:
     """Return for each argument of a function the values that it takes."""
-    parts = [part.partition(":") for part in CALLS[name][2].split(";")]
+    parts = [part.partition(":") for part in CALLS[name][1].split(";")]
     return {argument: set(taken.split()) for arguments, _, taken in parts for argument in arguments.split()}
 
 
@@ -359,8 +280,7 @@ ELSEWHERE = {
 
 def outcomes(name: str) -> list[str]:
     """Return what is wrong: values that are taken and should not be, refused and should be taken, or raw errors."""
-    function, needed, _ = CALLS[name]
-    wrong = []
+    function, (needed, _), wrong = function_of(name), CALLS[name], []
     for argument, accepted in taken_by(name).items():
         for label in values():
             try:

@@ -15,18 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable import (
     ComposableError,
     HandleOptions,
-    SizePolicy,
-    checkpoint,
     fully_shard,
     load_full_state_dict,
     replicate,
 )
 from tests.fuzz.copies import Copies, hooked, options_of, unless_refused
-from tests.fuzz.nodes import Node
 from tests.fuzz.trees import Model, candidates
 
 __all__ = [
-    "CHECKPOINTS",
     "MODES",
     "Annotation",
     "Refused",
@@ -36,12 +32,10 @@ __all__ = [
     "draw_annotation",
 ]
 
-MODES = "function classes size hand mixed root lists replicate roots".split()
+MODES = "function hand mixed root lists replicate roots".split()
 STARTS = "values sync load init".split()
 # Modes in which all of the model is sharded by one call, so that it may start on the meta device.
-WHOLE = {"function", "classes", "size", "root"}
-# When modules are checkpointed too: before they are annotated, or after.
-CHECKPOINTS = "none none before after".split()
+WHOLE = {"function", "root"}
 HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
 TRANSPORTS = "auto process_group point_to_point".split()
 
@@ -56,15 +50,13 @@ class Annotation:
     transport: str  # of what is sharded
     start: str  # where values come from
     is_reentrant: bool  # somewhere in the tree there is reentrant checkpointing
-    checkpoints: str = "none"  # whether modules are checkpointed by our annotation, and when: one of ``CHECKPOINTS``
     copies: Copies | None = None  # what is asked of ``replicate``; ``None``: little
     replicas: int = 0  # how many copies there are of most of what is sharded; 0: nobody asks for any
 
     def __str__(self) -> str:
         start = "" if self.start == "values" else f", starts on the meta device ({self.start})"
-        recompute = "" if self.checkpoints == "none" else f", checkpointed {self.checkpoints} that"
         copies = f", {self.replicas} copies of shards" * bool(self.replicas)
-        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{copies}{start}{recompute}" + (
+        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{copies}{start}" + (
             "" if self.copies is None else f"; {self.copies or 'no options'}"
         )
 
@@ -105,23 +97,11 @@ def _mesh(replicas: int) -> DeviceMesh:
 
 def draw_annotation(rng: random.Random, tags: frozenset[str], modes: Sequence[str] = MODES) -> Annotation:
     """Return a way that fits a tree with ``tags``."""
-    fits = [mode for mode in modes if _fits(mode, tags)]
-    mode = rng.choice(fits or ["hand"])
-    start = rng.choice(STARTS) if mode in WHOLE and rng.random() < 0.4 else "values"
-    seed, share = rng.getrandbits(32), rng.choice([0.3, 0.6, 0.9])
-    # A backward inside has no graph, what goes aside does so twice, and
-    # where ranks take different ways the second run begins at different moments.
-    takes_checkpoints = not tags & {"force", "side", "by_rank"}
-    checkpoints = random.Random(f"{seed}/checkpoints").choice(CHECKPOINTS) if takes_checkpoints else "none"
-    return Annotation(mode, seed, share, rng.choice(TRANSPORTS), start, "reentrant" in tags, checkpoints)
-
-
-def _fits(mode: str, tags: frozenset[str]) -> bool:
-    if mode in ("classes", "size"):
-        # They pick modules inside those of torch, which use one another's weights.
-        return "fragile" not in tags
     # A gradient comes twice in one backward: refused by design.
-    return mode != "replicate" or "reentrant" not in tags
+    mode = rng.choice([mode for mode in modes if mode != "replicate" or "reentrant" not in tags] or ["hand"])
+    start = rng.choice(STARTS) if mode in WHOLE and rng.random() < 0.4 else "values"
+    share, transport = rng.choice([0.3, 0.6, 0.9]), rng.choice(TRANSPORTS)
+    return Annotation(mode, rng.getrandbits(32), share, transport, start, "reentrant" in tags)
 
 
 def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable[[Model], None]) -> Model:
@@ -152,42 +132,20 @@ def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable
 
 
 def annotate_again(model: Model, annotation: Annotation, **options: Any) -> None:
-    """Annotate a model that has its values."""
-    if annotation.checkpoints == "before":
-        _checkpoint(model, annotation)
+    """Annotate a model that has its values.
+
+    Raises:
+        ComposableError: The library does not take it; a replicated model is as it was.
+    """
     for request in _requests(model, annotation):
         request.options.update(options)
+        run = request.run
         if annotation.copies is None or request.api is not replicate:
-            request.run()
+            run()
         else:
-            _replicate_or_less(model, request)
+            unless_refused(model, run)
     if annotation.copies is not None:
-        _refused(model, unless_refused(model, lambda: hooked(model, annotation.copies or Copies())))
-    if annotation.checkpoints == "after":
-        _checkpoint(model, annotation)
-
-
-def _replicate_or_less(model: Model, request: _Request) -> None:
-    """Ask for less where that is refused, so that what a refusal leaves behind is trained with."""
-    error = unless_refused(model, request.run)
-    if error is None:
-        return
-    _refused(model, error)
-    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "init_sync")
-    less = {name: value for name, value in request.options.items() if name in kept}
-    _Request(request.api, request.modules, {"find_unused_parameters": True, **less}).run()
-
-
-def _refused(model: Model, error: ComposableError | None) -> None:
-    if error is not None:
-        model.refused.append(f"{type(error).__name__}: {error}")
-
-
-def _checkpoint(model: Model, annotation: Annotation) -> None:
-    for name, module in [*candidates(model), ("root", model)]:
-        rng = annotation.rng(f"{name}, checkpoint")
-        if rng.random() < 0.4:
-            checkpoint(module, early_stop=rng.random() < 0.5)
+        unless_refused(model, lambda: hooked(model, annotation.copies or Copies()))
 
 
 def _fill(module: nn.Module, source: nn.Module) -> None:
@@ -200,24 +158,14 @@ def _fill(module: nn.Module, source: nn.Module) -> None:
 
 
 def direct_parts(model: Model, annotation: Annotation) -> frozenset[str]:
-    """Return which of ``trunk`` and ``heads`` are annotated themselves, so that they may be called as they are.
-
-    And "copies of shards", where there are any.
-    """
-    own: set[nn.Module] = set()
-    for request in _requests(model, annotation):
-        own.update(request.modules)
-        policy = request.options.get("policy")
-        if isinstance(policy, frozenset):
-            own.update(module for module in model.modules() if isinstance(module, tuple(policy)))
-        elif policy is not None and not isinstance(policy, SizePolicy):
-            own.update(module for module in model.modules() if policy(module))
-    found = {"trunk"} if {model.trunk, model.inp} <= own and model.front is None else set()
-    if own.issuperset(model.heads):
-        found.add("heads")
-    if annotation.replicas:
-        found.add("copies of shards")
-    return frozenset(found)
+    """Return which of ``trunk`` and ``heads`` are annotated themselves, and "copies of shards" if there are any."""
+    own = {module for request in _requests(model, annotation) for module in request.modules}
+    parts = {
+        "trunk": {model.trunk, model.inp} <= own and model.front is None,
+        "heads": own.issuperset(model.heads),
+        "copies of shards": annotation.replicas > 0,
+    }
+    return frozenset(part for part, is_there in parts.items() if is_there)
 
 
 def _requests(model: Model, annotation: Annotation) -> list[_Request]:
@@ -235,11 +183,6 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     if mode == "function":
         picked = {module for _, module in chosen} or {model.inp}
         return [_shard(annotation, "root", model, policy=lambda module: module in picked)]
-    if mode == "classes":
-        classes = {type(module) for _, module in chosen if isinstance(module, Node)} | {nn.Linear}
-        return [_shard(annotation, "root", model, policy=frozenset(classes))]
-    if mode == "size":
-        return [_shard(annotation, "root", model, policy=SizePolicy(annotation.rng("size").choice([4, 16, 30])))]
     if mode == "lists":
         groups = _lists(annotation, chosen, functools.partial(_shard, annotation))
         return [*groups, _shard(annotation, "root", model)]

@@ -169,15 +169,6 @@ def move(on: Between) -> None:
     on.model.to("cpu")
 
 
-@action("inference between steps")
-def inference(on: Between) -> None:
-    if not on.is_plain:
-        on.model.eval()
-        with torch.inference_mode():
-            on.model(torch.randn(BATCH, on.model.inp.in_features), Call(0, on.number))
-        on.model.train()
-
-
 @action("unannotate, annotate, rebind_optimizer", keeps_model=False, keeps_annotation=False)
 def annotate_anew(on: Between) -> None:
     on.optimizer.zero_grad()  # an annotation refuses gradients

@@ -23,7 +23,7 @@ OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
 SPEEDS = "plain accelerated".split()
 CLIPS = "none none own torch".split()
 ZEROS = ["to None", "to None", "to zeros", "every other step"]
-HOOKS = ["count", "scale before", "scale after", "step in backward", "tensor hook before", "tensor hook after"]
+HOOKS = ["step in backward", "tensor hook before", "tensor hook after"]
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,7 @@ def _fitting(case: Case) -> Case:
     annotations = [case.annotation] + [case.other] * case.is_annotated_anew
     changes: dict[str, str] = {}
     is_on_two_meshes = any(one.replicas for one in annotations)
-    if case.clip == "torch" and (
-        not all(map(_is_all_sharded, annotations)) or "float32" in case.tags or is_on_two_meshes
-    ):
+    if case.clip == "torch" and (not all(map(_is_all_sharded, annotations)) or is_on_two_meshes):
         changes["clip"] = "own"  # torch's takes one kind of tensor on one mesh
     if any(one.mode == "replicate" for one in annotations):
         changes["speed"] = "plain"
@@ -311,7 +309,6 @@ def kinds_of(case: Case) -> Iterator[str]:
     for annotation in (case.annotation, case.other)[: 1 + case.is_annotated_anew]:
         yield f"annotation: {annotation.mode}"
         yield f"transport: {annotation.transport}"
-        yield f"checkpoints: {annotation.checkpoints}"
         if annotation.copies is not None:
             fields = dataclasses.fields(annotation.copies)
             yield from (f"copies: {one.name}={getattr(annotation.copies, one.name)}" for one in fields)
@@ -336,7 +333,7 @@ def smaller(case: Case) -> Iterator[Case]:
     plainest["actions"] = ((),) * len(case.programs)
     plainest["programs"] = ("plain",) * len(case.programs)
     yield from (but(**{name: value}) for name, value in plainest.items() if getattr(case, name) != value)
-    annotation = {"start": "values", "checkpoints": "none", "share": 0.1, "transport": "process_group"}
+    annotation = {"start": "values", "share": 0.1, "transport": "process_group"}
     annotation |= {"mode": "root", "copies": None} if case.annotation.copies is None else {"copies": Copies()}
     for name, value in annotation.items():
         if getattr(case.annotation, name) != value:

@@ -101,10 +101,11 @@ def options_of(copies: Copies, modules: Sequence[nn.Module], rng: random.Random)
     return options
 
 
-def unless_refused(model: nn.Module, run: Callable[[], Any]) -> ComposableError | None:
-    """Run it; return the library's error, if it raises one.
+def unless_refused(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Run it.
 
     Raises:
+        ComposableError: The library does not take it.
         Wrong: It raised, and ``model`` is not as it was.
     """
     before = _looks(model)
@@ -113,8 +114,7 @@ def unless_refused(model: nn.Module, run: Callable[[], Any]) -> ComposableError 
     except ComposableError as error:
         if _looks(model) != before:
             raise Wrong(f"refused, and the model is another: {error}") from error
-        return error
-    return None
+        raise
 
 
 def _looks(model: nn.Module) -> list[Any]:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["KINDS", "WIDTH", "Call", "Node", "Spec", "build", "kinds_in", "parts_of", "tags_in"]
@@ -169,34 +168,13 @@ def mlp(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.down(F.gelu(self.up(x)))
 
 
-@kind("scalars", scale=lambda: nn.Parameter(torch.tensor(0.75)), shift=lambda: nn.Parameter(torch.tensor([0.25])))
-def scalars(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x * self.scale + self.shift
-
-
-@kind(
-    "empty", parts="lin", lin=square,
-    nothing=lambda: nn.Parameter(torch.empty(0)), no_rows=lambda: nn.Parameter(torch.empty(0, WIDTH)),
-)  # fmt: skip
-def empty(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.lin(x) + F.linear(x, self.no_rows).sum(dim=1, keepdim=True) + self.nothing.sum()
-
-
-@kind(
-    "uneven", parts="first last",
-    first=lambda: nn.Linear(WIDTH, 5), last=lambda: nn.Linear(7, WIDTH), middle=lambda: param(7, 5),
-)  # fmt: skip
-def uneven(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.last(torch.tanh(F.linear(self.first(x), self.middle)))
-
-
 @kind("sparse rows", tags="sparse", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH, sparse=True))
 @kind("embedding", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH))
 def embedding(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.rows((x.detach() > 0).sum(-1))
 
 
-@kind("attention", tags="fragile first_order", attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+@kind("attention", tags="first_order", attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
 def attention(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     y = x.unsqueeze(0)
     return x + self.attention(y, y, y, need_weights=False)[0].squeeze(0)
@@ -223,12 +201,6 @@ def unused(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.lin(x)
 
 
-@kind("float32", tags="float32", parts="low", low=lambda: square(dtype=torch.float32))
-def float32(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Have another dtype than the rest."""
-    return x + self.low(x.float()).double()
-
-
 @kind("buffers", parts="lin")
 class Buffers(Node):
     def setup(self) -> None:
@@ -241,11 +213,6 @@ class Buffers(Node):
         if self.training:
             self.calls += 1
         return self.lin(x * self.scale + self.shift)
-
-
-@kind("parametrized", tags="fragile", lin=lambda: weight_norm(square()))
-def parametrized(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x + self.lin(x)
 
 
 class _Block(nn.Module):
@@ -274,13 +241,6 @@ class Compiled(Node):
             # The compiler looks at attributes of tensors that warn.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             return self.block(x)
-
-
-@kind(
-    "param list", rows=lambda: nn.ParameterList([vector(), matrix()]), named=lambda: nn.ParameterDict({"w": vector()})
-)
-def param_list(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return torch.tanh(x * self.rows[0] @ self.rows[1]) + self.named["w"]
 
 
 @kind("twice", parts="lin", lin=square)

@@ -4,7 +4,6 @@ import itertools
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +174,7 @@ def _add_up(case: Case, model: Model, number: int, name: str) -> frozenset[str]:
             before = [None] * len(params)
         missing |= {name for name, param in model.named_parameters() if param.requires_grad and param.grad is None}
         totals = [_sum(total, param.grad) for total, param in zip(totals, params, strict=True)]
-    if case.hooks and ("scale" in case.hooks or "tensor" in case.hooks):
+    if case.hooks.startswith("tensor"):
         totals = [None if total is None else total / 2 for total in totals]
     for param, old, total in zip(params, before, totals, strict=True):
         param.grad = _sum(old, total)
@@ -193,12 +192,11 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     torch.set_default_dtype(torch.float64)
-    calls: Counter[nn.Parameter] = Counter()
     is_early = case.hooks.endswith("before")
 
     def before(plain: Model) -> None:
         if is_early:
-            _hook(case, plain, calls)
+            _hook(case, plain)
         _differ(case, plain)
         if case.copies.steps == "torch" and is_torchs_first:
             _apply_in_backward(case, plain)
@@ -208,27 +206,28 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     if [name for name, _ in model.named_parameters()] != list(expected[0].values):
         raise Wrong("the names of parameters have changed")
     if not is_early:
-        _hook(case, model, calls)
+        _hook(case, model)
     try:
         optimizer = _make_optimizer(case, model.parameters())
         if case.speed != "plain" and any(isinstance(param, DTensor) for param in model.parameters()):
             accelerate_optimizer(optimizer, model)
+        if case.copies.steps == "ours":
+            unless_refused(model, lambda: step_in_backward(optimizer))
+        elif case.copies.steps == "torch" and not is_torchs_first:
+            _apply_in_backward(case, model)
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
-    steps_inside = _step_inside(case, model, optimizer, is_torchs_first=is_torchs_first)
     for number, (name, record) in enumerate(zip(case.programs, expected, strict=True)):
         # Not the model's: after a forward without a backward it may show whole ones.
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))
         _run_program(case, model, number, record)
         place = f"step {number} ({name})"
-        grads = dict.fromkeys(record.grads) if steps_inside else record.grads
-        _check_gradients(params, grads, _tolerance(case), place)
-        if case.hooks == "count":
-            _check_calls(params, record, calls, place)
-        if case.hooks != "step in backward" and not steps_inside:
+        grads = dict.fromkeys(record.grads) if case.copies.steps else record.grads
+        _check_gradients(params, grads, place)
+        if not case.steps_inside:
             _clip(case, params.values(), is_plain=False)
             optimizer.step()
-        _check_values(params, record.values, _tolerance(case), place)
+        _check_values(params, record.values, place)
         for index, action in enumerate(case.actions[number]):
             between = between_of(case, model, optimizer, number, index, Path(folder), is_plain=False)
             ACTIONS[action].run(between)
@@ -236,9 +235,7 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
         _zero(case, optimizer, number)
     # What every rank gathers.
     full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in params.items()}
-    _check_values(full, expected[-1].values, _tolerance(case), "at the end")
-    if model.refused:
-        raise Refused(f"then asked for less: {'; '.join(model.refused)}")
+    _check_values(full, expected[-1].values, "at the end")
     return len(expected)
 
 
@@ -262,46 +259,31 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         Wrong: It is not, or was to be.
     """
     copies, name = case.copies, case.programs[number]
-    is_known = PROGRAMS[name].is_single and case.annotation.mode == "replicate" and not model.refused
-    is_known = is_known and not case.is_annotated_anew and name != "nothing" and case.annotation.copies is not None
+    is_known = PROGRAMS[name].is_single and case.annotation.mode == "replicate" and case.annotation.copies is not None
+    is_known = is_known and not case.is_annotated_anew and name != "nothing"
     is_missing = not copies.finds_unused and not copies.is_static and bool(record.missing)
+    has_reentrant = "reentrant" in case.tags
+    # What an error says, and whether it may be raised here.
+    may_be = {
+        "ended backward without": not copies.finds_unused and (is_missing or not is_known),
+        "backward ended without": not copies.finds_unused and (is_missing or not is_known),
+        "is not like the first one": copies.is_static and not case.is_like_the_first,
+        # Of a sharded module that gives out tensors in a way nobody sees: see docs/optimizers.md.
+        "after its module was reduced": bool(copies.steps) and "hidden box" in kinds_in(case.tree),
+        "second gradient": has_reentrant,
+        "inside of another one": has_reentrant and case.steps_inside,
+        "inside backward": copies.steps == "torch",
+    }
     try:
         PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
     except ComposableError as error:
         text = f"{type(error).__name__}: {error}"
-        if "ended backward without" in text or "backward ended without" in text:
-            if copies.finds_unused or (is_known and not is_missing):
-                raise Wrong(text) from error
-        elif "is not like the first one" in text:
-            if not copies.is_static or (case.is_like_the_first and not model.refused):
-                raise Wrong(text) from error
-        elif "after its module was reduced" in text:
-            # Of a sharded module that gives out tensors in a way nobody sees: see docs/optimizers.md.
-            if not copies.steps or case.annotation.mode != "mixed" or "hidden box" not in kinds_in(case.tree):
-                raise Wrong(text) from error
-        elif "second gradient" in text:
-            if "reentrant" not in case.tags:
-                raise Wrong(text) from error
-        elif "inside of another one" in text:
-            if "reentrant" not in case.tags or not case.steps_inside:
-                raise Wrong(text) from error
-        elif copies.steps != "torch" or "inside backward" not in text:
+        found = [is_expected for words, is_expected in may_be.items() if words in text]
+        if not found:
             raise
-        raise Refused(text) from error
+        raise (Refused if found[0] else Wrong)(text) from error
     if is_known and is_missing:
         raise Wrong(f"no error, though {sorted(record.missing)} have no gradient, step {number} ({name})")
-
-
-def _step_inside(case: Case, model: Model, optimizer: torch.optim.Optimizer, *, is_torchs_first: bool) -> bool:
-    """Let an optimizer step inside backward, if the case is one and it is not refused; returns whether it does."""
-    if case.copies.steps == "ours":
-        error = unless_refused(model, lambda: step_in_backward(optimizer))
-        if error is not None:
-            model.refused.append(f"{type(error).__name__}: {error}")
-        return error is None
-    if case.copies.steps == "torch" and not is_torchs_first:
-        _apply_in_backward(case, model)
-    return case.copies.steps == "torch"
 
 
 def _apply_in_backward(case: Case, model: Model) -> None:
@@ -312,13 +294,7 @@ def _apply_in_backward(case: Case, model: Model) -> None:
     _apply_optimizer_in_backward(kind, [param for param in model.parameters() if param.requires_grad], options)
 
 
-def _tolerance(case: Case) -> float:
-    return 1e-4 if "float32" in case.tags else EXACT
-
-
-def _check_gradients(
-    params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], tolerance: float, place: str
-) -> None:
+def _check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], place: str) -> None:
     """Compare every gradient, and whether there is one."""
     pairs = {}
     for name, param in params.items():
@@ -328,17 +304,15 @@ def _check_gradients(
             raise Wrong(f"{has} gradient where one process has {should}: '{name}', {place}")
         if param.grad is not None and want is not None:
             pairs[name] = param.grad, want
-    _check(pairs, tolerance, "gradient", place)
+    _check(pairs, "gradient", place)
 
 
-def _check_values(
-    params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor], tolerance: float, place: str
-) -> None:
-    _check({name: (one, expected[name]) for name, one in params.items()}, tolerance, "value", place)
+def _check_values(params: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor], place: str) -> None:
+    _check({name: (one, expected[name]) for name, one in params.items()}, "value", place)
 
 
-def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float, what: str, place: str) -> None:
-    """Compare this rank's elements; in lower dtypes, what is off counts beside the largest of a tensor."""
+def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place: str) -> None:
+    """Compare this rank's elements."""
     pieces = {}
     for name, (tensor, want) in pairs.items():
         have = tensor.detach()
@@ -354,13 +328,11 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
         pieces[name] = (have.flatten().double(), want.double())
     # One comparison costs as much as that of all together.
     every = [torch.cat(side) for side in zip(*pieces.values(), strict=True)]
-    if not every or torch.allclose(*every, rtol=tolerance, atol=tolerance, equal_nan=True):
+    if not every or torch.allclose(*every, rtol=EXACT, atol=EXACT, equal_nan=True):
         return
     for name, (have, want) in pieces.items():
-        most = want.abs().max().item() if want.numel() else 0.0
-        least = tolerance * max(1.0, most if tolerance > EXACT else 1.0)
-        if not torch.allclose(have, want, rtol=tolerance, atol=least, equal_nan=True):
-            off = (have - want).abs().max().item()
+        if not torch.allclose(have, want, rtol=EXACT, atol=EXACT, equal_nan=True):
+            off, most = (have - want).abs().max().item(), want.abs().max().item()
             raise Wrong(f"{what} differs: '{name}', {place}, off by up to {off:.2g}, right are up to {most:.2g}")
 
 
@@ -395,41 +367,25 @@ def _zero(case: Case, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad(set_to_none=case.zero != "to zeros")
 
 
-def _hook(case: Case, model: nn.Module, calls: Counter[nn.Parameter]) -> None:
+def _hook(case: Case, model: nn.Module) -> None:
     """Put hooks on parameters.
 
     Raises:
         Refused: The library does not take them.
     """
-    kind = case.hooks.removesuffix(" before").removesuffix(" after")
     try:
-        for param in model.parameters() if kind else ():
-            if not param.requires_grad:
-                continue
-            if kind == "tensor hook":
+        for param in model.parameters():
+            if case.hooks.startswith("tensor hook") and param.requires_grad:
                 param.register_hook(lambda grad: grad / 2)
-            else:
-                param.register_post_accumulate_grad_hook(_hook_of(kind, case, param, calls))
+            elif case.hooks == "step in backward" and param.requires_grad:
+                param.register_post_accumulate_grad_hook(_stepping(_make_optimizer(case, [param])))
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-def _hook_of(kind: str, case: Case, param: nn.Parameter, calls: Counter[nn.Parameter]) -> Callable[..., None]:
-    optimizer = _make_optimizer(case, [param])
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def hook(trained: Any) -> None:
-        calls[trained] += 1
-        if kind == "scale":
-            trained.grad.div_(2)
-        elif kind == "step in backward":
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return hook
-
-
-def _check_calls(params: Mapping[str, nn.Parameter], record: _Record, calls: Counter[nn.Parameter], place: str) -> None:
-    for name, param in params.items():
-        if calls[param] != int(record.grads[name] is not None):
-            raise Wrong(f"hook ran {calls[param]} times: '{name}', {place}")
-    calls.clear()
+    return step

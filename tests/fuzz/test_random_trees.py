@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.fuzz.annotations import CHECKPOINTS, MODES
+from tests.fuzz.annotations import MODES
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, draw, draw_hybrid, draw_replicated, kinds_of
 from tests.fuzz.copies import MODES as COPY_MODES
@@ -72,7 +72,6 @@ def test_so_few_seeds_meet_every_kind() -> None:
     met |= {kind for seed in range(100) for kind in kinds_of(draw_hybrid(seed, 2))}
     wanted = [f"node: {name}" for name in KINDS]
     wanted += [f"annotation: {name}" for name in (*MODES, *COPY_MODES)]
-    wanted += [f"checkpoints: {name}" for name in CHECKPOINTS]
     wanted += [f"step: {name}" for name in PROGRAMS]
     wanted += [f"between: {name}" for name in ACTIONS]
     assert [kind for kind in wanted if kind not in met] == []

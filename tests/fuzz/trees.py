@@ -63,7 +63,6 @@ class Model(nn.Module):
 
     def __init__(self, tree: Spec, front: Spec | None = None) -> None:
         super().__init__()
-        self.refused: list[str] = []  # What the library did not take, so that less was asked of it.
         self.front = None if front is None else build(front)
         self.trunk = build(tree)
         with torch.random.fork_rng(devices=[]):
