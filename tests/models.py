@@ -394,26 +394,6 @@ class NestedOutputs(FloatInput):
         return DataclassOutput(named.hidden, {"parts": tuple(named.extra)})
 
 
-class Kwargs(FloatInput):
-    """Inputs by keyword, at the root and at the blocks, nested and optional."""
-
-    class KwargBlock(MLPBlock):
-        def forward(self, *, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
-            y = super().forward(x)
-            return y if gate is None else y * gate
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.KwargBlock()
-        self.second = self.KwargBlock()
-
-    def forward(self, *, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.second(x=self.first(x=batch["x"], gate=batch["gate"]))
-
-    def example_inputs(self, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), {"batch": {"x": random_input(seed, BATCH, DIM), "gate": random_input(seed + 1, BATCH, DIM)}}
-
-
 class WithBuffers(FloatInput):
     """Persistent and other buffers, an integer one too; ``running`` changes in each forward."""
 
@@ -449,7 +429,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "conditional": Conditional,
     "called_twice": CalledTwice,
     "nested_outputs": NestedOutputs,
-    "kwargs": Kwargs,
     "with_buffers": WithBuffers,
 }
 

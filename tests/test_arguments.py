@@ -1,6 +1,5 @@
 """Arguments of every public function that make no sense: typed errors, and nothing is changed by them."""
 
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,8 +15,6 @@ import composable
 from composable import ComposableError, FSDPModule, HandleOptions, fully_shard, plan, replicate
 from composable.comm.transport import choose_transport, transport_names
 from composable.planning.options import ShardOptions
-from tests.models import MLPBlock
-from tests.parity import assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
 
 
@@ -312,43 +309,3 @@ def test_planning_knows_the_names_of_all_transports() -> None:
     for name in ("auto", *transport_names()):
         ShardOptions(1, transport=name)
         choose_transport("cpu", "gloo", (0, 0), name)
-
-
-def bad_call(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return an annotation and one argument of it that it refuses."""
-    name = rng.choice(["fully_shard", "replicate"])
-    argument, accepted = rng.choice([one for one in taken_by(name).items() if one[0] != "module"])
-    label = rng.choice([label for label in values() if label not in accepted])
-    return name, {argument: values()[label]}
-
-
-def refuse_then_train(seed: int) -> Any:
-    rng = random.Random(seed)
-    calls = {"fully_shard": fully_shard, "replicate": replicate}
-
-    def annotate(model: nn.Module) -> None:
-        attributes = [sorted(vars(module)) for module in model.modules()]
-        params = list(model.parameters())
-        for _ in range(3):
-            name, wrong = bad_call(rng)
-            target = rng.choice([model, model.blocks[1], [model.inp, model.out]])
-            is_alone = name == "fully_shard" and not {"sync_module_states", "param_init_fn"} & {*wrong}
-            is_alone = is_alone and rng.random() < 0.5
-            if not is_alone or dist.get_rank() == 0:
-                with pytest.raises(ComposableError):
-                    calls[name](target, **wrong)
-            assert all(map(lambda a, b: a is b, model.parameters(), params))
-            assert [sorted(vars(module)) for module in model.modules()] == attributes
-            assert not any(isinstance(module, FSDPModule) for module in model.modules())
-            assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-        if rng.random() < 0.5:
-            replicate(model)
-        else:
-            fully_shard(model, policy={MLPBlock})
-
-    return train_annotated("mlp", annotate)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_after_an_argument_was_refused_the_right_call_trains_as_one_process(seed: int) -> None:
-    assert_equal_runs(run_threads(refuse_then_train, 2, seed), train_reference("mlp", 2))

@@ -2,10 +2,8 @@
 
 import ast
 import importlib
-import io
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,30 +61,6 @@ def private_uses(tree: ast.AST) -> list[tuple[int, str]]:
     return [(line, name) for line, name in uses if has_private_part(name)]
 
 
-def lines_with_a_purpose(source: str) -> set[int]:
-    """Return the lines that end in a comment, or stand below a line that is one."""
-    lines = source.splitlines()
-    purposes: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith("# --"):
-            row = token.start[0]
-            purposes.add(row + 1 if lines[row - 1].lstrip().startswith("#") else row)
-    return purposes
-
-
-def undocumented_uses(source: str) -> list[tuple[int, str]]:
-    """Return the private uses in statements of which no line says what for."""
-    tree = ast.parse(source)
-    explained = lines_with_a_purpose(source)
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
-    spans = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in statements]
-    return [
-        (line, name)
-        for line, name in private_uses(tree)
-        if not any(line in span and explained & set(span) for span in spans)
-    ]
-
-
 def is_there(name: str) -> bool:
     """Say whether this torch has ``torch.a.b``, where any part may be a module, a class or what they hold."""
     parts = name.split(".")
@@ -102,10 +76,6 @@ def is_there(name: str) -> bool:
 def test_private_names_exist_in_the_installed_torch() -> None:
     names = {name for _, name in private_uses(LIST)}
     assert [name for name in sorted(names) if not is_there(name)] == [], f"not in torch {torch.__version__}"
-
-
-def test_every_private_name_of_torch_says_what_it_is_for() -> None:
-    assert undocumented_uses(LIST_FILE.read_text()) == []
 
 
 def test_other_files_reach_private_torch_through_the_list_only() -> None:
@@ -148,13 +118,6 @@ def test_a_private_use_is_seen() -> None:
         "import torch.distributed as dist\ndist._get_default_group()",
     ):
         assert private_uses(ast.parse(source)), source
-
-
-def test_a_use_without_a_purpose_is_seen() -> None:
-    assert undocumented_uses("from torch._utils import x\n")
-    assert not undocumented_uses("from torch._utils import x  # to do y\n")
-    assert not undocumented_uses("# to do y\nfrom torch._utils import x\n")
-    assert not undocumented_uses("from torch.x import y\n")
 
 
 def test_a_torch_without_a_listed_name_is_refused_by_that_name() -> None:

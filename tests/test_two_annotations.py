@@ -163,12 +163,6 @@ REFUSED: list[tuple[Callable[[Tied], Any], str]] = [
         "  at:  rank 0, parameter 'out.weight' [4, 4] float32\n"
         "  fix: annotate an inner module before the outer one, and have one annotation for modules that share it",
     ),
-    (
-        lambda model: (replicate(model), replicate(model.layers[0])),
-        "another replicate averages this parameter, as 'layers.0.up.weight' of module Tied\n"
-        "  at:  rank 0, parameter 'up.weight' of module 'layers.0' (Layer)\n"
-        "  fix: call replicate on the inner module before the outer one, or leave it to the outer one",
-    ),
 ]
 
 

@@ -26,8 +26,7 @@ from composable import (
     update_process_group,
 )
 from composable.fsdp_module import FSDPModule
-from tests.fuzz.annotations import Annotation, Refused, annotate_again
-from tests.fuzz.copies import replicated
+from tests.fuzz.annotations import Annotation, Refused, annotate_again, replicated
 from tests.fuzz.nodes import Call
 from tests.fuzz.programs import BATCH
 from tests.fuzz.trees import Model, candidates
@@ -45,7 +44,6 @@ class Between:
     rng: random.Random  # gives the same numbers on every rank, and in one process
     number: int  # of the step before
     folder: Path  # where all ranks may write
-    annotation: Annotation  # how the model was annotated first
     other: Annotation  # the next way to annotate
 
     def scale(self, factor: float) -> None:

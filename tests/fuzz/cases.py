@@ -5,19 +5,23 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from tests.fuzz.annotations import MODES, Annotation, direct_parts, draw_annotation
-from tests.fuzz.between import ACTIONS, Between
-from tests.fuzz.copies import CHANGING, Copies, draw_copies
-from tests.fuzz.copies import MODES as COPY_MODES
+from tests.fuzz.annotations import (
+    CHANGING,
+    COPY_MODES,
+    MODES,
+    Annotation,
+    Copies,
+    direct_parts,
+    draw_annotation,
+    draw_copies,
+)
+from tests.fuzz.between import ACTIONS
 from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.trees import Model, grow
 
-__all__ = ["HOOKS", "Case", "between_of", "draw", "draw_hybrid", "draw_replicated", "kinds_of", "make_model", "smaller"]
+__all__ = ["HOOKS", "Case", "draw", "draw_hybrid", "draw_replicated", "kinds_of", "make_model", "smaller"]
 
 OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
 SPEEDS = "plain accelerated".split()
@@ -33,7 +37,6 @@ class Case:
     seed: int  # whence it comes
     world_size: int  # how many ranks
     tree: Spec  # the trunk
-    front: Spec | None  # what stands before the input layer
     annotation: Annotation  # how it is annotated
     other: Annotation  # how it is annotated the next time, if it is
     optimizer: str  # one of ``OPTIMIZERS``
@@ -47,7 +50,7 @@ class Case:
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}, world size {self.world_size}",
-            f"tree       {self.tree}" + (f", before it {self.front}" if self.front is not None else ""),
+            f"tree       {self.tree}",
             f"annotation {self.annotation}",
             *(f"step {number}     {name}" + "".join(f"; then {action}" for action in actions)
               for number, (name, actions) in enumerate(zip(self.programs, self.actions, strict=True))),
@@ -80,11 +83,11 @@ class Case:
             return False
         if self.annotation.mode == "together" and "reentrant" in self.tags:
             return False  # What a reentrant checkpoint runs again is a backward of its own.
-        return self.front is None and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
+        return len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
 
     @property
     def tags(self) -> frozenset[str]:
-        return tags_in(self.tree) | (frozenset() if self.front is None else tags_in(self.front))
+        return tags_in(self.tree)
 
 
 # Programs of which every backward that averages is like the first one.
@@ -107,7 +110,7 @@ BEYOND = [("cut off", "side"), ("cut off", "hidden")]
 
 
 def make_model(case: Case) -> Model:
-    model = Model(case.tree, case.front)
+    model = Model(case.tree)
     if not case.copies.finds_unused:
         model.heads[1].requires_grad_(requires_grad=False)  # which few programs run
     return model
@@ -127,9 +130,6 @@ def draw(
     """
     rng = random.Random(f"{seed}/copies of shards" if is_hybrid else seed)
     tree = _tree(rng, without | {"sparse rows", "compiled", "tied across"})
-    front = None
-    if "drop" not in without and rng.random() < 0.2:
-        front = Spec("drop", rng.getrandbits(32), (Spec("linear", rng.getrandbits(32)),))
     modes = [mode for mode in MODES if mode not in without]
     annotation, other = (draw_annotation(rng, tags_in(tree), modes) for _ in range(2))
     other = dataclasses.replace(other, start="values")
@@ -139,7 +139,7 @@ def draw(
         other = dataclasses.replace(other, replicas=rng.choice([0, *counts]))
     hooks = [name for name in HOOKS if name not in without and _is_all_sharded(annotation)]
     case = Case(
-        *(seed, world_size, tree, front, annotation, other),
+        *(seed, world_size, tree, annotation, other),
         optimizer=rng.choice(OPTIMIZERS),
         speed="plain" if annotation.mode == "replicate" else rng.choice(SPEEDS),
         clip=rng.choice(CLIPS),
@@ -185,7 +185,7 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     other = dataclasses.replace(annotation, seed=rng.getrandbits(32), copies=again)
     is_sparse = "sparse" in tags_in(tree)
     case = Case(
-        *(seed, world_size, tree, None, annotation, other),
+        *(seed, world_size, tree, annotation, other),
         optimizer="SGD without decay" if is_sparse else rng.choice(OPTIMIZERS),
         speed=rng.choice(SPEEDS) if mode == "mixed" and not copies.steps else "plain",
         clip="none" if is_sparse or copies.steps else rng.choice(["none", "none", "own"]),
@@ -269,7 +269,7 @@ def _programs_for(case: Case) -> list[str]:
     has_parts = any(one.mode in ("roots", "mixed", "nested", "together") for one in annotations)
     # Parts that do not run in every forward hear of no other's backward, which is to average what they keep.
     some = ("chosen", "heads", "drop") if case.annotation.copies is not None else ("chosen",)
-    is_partial = case.front is not None or any(_has(case.tree, kind) for kind in some)
+    is_partial = any(_has(case.tree, kind) for kind in some)
 
     def keeps(name: str) -> bool:
         return "_sync" in name or name == "copies: set_is_last_backward"
@@ -294,18 +294,9 @@ def _are_copies(case: Case, which: str) -> bool:
     return case.annotation.mode == "replicate" or (case.annotation.mode in ("nested", "together") and which == "all")
 
 
-def between_of(case: Case, model: Model, optimizer: torch.optim.Optimizer, number: int, index: int, folder: Path, *,
-               is_plain: bool) -> Between:  # fmt: skip
-    """Return what an action gets."""
-    rng = random.Random(f"{case.seed}/{number}/{index}")
-    return Between(model, optimizer, is_plain, rng, number, folder, case.annotation, case.other)
-
-
 def kinds_of(case: Case) -> Iterator[str]:
     """Yield all that the case is made of, as the table has it."""
-    for spec in (case.tree, case.front):
-        if spec is not None:
-            yield from (f"node: {name}" for name in set(kinds_in(spec)))
+    yield from (f"node: {name}" for name in set(kinds_in(case.tree)))
     for annotation in (case.annotation, case.other)[: 1 + case.is_annotated_anew]:
         yield f"annotation: {annotation.mode}"
         yield f"transport: {annotation.transport}"
@@ -329,7 +320,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield but(programs=case.programs[:1], actions=((),))
         yield but(programs=case.programs[1:], actions=case.actions[1:])
         yield but(programs=case.programs[:-1], actions=(*case.actions[:-2], ()))
-    plainest = {"hooks": "", "clip": "none", "speed": "plain", "optimizer": "SGD", "zero": "to None", "front": None}
+    plainest = {"hooks": "", "clip": "none", "speed": "plain", "optimizer": "SGD", "zero": "to None"}
     plainest["actions"] = ((),) * len(case.programs)
     plainest["programs"] = ("plain",) * len(case.programs)
     yield from (but(**{name: value}) for name, value in plainest.items() if getattr(case, name) != value)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from composable import UsageError, no_sync, reduce_gradients, unshard_params
 from composable.annotation import sharded_state_of
 from composable.fsdp_module import FSDPModule
-from tests.fuzz.copies import replicated
+from tests.fuzz.annotations import replicated
 from tests.fuzz.nodes import WIDTH, Call
 from tests.fuzz.trees import Boom, Model
 

@@ -1,6 +1,7 @@
 """Runs a case on ranks and in one process, and says how it ended."""
 
 import itertools
+import random
 import tempfile
 import traceback
 import warnings
@@ -15,10 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import ComposableError, DesyncError, accelerate_optimizer, clip_grad_norm_, step_in_backward
-from tests.fuzz.annotations import Refused, annotate
-from tests.fuzz.between import ACTIONS
-from tests.fuzz.cases import Case, between_of, make_model, smaller
-from tests.fuzz.copies import Wrong, unless_refused
+from tests.fuzz.annotations import Refused, Wrong, annotate, unless_refused
+from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.cases import Case, make_model, smaller
 from tests.fuzz.nodes import kinds_in
 from tests.fuzz.programs import PROGRAMS, Step
 from tests.fuzz.trees import Model
@@ -147,10 +147,7 @@ def _train_plain(case: Case, folder: Path) -> list[_Record]:
         records.append(_Record(grads, values, missing))
         if case.hooks == "step in backward":
             model.zero_grad()
-        for index, action in enumerate(case.actions[number]):
-            between = between_of(case, model, optimizer, number, index, folder, is_plain=True)
-            ACTIONS[action].run(between)
-            model, optimizer = between.model, between.optimizer
+        model, optimizer = _act(case, model, optimizer, number, folder, is_plain=True)
         _zero(case, optimizer, number)
     return records
 
@@ -228,10 +225,7 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
             _clip(case, params.values(), is_plain=False)
             optimizer.step()
         _check_values(params, record.values, place)
-        for index, action in enumerate(case.actions[number]):
-            between = between_of(case, model, optimizer, number, index, Path(folder), is_plain=False)
-            ACTIONS[action].run(between)
-            model, optimizer = between.model, between.optimizer
+        model, optimizer = _act(case, model, optimizer, number, Path(folder), is_plain=False)
         _zero(case, optimizer, number)
     # What every rank gathers.
     full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in params.items()}
@@ -337,6 +331,18 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place
 
 
 # Of both
+
+
+def _act(
+    case: Case, model: Model, optimizer: torch.optim.Optimizer, number: int, folder: Path, *, is_plain: bool
+) -> tuple[Model, torch.optim.Optimizer]:
+    """Do what there is to do after a step; return what is trained from there."""
+    for index, name in enumerate(case.actions[number]):
+        rng = random.Random(f"{case.seed}/{number}/{index}")
+        between = Between(model, optimizer, is_plain, rng, number, folder, case.other)
+        ACTIONS[name].run(between)
+        model, optimizer = between.model, between.optimizer
+    return model, optimizer
 
 
 def _make_optimizer(case: Case, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.fuzz.annotations import MODES
+from tests.fuzz.annotations import COPY_MODES, MODES
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, draw, draw_hybrid, draw_replicated, kinds_of
-from tests.fuzz.copies import MODES as COPY_MODES
 from tests.fuzz.nodes import KINDS
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.runner import Outcome, run_case

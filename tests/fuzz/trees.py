@@ -54,16 +54,10 @@ class _RaisesInBackward(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """A tree between an input layer and two heads. Parts may be called alone, through it.
+    """A tree between an input layer and two heads. Parts may be called alone, through it."""
 
-    Args:
-        tree: The tree.
-        front: A node before the input layer, which may give out its input, a leaf.
-    """
-
-    def __init__(self, tree: Spec, front: Spec | None = None) -> None:
+    def __init__(self, tree: Spec) -> None:
         super().__init__()
-        self.front = None if front is None else build(front)
         self.trunk = build(tree)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(tree.uid + 1)
@@ -71,10 +65,8 @@ class Model(nn.Module):
             self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
 
     def forward(self, x: torch.Tensor, call: Call, part: str = "all", head: int = 0) -> torch.Tensor:
-        """Run all with one head, the ``trunk`` with what stands before it, or one ``head``."""
+        """Run all with one head, the ``trunk``, or one ``head``."""
         if part != "head":
-            if self.front is not None:
-                x = self.front(x, call)
             x = self.trunk(self.inp(x), call)
             while call.inside:
                 x = x + torch.tanh(call.inside.pop())
