@@ -8,6 +8,7 @@ descriptors and resident memory are counted after some steps and at the end.
 """
 
 import argparse
+import copy
 import gc
 import math
 import os
@@ -69,6 +70,8 @@ class Trainee:
     def __init__(self, situation: "Situation") -> None:
         self.situation = situation
         self.model = Model(situation.tree)
+        if situation.annotation.copies is not None and not situation.annotation.copies.finds_unused:
+            self.model.heads[1].requires_grad_(requires_grad=False)
         annotate_again(self.model, situation.annotation)
         self.is_sparse = "sparse rows" in str(situation.tree)
         kind = torch.optim.SGD if self.is_sparse else torch.optim.AdamW
@@ -134,6 +137,10 @@ def models_that_go(on: Trainee) -> None:
         assert gone() is None, f"a model is never collected after {name}"
 
 
+def copies_that_go(on: Trainee) -> None:
+    copy.deepcopy((on.model, on.optimizer))
+
+
 @dataclass(frozen=True)
 class Situation:
     """A model, how it is annotated, and what is done in every step, one after the other."""
@@ -151,23 +158,24 @@ PROGRAMS_OF_ALL = ("plain", "no_sync", "forward raises", "backward raises", "any
 ACTIONS_OF_ALL = (
     *("load_full_state_dict of other values", "state_dict, load_state_dict", "optimizer's state_dict"),
     *("save_checkpoint, load_checkpoint", "iter_full_params", "unannotate, annotate, rebind_optimizer"),
-    "deepcopy with optimizer",
 )
 SITUATIONS = {
     "sharded": Situation(
         annotation("hand"),
         (*PROGRAMS_OF_ALL, "eval between", "checkpoint around all"),
-        (*ACTIONS_OF_ALL, "annotate a copy", "unshard_params, edit"),
+        (*ACTIONS_OF_ALL, "deepcopy with optimizer", "annotate a copy", "unshard_params, edit"),
         begin=models_that_go,
     ),
     "replicated": Situation(
         annotation("replicate"),
         PROGRAMS_OF_ALL,
         ACTIONS_OF_ALL,
-        (hooks_that_come_and_go, other_groups),
+        (hooks_that_come_and_go, other_groups, copies_that_go),
         models_that_go,
     ),
-    "replicated and sharded": Situation(annotation("mixed", syncs=True), PROGRAMS_OF_ALL, ACTIONS_OF_ALL),
+    "replicated and sharded": Situation(
+        annotation("mixed", syncs=True), PROGRAMS_OF_ALL, ACTIONS_OF_ALL, (copies_that_go,)
+    ),
     "low precision": Situation(annotation("replicate", is_low=True), ("plain", "backward raises")),
     "step in backward": Situation(
         annotation("replicate", steps="ours"), begin=lambda on: step_in_backward(on.optimizer), steps_inside=True
