@@ -7,7 +7,7 @@ turns any output of these models into one scalar.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -350,48 +350,28 @@ class DataclassOutput:
     extra: dict[str, Any]
 
 
-class TupleOutput(NamedTuple):
-    hidden: torch.Tensor
-    extra: list[torch.Tensor]
-
-
 class NestedOutputs(FloatInput):
-    """Blocks that return a tuple, a dict, a dataclass and a NamedTuple."""
+    """Blocks that return a tuple and a dataclass."""
 
     class TupleBlock(MLPBlock):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None, tuple[torch.Tensor, str]]:  # type: ignore[override]
             y = super().forward(x)
             return y, None, (y * 2, "text")
 
-    class DictBlock(MLPBlock):
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
-            y = super().forward(x)
-            return {"hidden": y, "nested": {"half": y / 2, "count": 3}}
-
     class DataclassBlock(MLPBlock):
         def forward(self, x: torch.Tensor) -> DataclassOutput:  # type: ignore[override]
             y = super().forward(x)
             return DataclassOutput(y, {"third": y / 3})
 
-    class NamedTupleBlock(MLPBlock):
-        def forward(self, x: torch.Tensor) -> TupleOutput:  # type: ignore[override]
-            y = super().forward(x)
-            return TupleOutput(y, [y / 4, y / 5])
-
     def __init__(self) -> None:
         super().__init__()
         self.tuple_block = self.TupleBlock()
-        self.dict_block = self.DictBlock()
         self.dataclass_block = self.DataclassBlock()
-        self.named_tuple_block = self.NamedTupleBlock()
 
     def forward(self, x: torch.Tensor) -> DataclassOutput:
         # Only the nested tensor goes on, so that gradients reach a block through it alone.
         _, _, (x, _) = self.tuple_block(x)
-        x = self.dict_block(x)["nested"]["half"]
-        x = self.dataclass_block(x).extra["third"]
-        named = self.named_tuple_block(x)
-        return DataclassOutput(named.hidden, {"parts": tuple(named.extra)})
+        return self.dataclass_block(x)
 
 
 class WithBuffers(FloatInput):

@@ -25,7 +25,7 @@ from composable import (
 )
 from composable.comm_hooks import DefaultState
 from composable.replicate_module import ReplicateModule
-from tests.fuzz.trees import Model, candidates
+from tests.fuzz.nodes import Model, candidates
 
 MODES = "function hand mixed root lists replicate roots".split()
 STARTS = "values sync load init".split()

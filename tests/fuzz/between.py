@@ -27,9 +27,8 @@ from composable import (
 )
 from composable.fsdp_module import FSDPModule
 from tests.fuzz.annotations import Annotation, Refused, annotate_again, replicated
-from tests.fuzz.nodes import Call
+from tests.fuzz.nodes import Call, Model, candidates
 from tests.fuzz.programs import BATCH
-from tests.fuzz.trees import Model, candidates
 
 __all__ = ["ACTIONS", "Action", "Between"]
 

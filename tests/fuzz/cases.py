@@ -17,9 +17,8 @@ from tests.fuzz.annotations import (
     draw_copies,
 )
 from tests.fuzz.between import ACTIONS
-from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
+from tests.fuzz.nodes import KINDS, Model, Spec, grow, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS
-from tests.fuzz.trees import Model, grow
 
 __all__ = ["HOOKS", "Case", "draw", "draw_hybrid", "draw_replicated", "kinds_of", "make_model", "smaller"]
 
@@ -281,8 +280,6 @@ def _programs_for(case: Case) -> list[str]:
         and program.needs <= direct
         and (not (case.hooks or case.steps_inside) or program.is_single)
         and (not program.copies or (case.annotation.copies is not None and _are_copies(case, program.copies)))
-        # Both write the shards, which is refused.
-        and not (name == "inside unshard_params" and case.steps_inside)
         # What the recompute of one backward leaves there belongs to a graph of which the memory ends with it.
         and not (program.shares_features and _has(case.tree, "checkpoint", "side"))
         and (not program.is_reentrant or is_sharded)

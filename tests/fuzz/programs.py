@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from composable import UsageError, no_sync, reduce_gradients, unshard_params
+from composable import UsageError, no_sync, reduce_gradients
 from composable.annotation import sharded_state_of
 from composable.fsdp_module import FSDPModule
 from tests.fuzz.annotations import replicated
-from tests.fuzz.nodes import WIDTH, Call
-from tests.fuzz.trees import Boom, Model
+from tests.fuzz.nodes import WIDTH, Boom, Call, Model
 
 __all__ = ["PROGRAMS", "Program", "Step"]
 
@@ -333,29 +332,6 @@ def unshard_by_hand(step: Step) -> None:
     for module in sharded:
         module.reshard()
     step.backward(loss)
-
-
-@program("inside unshard_params", is_single=True)
-def inside_unshard_params(step: Step) -> None:
-    with nullcontext() if step.is_plain else unshard_params(step.model):
-        step.backward(step.forward())
-
-
-# The backward around gathers each module where it comes to it. Where ranks take different ways, what a checkpoint runs
-# again begins at different moments.
-@program("a backward in a hook", excludes="reentrant by_rank")
-def backward_in_hook(step: Step) -> None:
-    first, second = step.forward(), step.forward()
-    done: list[bool] = []
-
-    def hook(grad: torch.Tensor) -> None:
-        if not done:
-            done.append(True)
-            with torch.enable_grad():
-                step.backward(second)
-
-    first.register_hook(hook)
-    step.backward(first)
 
 
 @program("nothing", is_single=True)

@@ -19,9 +19,8 @@ from composable import ComposableError, DesyncError, accelerate_optimizer, clip_
 from tests.fuzz.annotations import Refused, Wrong, annotate, unless_refused
 from tests.fuzz.between import ACTIONS, Between
 from tests.fuzz.cases import Case, make_model, smaller
-from tests.fuzz.nodes import kinds_in
+from tests.fuzz.nodes import Model, kinds_in
 from tests.fuzz.programs import PROGRAMS, Step
-from tests.fuzz.trees import Model
 from tests.world import RankErrors, run_ranks, run_threads
 
 __all__ = ["OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "run_case", "shrink"]

@@ -39,9 +39,8 @@ from composable import (
 )
 from tests.fuzz.annotations import Annotation, Copies, annotate_again
 from tests.fuzz.between import ACTIONS, Between
-from tests.fuzz.nodes import Spec
+from tests.fuzz.nodes import Model, Spec
 from tests.fuzz.programs import PROGRAMS, Step
-from tests.fuzz.trees import Model
 from tests.world import run_ranks
 
 __all__ = ["SITUATIONS", "main", "soak"]
