@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.world import shut_down
 
@@ -27,3 +28,12 @@ def pytest_collection_finish() -> None:
 def _ranks() -> Iterator[None]:
     yield
     shut_down()
+
+
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    """A process group of one rank on the first device."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

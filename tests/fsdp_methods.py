@@ -20,33 +20,19 @@ BEGIN, END = "<!-- begin: written by `python -m tests.fsdp_methods` -->", "<!-- 
 
 # What torch's class has, and since when: the oldest of the torches that were looked at.
 METHODS = {
-    "unshard": EARLY,
-    "reshard": EARLY,
-    "set_requires_gradient_sync": EARLY,
-    "set_requires_all_reduce": EARLY,
-    "set_reshard_after_forward": EARLY,
-    "set_reshard_after_backward": EARLY,
-    "set_unshard_in_backward": EARLY,
-    "set_modules_to_forward_prefetch": EARLY,
-    "set_modules_to_backward_prefetch": EARLY,
-    "set_reduce_scatter_unused_params": EARLY,
-    "set_reduce_scatter_max_input_buffers": EARLY,
-    "set_separate_reduce_scatter_group": EARLY,
-    "set_keep_unsharded_storage": "2.15",
-    "set_is_last_backward": EARLY,
-    "set_manual_backward_finalization": "2.15",
-    "finalize_backward": "2.15",
-    "reset_iter_state": EARLY,
-    "set_post_optim_event": EARLY,
-    "set_gradient_divide_factor": EARLY,
-    "set_reduce_scatter_divide_factor": EARLY,
-    "set_force_sum_reduction_for_comms": EARLY,
-    "set_all_reduce_hook": EARLY,
-    "set_custom_all_gather": EARLY,
-    "set_custom_reduce_scatter": EARLY,
-    "set_allocate_memory_from_process_group_for_comm": EARLY,
-    "set_symm_mem_for_comm": EARLY,
-    "_set_unshard_async_op": EARLY,
+    name: "2.15"
+    if name in ("set_keep_unsharded_storage", "set_manual_backward_finalization", "finalize_backward")
+    else EARLY
+    for name in (
+        "unshard reshard set_requires_gradient_sync set_requires_all_reduce set_reshard_after_forward"
+        " set_reshard_after_backward set_unshard_in_backward set_modules_to_forward_prefetch"
+        " set_modules_to_backward_prefetch set_reduce_scatter_unused_params set_reduce_scatter_max_input_buffers"
+        " set_separate_reduce_scatter_group set_keep_unsharded_storage set_is_last_backward"
+        " set_manual_backward_finalization finalize_backward reset_iter_state set_post_optim_event"
+        " set_gradient_divide_factor set_reduce_scatter_divide_factor set_force_sum_reduction_for_comms"
+        " set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter"
+        " set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm _set_unshard_async_op"
+    ).split()
 }
 FUNCTIONS = {"register_fsdp_forward_method": EARLY, "share_comm_ctx": EARLY}
 

@@ -7,7 +7,7 @@ turns any output of these models into one scalar.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -350,68 +350,28 @@ class DataclassOutput:
     extra: dict[str, Any]
 
 
-class TupleOutput(NamedTuple):
-    hidden: torch.Tensor
-    extra: list[torch.Tensor]
-
-
 class NestedOutputs(FloatInput):
-    """Blocks that return a tuple, a dict, a dataclass and a NamedTuple."""
+    """Blocks that return a tuple and a dataclass."""
 
     class TupleBlock(MLPBlock):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None, tuple[torch.Tensor, str]]:  # type: ignore[override]
             y = super().forward(x)
             return y, None, (y * 2, "text")
 
-    class DictBlock(MLPBlock):
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
-            y = super().forward(x)
-            return {"hidden": y, "nested": {"half": y / 2, "count": 3}}
-
     class DataclassBlock(MLPBlock):
         def forward(self, x: torch.Tensor) -> DataclassOutput:  # type: ignore[override]
             y = super().forward(x)
             return DataclassOutput(y, {"third": y / 3})
 
-    class NamedTupleBlock(MLPBlock):
-        def forward(self, x: torch.Tensor) -> TupleOutput:  # type: ignore[override]
-            y = super().forward(x)
-            return TupleOutput(y, [y / 4, y / 5])
-
     def __init__(self) -> None:
         super().__init__()
         self.tuple_block = self.TupleBlock()
-        self.dict_block = self.DictBlock()
         self.dataclass_block = self.DataclassBlock()
-        self.named_tuple_block = self.NamedTupleBlock()
 
     def forward(self, x: torch.Tensor) -> DataclassOutput:
         # Only the nested tensor goes on, so that gradients reach a block through it alone.
         _, _, (x, _) = self.tuple_block(x)
-        x = self.dict_block(x)["nested"]["half"]
-        x = self.dataclass_block(x).extra["third"]
-        named = self.named_tuple_block(x)
-        return DataclassOutput(named.hidden, {"parts": tuple(named.extra)})
-
-
-class Kwargs(FloatInput):
-    """Inputs by keyword, at the root and at the blocks, nested and optional."""
-
-    class KwargBlock(MLPBlock):
-        def forward(self, *, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
-            y = super().forward(x)
-            return y if gate is None else y * gate
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.KwargBlock()
-        self.second = self.KwargBlock()
-
-    def forward(self, *, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.second(x=self.first(x=batch["x"], gate=batch["gate"]))
-
-    def example_inputs(self, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), {"batch": {"x": random_input(seed, BATCH, DIM), "gate": random_input(seed + 1, BATCH, DIM)}}
+        return self.dataclass_block(x)
 
 
 class WithBuffers(FloatInput):
@@ -449,7 +409,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "conditional": Conditional,
     "called_twice": CalledTwice,
     "nested_outputs": NestedOutputs,
-    "kwargs": Kwargs,
     "with_buffers": WithBuffers,
 }
 

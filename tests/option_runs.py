@@ -167,7 +167,7 @@ def _backward_alone(work: _Work, model: nn.Module, step: int) -> float:
             losses.append(loss.item())
             for fqn, param in params.items():
                 if param.grad is not None:
-                    grad = param.grad.to_dense().to(policy.reduce_dtype or param.dtype)
+                    grad = param.grad.to(policy.reduce_dtype or param.dtype)
                     if work.alone.get("adds_averages"):
                         grad = grad.double()
                     mine[fqn] = mine[fqn] + grad if fqn in mine else grad

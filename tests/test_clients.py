@@ -6,7 +6,6 @@ The other clients run by ``examples/clients/compare.py``, where their packages a
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from composable import ComposableError, fully_shard, load_full_state_dict, replicate
+from composable import fully_shard, load_full_state_dict, replicate
 from tests.parity import full, mean_over_ranks
-from tests.world import RankErrors, on_ranks, run_ranks, run_threads, told
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
 STEPS = 4
@@ -90,42 +89,9 @@ def test_a_pipeline_of_sharded_stages_trains_as_one_process(schedule: str, stage
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
 
-def raise_first_cause(call: Callable[[], object]) -> None:
-    """Raise what torch, which tells of it in words of its own, calls the cause."""
-    try:
-        call()
-    except RuntimeError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ComposableError):
-            cause = cause.__cause__
-        raise cause from None
-
-
-def train_plain_stages(annotate: Callable[..., Any]) -> list[str]:
-    pipelining = client("pipelining")
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    train = partial(pipelining.train, annotate, "ScheduleZBVZeroBubble", mesh, pipelining.PipelineStage)
-    return told(lambda: raise_first_cause(train))
-
-
 def replicate_stages(module: nn.Module, *, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
     if isinstance(module, nn.Sequential):
         replicate(module, mesh=mesh)
-
-
-@pytest.mark.parametrize(
-    ("annotate", "fix"),
-    [
-        (fully_shard, "unshard_params(module, writeback=False)"),
-        (replicate_stages, "take a schedule without zero bubble"),
-    ],
-)
-def test_a_plain_stage_that_splits_backward_is_told_that_it_would_learn_nothing(
-    annotate: Callable[..., Any], fix: str
-) -> None:
-    for text in pipeline_ranks(train_plain_stages, 2, annotate)[0]:
-        assert text.startswith("UsageError: a pipeline's stage takes gradients of inputs and of parameters apart")
-        assert fix in text
 
 
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])

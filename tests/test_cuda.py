@@ -32,6 +32,14 @@ class SlowTransport(Transport):
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
         self._inner = inner
 
+    @classmethod
+    def install(cls, model: nn.Module) -> None:
+        """Delay what the handles of a sharded model send."""
+        for handle in fully_shard.state(model).lazy_init().handles:
+            for flat in handle.buffers:
+                for path in (flat.routes.gather_path, flat.routes.gradient_path):
+                    path.transport = cls(path.transport)
+
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         # A shard that was copied is a part of the buffer.
         is_inside = shard.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
@@ -52,14 +60,6 @@ class SlowTransport(Transport):
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         return self._inner.begin_broadcast(tensor, source_rank, key)
-
-
-@pytest.fixture
-def nccl() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -97,11 +97,7 @@ def test_training_on_a_gpu_equals_a_plain_module(name: str, reshard: bool | None
     model = make_model(name).cuda()
     fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard)
     if slow:
-        root = fully_shard.state(model).lazy_init()
-        for handle in root.handles:
-            for flat in handle.buffers:
-                for path in (flat.routes.gather_path, flat.routes.gradient_path):
-                    path.transport = SlowTransport(path.transport)
+        SlowTransport.install(model)
     torch.testing.assert_close(train(model, 4), expected, rtol=1e-5, atol=1e-6)
     for (fqn, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param), reference.detach(), rtol=1e-5, atol=1e-6, msg=fqn)

@@ -1,12 +1,10 @@
 """Offload on one GPU: NCCL at world size 1, with delays in the copies' streams, and what memory it takes."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable import (
@@ -27,28 +25,17 @@ from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import full, inputs_of
 from tests.test_cuda import SlowTransport
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("nccl")]
 
 POLICIES = pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=repr)
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def nccl() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sharded(policy: OffloadPolicy, name: str = "mlp", *, slow: bool = False, **options: object) -> nn.Module:
     model = make_model(name)
     fully_shard(model, policy=BLOCK_CLASSES, offload_policy=policy, **options)  # type: ignore[arg-type]
     if slow:
-        for handle in fully_shard.state(model).lazy_init().handles:
-            for flat in handle.buffers:
-                for path in (flat.routes.gather_path, flat.routes.gradient_path):
-                    path.transport = SlowTransport(path.transport)
+        SlowTransport.install(model)
     return model
 
 
@@ -97,11 +84,10 @@ def test_offloaded_training_equals_training_on_the_device(name: str, slow: bool,
 
 @pytest.mark.parametrize("options", [{"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}, {"policy": None}])
 def test_an_accelerated_optimizer_steps_on_the_host(options: dict[str, object]) -> None:
-    options = {"policy": BLOCK_CLASSES, **options}
     runs = []
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
         model = make_model("mlp")
-        fully_shard(model, offload_policy=policy, **options)  # type: ignore[arg-type]
+        fully_shard(model, offload_policy=policy, **{"policy": BLOCK_CLASSES, **options})  # type: ignore[arg-type]
         runs.append(train(model, accelerated=True))
     tolerance = 2e-2 if "mp_policy" in options else 1e-4
     torch.testing.assert_close(*runs, rtol=tolerance, atol=tolerance)

@@ -1,12 +1,10 @@
 """Mixed precision of ``replicate`` on one GPU, beside ``DistributedDataParallel``'s own, which runs on no CPU."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -14,15 +12,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from composable import MixedPrecisionPolicy, no_sync, replicate
 from tests.low_precision import BF16, FP16, FP32, batch_of, make_net
 
-pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture
-def nccl() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("nccl")]
 
 
 def train(model: nn.Module, wrapped: nn.Module) -> dict[str, torch.Tensor]:
@@ -36,7 +26,6 @@ def train(model: nn.Module, wrapped: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("param_dtype", [BF16, FP16], ids=str)
-@pytest.mark.usefixtures("nccl")
 def test_weights_are_those_of_ddps_own_mixed_precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
     ours, theirs = make_net().cuda(), make_net().cuda()
     for model in (ours, theirs):
@@ -47,7 +36,6 @@ def test_weights_are_those_of_ddps_own_mixed_precision(param_dtype: torch.dtype,
     torch.testing.assert_close(train(ours, ours), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("nccl")
 def test_gradients_are_those_of_a_low_model_also_where_they_wait() -> None:
     model = make_net().cuda()
     model.unused.requires_grad_(False)
@@ -69,7 +57,6 @@ def test_gradients_are_those_of_a_low_model_also_where_they_wait() -> None:
         torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("nccl")
 def test_between_steps_a_device_holds_parameters_and_buckets_alone() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))

@@ -132,14 +132,6 @@ def test_a_checkpoint_that_was_being_written_is_ignored(unbroken: Path, text: Pa
     assert (run / "latest").read_text() == "step-000008"
 
 
-def test_without_its_pointer_the_newest_checkpoint_is_found(unbroken: Path, text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(unbroken, run)
-    (run / "latest").write_text("step-000009")
-    run_ranks(run_example, 1, [*arguments(text, run, "--steps", str(STEPS + 1)), "--resume"])
-    assert list(curve(run)) == list(range(1, STEPS + 2))
-
-
 def test_a_second_run_does_not_overwrite_the_first(unbroken: Path, text: Path) -> None:
     before = (unbroken / "metrics.jsonl").read_bytes()
     with pytest.raises(RankErrors, match="holds a run already: pass --resume"):
@@ -147,15 +139,20 @@ def test_a_second_run_does_not_overwrite_the_first(unbroken: Path, text: Path) -
     assert (unbroken / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_size_is_refused(unbroken: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankErrors, match="leave the model's size out"):
-        run_ranks(run_example, 1, [*arguments(text, tmp_path), "--resume", str(unbroken), "--width", "32"])
-
-
-def test_a_batch_too_small_for_the_ranks_is_refused(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankErrors, match="leaves some of 2 ranks without") as caught:
-        run_ranks(run_example, 2, arguments(text, tmp_path, "--batch", "1"))
-    assert set(caught.value.errors) == {0, 1}
+@pytest.mark.parametrize(
+    ("more", "world_size", "text_of"),
+    [
+        (["--resume", "UNBROKEN", "--width", "32"], 1, "leave the model's size out"),
+        (["--batch", "1"], 2, "leaves some of 2 ranks without"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    more: list[str], world_size: int, text_of: str, unbroken: Path, text: Path, tmp_path: Path
+) -> None:
+    more = [word.replace("UNBROKEN", str(unbroken)) for word in more]
+    with pytest.raises(RankErrors, match=text_of) as caught:
+        run_ranks(run_example, world_size, arguments(text, tmp_path, *more))
+    assert set(caught.value.errors) == set(range(world_size))
 
 
 def test_torchrun_resumes_a_run(unbroken: Path, text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What importing the package changes in torch: once, for whoever imported what before, and nothing besides."""
 
-import inspect
 import subprocess
 import sys
 import textwrap
@@ -85,17 +84,11 @@ def test_installing_again_changes_nothing() -> None:
             dcp_state_dict._load_optim_state_dict,
             len(torch_optimizer._global_optimizer_pre_hooks),
             len(torch.serialization.get_safe_globals()),
-            [types.count(RaggedDTensor) for types in (torch_optimizer._foreach_supported_types,)],
+            torch_optimizer._foreach_supported_types.count(RaggedDTensor),
         ]
 
     before = state()
     install()
     install()
     assert state() == before
-    assert before[-1] == [1]
-
-
-def test_the_documentation_of_install_names_what_it_calls() -> None:
-    text = inspect.getdoc(install) or ""
-    for named in ("distribute_tensor", "redistribute", "set_model_state_dict", "optimizer"):
-        assert named in text
+    assert before[-1] == 1

@@ -24,26 +24,21 @@ def planned(*words: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.strip()]
 
 
-def test_without_torch_the_pinned_one_is_tested() -> None:
-    assert planned("test") == [
-        "python3 -m venv .venv",
-        "python -m pip install --quiet -c constraints.txt setuptools wheel",
-        "python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,examples]'",
-        "touch .venv/installed",
-        "python -m tests.side_by_side --tier first ",
-    ]
-
-
 def test_another_torch_gets_an_environment_of_its_own() -> None:
-    own = ".venv-torch-2.15.0"
-    assert planned("test", "TORCH=2.15.0", "ARGS=-k layout") == [
-        f"python3 -m venv {own}",
-        f"{{ sed -E '/^(torch|setuptools)==/d' constraints.txt; echo torch==2.15.0; }} > {own}/constraints.txt",
-        f"python -m pip install --quiet -c {own}/constraints.txt torch 'setuptools>=77' wheel",
-        f"python -m pip install --quiet -c {own}/constraints.txt --no-build-isolation -e '.[dev,examples]'",
-        f"touch {own}/installed",
-        "python -m tests.side_by_side --tier first -k layout",
-    ]
+    for venv, words, packages, pins in (
+        (".venv", [], "setuptools", "constraints.txt"),
+        (".venv-torch-2.15.0", ["TORCH=2.15.0"], "torch 'setuptools>=77'", ".venv-torch-2.15.0/constraints.txt"),
+    ):
+        commands = planned("test", "ARGS=-k layout", *words)
+        assert [command for command in commands if not command.startswith("{ sed")] == [
+            f"python3 -m venv {venv}",
+            f"python -m pip install --quiet -c {pins} {packages} wheel",
+            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples]'",
+            f"touch {venv}/installed",
+            "python -m tests.side_by_side --tier first -k layout",
+        ]
+        printed = planned(*words, "--eval=where: ; @echo '$(PATH)'", "where")
+        assert printed[0].startswith(f"echo '{REPO}/{venv}/bin:")
 
 
 def test_what_must_pass_runs_each_test_once() -> None:
@@ -51,14 +46,6 @@ def test_what_must_pass_runs_each_test_once() -> None:
     assert words == ["lint", "test", "test-rest"]
     runs = [planned(word)[-1] for word in ("test", "test-rest", "test-all")]
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
-
-
-@pytest.mark.parametrize(("words", "venv"), [([], ".venv"), (["TORCH=2.12.0"], ".venv-torch-2.12.0")])
-def test_commands_and_benchmarks_run_in_that_environment(words: list[str], venv: str) -> None:
-    printed = planned(*words, "--eval=where: ; @echo '$(PATH)'", "where")
-    assert printed[0].startswith(f"echo '{REPO}/{venv}/bin:")
-    commands = planned("bench", *words)
-    assert commands[0] == f"python3 -m venv {venv}" and "python benchmarks/step_time.py " in commands
 
 
 def test_the_pins_of_another_torch_are_all_but_torch_and_the_build_tool(tmp_path: Path) -> None:

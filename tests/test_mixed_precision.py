@@ -3,10 +3,8 @@
 import copy
 import dataclasses
 import functools
-import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,12 +22,10 @@ from composable import (
     UsageError,
     accelerate_optimizer,
     fully_shard,
-    load_checkpoint,
     no_sync,
     plan,
     register_fsdp_forward_method,
     replicate,
-    save_checkpoint,
     unannotate,
     unshard_params,
 )
@@ -82,15 +78,12 @@ class Touched(TorchDispatchMode):
         self.numel: Counter[str] = Counter()
         self._least = least
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         numel = sum(one.numel() for one in flat if isinstance(one, torch.Tensor))
         if numel >= self._least and func.overloadpacket.__name__ not in VIEWS:
             self.numel[func.overloadpacket.__name__] += numel
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 VIEWS = frozenset(("view", "slice", "split", "split_with_sizes", "detach", "alias", "empty", "new_empty", "resize_"))
@@ -209,28 +202,19 @@ def test_the_root_may_leave_its_inputs_and_so_may_all_others(
     assert expected is None or [*seen, inner.seen["x"], inner.seen["weight"]] == expected
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
+class Encoder(nn.Linear):
     def encode(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * scale
+        return self(x) * scale
 
 
 @on_ranks(2)
 def test_methods_other_than_forward_cast_too() -> None:
-    model = Encoder()
+    model = Encoder(DIM, DIM)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP16))
     register_fsdp_forward_method(model, "encode")
     out = model.encode(torch.ones(2, DIM), scale=torch.ones(1))
     out.float().sum().backward()
-    grad = model.linear.weight.grad
-    assert grad is not None
-    assert (out.dtype, grad.dtype) == (FP16, FP32)
+    assert out.dtype is FP16 and model.weight.grad is not None and model.weight.grad.dtype is FP32
 
 
 # Buffers
@@ -286,11 +270,11 @@ def test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote() -> No
 class Table(nn.Module):
     """Has a buffer of a name that others have too."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: "Table | None" = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(DIM))
         self.register_buffer("table", torch.linspace(0, 1, DIM))
-        self.inner: Table | None = None
+        self.inner = inner
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,9 +285,7 @@ class Table(nn.Module):
 
 @on_ranks(2)
 def test_buffers_of_equal_names_have_the_dtype_of_their_own_module() -> None:
-    model = Table()
-    model.inner = Table()
-    model.inner.inner = Table()
+    model = Table(Table(Table()))
     asked = {model.inner: BF16, model: FP16}
     for module, dtype in asked.items():
         fully_shard(module, mp_policy=MixedPrecisionPolicy(buffer_dtype=dtype))
@@ -319,47 +301,36 @@ def test_buffers_of_equal_names_have_the_dtype_of_their_own_module() -> None:
 class Counting(nn.Module):
     """Counts its calls in a buffer that the module inside it counts in too, and notes what it reads there."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: "Counting | None" = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(DIM))
-        self.register_buffer("calls", torch.zeros(()))
-        self.inner: Counting | None = None
+        self.register_buffer("calls", torch.zeros(()) if inner is None else inner.calls)
+        self.inner = inner
         self.seen: list[float] = []
 
-    def count(self) -> None:
-        self.calls += 1
-        self.seen.append(self.calls.item())
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count()
         x = x * self.weight
-        if self.inner is not None:
-            x = self.inner(x)
-        self.count()
+        for step in (lambda y: y, self.inner):
+            x = x if step is None else step(x)
+            self.calls += 1
+            self.seen.append(self.calls.item())
         return x
 
 
 @pytest.mark.parametrize("inner_dtype", [BF16, FP16])
 @on_ranks(2)
 def test_modules_that_share_a_buffer_see_what_the_others_write(inner_dtype: torch.dtype) -> None:
-    model = Counting()
-    model.inner = Counting()
-    model.inner.calls = model.calls
+    model = Counting(Counting())
     calls = model.calls
     fully_shard(model.inner, mp_policy=MixedPrecisionPolicy(buffer_dtype=inner_dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=BF16))
-    for step in range(2):
+    for _ in range(2):
         model(torch.ones(2, DIM)).sum().backward()
-        assert model.calls is calls
-        assert model.inner.calls is calls
-        assert calls.item() == 4 * (step + 1)
+    assert calls is model.calls is model.inner.calls and calls.item() == 8
     with torch.no_grad():
         calls.zero_()
     model(torch.ones(2, DIM)).sum().backward()
-    assert model.seen == [1, 4, 5, 8, 1, 4]
-    assert model.inner.seen == [2, 3, 6, 7, 2, 3]
-    assert copy.deepcopy(model)(torch.ones(2, DIM)).shape == (2, DIM)
-    assert calls.item() == 4
+    assert (model.seen, model.inner.seen) == ([1, 4, 5, 8, 1, 4], [2, 3, 6, 7, 2, 3])
 
 
 def fail(grad: torch.Tensor) -> None:
@@ -399,17 +370,22 @@ def test_a_function_chooses_the_dtype_of_each_parameter() -> None:
         assert found[fqn] is reduced[fqn] is dtype
 
 
-def by_rank(param: nn.Parameter) -> torch.dtype | None:
-    return FP32 if dist.get_rank() else None
+def by_rank(param: nn.Parameter, dtype: torch.dtype | None = FP32) -> torch.dtype | None:
+    return dtype if dtype is None or dist.get_rank() else None
 
 
 @on_ranks(2)
 def test_a_function_that_answers_differently_on_two_ranks_is_an_error_on_both() -> None:
-    model = nn.Linear(DIM, DIM)
+    model, same = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=by_rank))
     for text in told(lambda: model(torch.ones(1, DIM))):
         assert text.startswith("DesyncError: the ranks annotated different plans")
         assert "float32 as bfloat16" in text
+    # One without a name is the same on all.
+    override = functools.partial(by_rank, dtype=None)
+    fully_shard(same, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=override))
+    same(torch.ones(1, DIM)).sum().backward()
+    assert "param_dtype_override_fn=partial" in str(fully_shard.state(same).plan)
 
 
 # Gradients that wait
@@ -432,86 +408,51 @@ def test_gradients_that_wait_are_added_up_in_the_dtype_of_the_reduction() -> Non
 
 @on_ranks(3)
 def test_gradients_may_stay_in_low_precision() -> None:
-    model = make_net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
-    trained = [param for fqn, param in model.named_parameters() if param.requires_grad and fqn != "unused"]
-    assert {param.grad.dtype for param in trained if param.grad is not None} == {BF16}
-    assert {param.dtype for param in trained} == {FP32}
-    twin = copy.deepcopy(model)
-    assert twin.last.weight.grad.dtype is BF16
-    optimizer.step()
-    with no_sync(model):
-        model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
-    optimizer.zero_grad()
-    model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
-    assert model.last.weight.grad.dtype is BF16
-
-
-@on_ranks(2)
-def test_an_accelerated_optimizer_takes_gradients_in_low_precision() -> None:
     models = [make_net() for _ in range(2)]
     for model in models:
         fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    model = models[0]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
     accelerate_optimizer(optimizers[1], models[1])
     for step in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
+        for one, optimizer in zip(models, optimizers, strict=True):
+            one(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
+            with no_sync(one):
+                one(batch_of(step, dist.get_rank(), 1)).float().square().mean().backward()
+            one(batch_of(step, dist.get_rank(), 2)).float().square().mean().backward()
+            trained = [param for fqn, param in one.named_parameters() if param.requires_grad and fqn != "unused"]
+            assert {param.grad.dtype for param in trained if param.grad is not None} == {BF16}
+            assert {param.dtype for param in trained} == {FP32}
+            assert copy.deepcopy(one).last.weight.grad.dtype is BF16
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(whole(models[1]), whole(models[0]), rtol=0, atol=0)
+    torch.testing.assert_close(whole(models[1]), whole(model), rtol=0, atol=0)
+    model(batch_of(0, 0, 0)).float().square().mean().backward()
+    unannotate(model)
+    assert model.last.weight.grad.dtype is FP32
+    model(batch_of(0, 0, 0)).float().square().mean().backward()
 
 
-OPTIMIZERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-WAYS = itertools.cycle([(fully_shard, False), (fully_shard, True), (replicate, False)])
-CHOICES: list[dict[str, Any]] = [{}, {"foreach": False}, {"fused": True}, {"weight_decay": 0.1}]
-
-
-def steps_that_fail(name: str, api: Any, accelerated: bool) -> list[tuple[dict[str, Any], str, str]]:
-    """Return, for each choice of options, what a step says on annotated parameters, and on plain ones without us."""
-    found = []
-    for options in [*CHOICES, {"weight_decay": 0.1, "decoupled_weight_decay": True}]:
-        plain = nn.Parameter(torch.ones(4, 4))
-        try:
-            ours = nn.Linear(4, 4, bias=False)
-            api(ours, mp_policy=MixedPrecisionPolicy(BF16, BF16, keep_low_precision_grads=True))
-            optimizers = [getattr(torch.optim, name)([param], **options) for param in (*ours.parameters(), plain)]
-        except (TypeError, RuntimeError):
-            continue  # an option that it does not have
-        if accelerated:
-            accelerate_optimizer(optimizers[0], ours)
-        ours(torch.ones(2, 4)).float().sum().backward()
-        plain.grad_dtype = BF16
-        plain.grad = torch.ones(4, 4, dtype=BF16)
-        said, known = [], len(optimizers[0].state)
-        for optimizer in optimizers:
-            try:
-                optimizer.step()
-                said.append("")
-            except (UsageError, RuntimeError) as error:
-                said.append(str(error))
-        assert not said[0] or len(optimizers[0].state) == known
-        found.append((options, *said))
-    return found  # type: ignore[return-value]  # of two optimizers
-
-
-@pytest.mark.parametrize(("name", "api", "accelerated"), [(name, *next(WAYS)) for name in OPTIMIZERS])
+@pytest.mark.parametrize(("api", "accelerated"), [(fully_shard, False), (fully_shard, True), (replicate, False)])
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(1)
 def test_optimizers_that_take_no_low_precision_gradients_say_so_before_they_step(
-    name: str, api: Any, accelerated: bool
+    api: Any, accelerated: bool, fused: bool
 ) -> None:
-    found = run_threads(steps_that_fail, 1, name, api, accelerated)[0]
-    assert len(found) >= 3 - (name == "Rprop")
-    for options, ours, plain in found:
-        assert bool(ours) is bool(plain), options
-        fused = "fused " if options.get("fused") else ""
-        assert not ours or ours == (
-            f"{fused}{name} takes no gradients of bfloat16 for parameters of float32\n"
-            "  at:  rank 0, parameter 'weight'\n"
-            "  fix: annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD"
-        )
+    model = nn.Linear(4, 4, bias=False)
+    api(model, mp_policy=MixedPrecisionPolicy(BF16, BF16, keep_low_precision_grads=True))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    if accelerated:
+        accelerate_optimizer(optimizer, model)
+    model(torch.ones(2, 4)).float().sum().backward()
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    assert str(caught.value) == (
+        f"{'fused ' * fused}AdamW takes no gradients of bfloat16 for parameters of float32\n"
+        "  at:  rank 0, parameter 'weight'\n"
+        "  fix: annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD"
+    )
+    assert not optimizer.state
 
 
 def scale(overflows: bool) -> tuple[float, float]:
@@ -533,39 +474,6 @@ def scale(overflows: bool) -> tuple[float, float]:
 def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none() -> None:
     assert run_threads(scale, 4, True) == [(512.0, 0.0)] * 4
     assert all(size == 1024.0 and change != 0.0 for size, change in run_threads(scale, 4, False))
-
-
-@on_ranks(2)
-def test_gradients_that_stay_in_low_precision_are_shown_in_full_and_undone() -> None:
-    model = make_net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16, keep_low_precision_grads=True))
-    with no_sync(model):
-        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
-    model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
-    before = model.last.weight.grad.full_tensor()
-    for options in ({}, {"rank0_only": True}, {"offload_to_cpu": True}):
-        with unshard_params(model, with_grads=True, **options):
-            if not options.get("rank0_only") or not dist.get_rank():
-                model.last.weight.grad.mul_(2.0)
-    assert torch.equal(model.last.weight.grad.full_tensor(), 8 * before)
-    with no_sync(model):
-        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
-    unannotate(model)
-    assert model.last.weight.grad is not None
-    assert model.last.weight.grad.dtype is FP32
-    model(batch_of(0, 0, 0)).float().square().mean().backward()
-
-
-@on_ranks(2)
-def test_full_gradients_are_shown_after_some_waited_in_the_dtype_of_the_reduction() -> None:
-    model = make_net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16))
-    for syncs in (False, True):
-        model.set_requires_gradient_sync(syncs)
-        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
-    before = model.last.weight.grad.full_tensor()
-    with unshard_params(model, with_grads=True):
-        assert torch.equal(model.last.weight.grad, before)
 
 
 # Life of a model
@@ -614,47 +522,13 @@ def test_unshard_params_shows_full_precision_and_writes_it_back() -> None:
     with unshard_params(model, rank0_only=True, offload_to_cpu=True):
         pass
     assert torch.equal(whole(model)["last.weight"], plain.last.weight + 2**-12)
-
-
-@on_ranks(2)
-def test_a_module_without_parameters_casts_nothing_where_all_below_it_is_shown() -> None:
-    parts = [seeded(lambda: nn.Linear(DIM, DIM), seed) for seed in range(2)]
-    plain = copy.deepcopy(nn.Sequential(*parts))
-    # The root has no parameters of its own.
-    model = nn.Sequential(*(fully_shard(part, mp_policy=MixedPrecisionPolicy(BF16)) for part in parts))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=BF16))
-    x = torch.ones(1, DIM)
-    with unshard_params(model), torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-    assert model(x).dtype is BF16
-
-
-def save_at_two(path: str) -> None:
-    model = make_net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, FP32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(batch_of(0, 0, 0)).float().square().mean().backward()
-    optimizer.step()
-    save_checkpoint(path, 1, model, optimizer)
-    state = whole(model)
-    if dist.get_rank() == 0:
-        torch.save(state, f"{path}.pt")
-
-
-def load_at_three(path: str) -> dict[str, torch.Tensor]:
-    model = make_net()
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    load_checkpoint(path, model, optimizer)
-    model(batch_of(0, 0, 0))
-    return whole(model)
-
-
-def test_checkpoints_move_between_world_sizes_and_policies(tmp_path: Any) -> None:
-    run_ranks(save_at_two, 2, str(tmp_path / "run"))
-    expected = torch.load(tmp_path / "run.pt")
-    for found in run_ranks(load_at_three, 3, str(tmp_path / "run")):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    # Nor does a root cast anything that has no parameters of its own.
+    parts = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))
+    expected = parts(x)
+    for part in (*parts, parts):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=BF16))
+    with unshard_params(parts), torch.no_grad():
+        assert torch.equal(parts(x), expected)
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:4], ids=str)
@@ -694,18 +568,6 @@ def test_the_plan_tells_the_dtypes() -> None:
     assert "precision: param_dtype=bfloat16" in text
     plain = str(plan(make_net(), world_size=2, policy={Block}, mp_policy=MixedPrecisionPolicy(FP32)))
     assert " as " not in plain.replace("left as they are", "")
-
-
-def answer(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
-    return dtype
-
-
-@on_ranks(2)
-def test_a_function_without_a_name_is_the_same_on_every_rank() -> None:
-    model, override = make_net(), functools.partial(answer, dtype=FP32)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=override))
-    model(batch_of(0, 0, 0)).float().sum().backward()
-    assert "param_dtype_override_fn=partial" in str(fully_shard.state(model).plan)
 
 
 # torch's own policies, and FSDP2 as a second opinion
@@ -761,38 +623,23 @@ def test_mixed_precision_e2e_full_shard() -> None:
 # Random policies on random nestings
 
 
-def random_policy(draw: random.Random) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        draw.choice([BF16, FP32]), draw.choice([None, FP32, BF16]), output_dtype=draw.choice([None, FP32, BF16])
-    )
-
-
-def train_random(seed: int) -> dict[str, torch.Tensor]:
-    """Train beside one process in full precision, to which low precision is close."""
+@pytest.mark.parametrize("seed", range(4))
+@on_ranks(3)
+def test_random_nestings_of_policies_stay_near_full_precision(seed: int) -> None:
     draw = random.Random(seed)
     model, plain = (seeded(lambda: Net(3), seed) for _ in range(2))
     for part in (model.first, *model.blocks, model.last):
-        fully_shard(part, mp_policy=random_policy(draw), reshard_after_forward=draw.choice([None, True, False]))
+        dtypes = draw.choice([BF16, FP32]), draw.choice([None, FP32, BF16]), draw.choice([None, FP32, BF16])
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(dtypes[0], dtypes[1], output_dtype=dtypes[2]))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(None, draw.choice([None, BF16]), FP32))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-    ranks, micros = dist.get_world_size(), 1 + seed % 2
-    for step in range(2 + seed % 3):
-        for micro in range(micros):
-            model.set_requires_gradient_sync(micro == micros - 1)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
             model(batch_of(step, dist.get_rank(), micro)).square().mean().backward()
-            for rank in range(ranks):
-                (plain(batch_of(step, rank, micro)).square().mean() / ranks).backward()
+            for rank in range(3):
+                (plain(batch_of(step, rank, micro)).square().mean() / 3).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(whole(model), dict(plain.state_dict()), rtol=0.05, atol=0.02)
-    return whole(model)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_nestings_of_policies_stay_near_full_precision(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING"):
-        first, *others = run_threads(train_random, 2 + seed % 2, seed)
-    assert not caplog.records
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=0)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from torch import nn
 
 from composable import fully_shard, no_sync, replicate, unannotate
@@ -96,19 +95,16 @@ def random_call(draw: random.Random, model: Tied) -> Callable[[], Any]:
 
 def try_call(model: nn.Module, call: Callable[[], Any]) -> bool:
     """Say whether a call is accepted; one that is refused names a module or parameter and changes nothing."""
-    before = snapshot(model)
+    before, refusal = snapshot(model), None
     try:
         call()
     except ConfigError as error:
-        check_refusal(error)
+        refusal = error
+    if refusal is not None:
+        assert re.search(r"rank \d", refusal.at or "") and refusal.fix, str(refusal)
+        assert re.search(r"'[\w.]+'|module \w+", str(refusal)), str(refusal)
         assert snapshot(model) == before
-        return False
-    return True
-
-
-def check_refusal(error: ConfigError) -> None:
-    assert re.search(r"rank \d", error.at or "") and error.fix, str(error)
-    assert re.search(r"'[\w.]+'|module \w+", str(error)), str(error)
+    return refusal is None
 
 
 def random_sequences(seeds: list[int]) -> tuple[int, int, int]:
@@ -147,47 +143,36 @@ def test_random_calls_on_random_tied_trees_train_as_one_process_or_are_refused(w
     assert accepted > 30 and refused > 15 and trained > 15
 
 
-# -- by name
+# Two annotations share the weight of ``layers.0.up`` and ``out``; what is said has both names.
+REFUSED: list[tuple[Callable[[Tied], Any], str]] = [
+    (
+        lambda model: (replicate(model.layers[0].up), replicate(model.out)),
+        "another replicate averages this parameter, as 'weight' of module 'layers.0.up' (Linear)\n"
+        "  at:  rank 0, parameter 'weight' of module 'out' (Linear)\n"
+        "  fix: call replicate once for all modules that share it, as replicate([a, b]), or on the module around them",
+    ),
+    (
+        lambda model: (fully_shard(model.layers[0].up), replicate(model.out)),
+        "fully_shard has taken and sharded this parameter, as 'weight'\n"
+        "  at:  rank 0, parameter 'weight' of module 'out' (Linear)\n"
+        "  fix: let one annotation have all modules that share it: call fully_shard on the module around them",
+    ),
+    (
+        lambda model: (replicate(model.layers[0].up), fully_shard(model.out)),
+        "replicate averages parameter 'weight' already, as 'weight' of module 'layers.0.up' (Linear)\n"
+        "  at:  rank 0, parameter 'out.weight' [4, 4] float32\n"
+        "  fix: annotate an inner module before the outer one, and have one annotation for modules that share it",
+    ),
+]
 
 
-def refusals() -> dict[str, str]:
-    """Return what is said where two annotations share the weight of ``layers.0.up`` and ``out``."""
-    calls: dict[str, Callable[[Tied], Any]] = {
-        "rr": lambda model: (replicate(model.layers[0].up), replicate(model.out)),
-        "sr": lambda model: (fully_shard(model.layers[0].up), replicate(model.out)),
-        "rs": lambda model: (replicate(model.layers[0].up), fully_shard(model.out)),
-        "outer replicate first": lambda model: (replicate(model), replicate(model.layers[0])),
-        "fully_shard inside": lambda model: (replicate(model), fully_shard(model.layers[0])),
-    }
-    said = {}
-    for name, call in calls.items():
-        with pytest.raises(ComposableError) as caught:
-            call(make_tied(1, [(0, 2)]))
-        said[name] = f"{type(caught.value).__name__}: {caught.value}"
-    return said
-
-
-def test_a_shared_parameter_is_refused_by_the_names_that_it_has_in_both() -> None:
-    said = run_threads(refusals, 2)[0]
-    assert_expected_inline(
-        "\n".join(said.values()),
-        """\
-ConfigError: another replicate averages this parameter, as 'weight' of module 'layers.0.up' (Linear)
-  at:  rank 0, parameter 'weight' of module 'out' (Linear)
-  fix: call replicate once for all modules that share it, as replicate([a, b]), or on the module around them
-ConfigError: fully_shard has taken and sharded this parameter, as 'weight'
-  at:  rank 0, parameter 'weight' of module 'out' (Linear)
-  fix: let one annotation have all modules that share it: call fully_shard on the module around them
-ConfigError: replicate averages parameter 'weight' already, as 'weight' of module 'layers.0.up' (Linear)
-  at:  rank 0, parameter 'out.weight' [4, 4] float32
-  fix: annotate an inner module before the outer one, and have one annotation for modules that share it
-ConfigError: another replicate averages this parameter, as 'layers.0.up.weight' of module Tied
-  at:  rank 0, parameter 'up.weight' of module 'layers.0' (Layer)
-  fix: call replicate on the inner module before the outer one, or leave it to the outer one
-ConfigError: replicate averages parameter 'up.weight' already, as 'layers.0.up.weight' of module Tied
-  at:  rank 0, parameter 'layers.0.up.weight' [4, 4] float32
-  fix: annotate an inner module before the outer one, and have one annotation for modules that share it""",
-    )
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+@on_ranks(1)
+def test_a_shared_parameter_is_refused_by_the_names_that_it_has_in_both(number: int) -> None:
+    call, text = REFUSED[number]
+    with pytest.raises(ConfigError) as caught:
+        call(make_tied(1, [(0, 2)]))
+    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
@@ -229,7 +214,6 @@ def test_gradients_that_are_there_before_fully_shard_are_not_dropped_in_silence(
 @pytest.mark.parametrize("outer", ["fully_shard", "replicate"])
 @on_ranks(2)
 def test_gradient_sync_of_a_model_reaches_both_annotations_in_it(outer: str) -> None:
-    """Return how many parts of a model keep gradients when the whole is told to, and whether all average again."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first, second = (replicate, fully_shard) if outer == "fully_shard" else (fully_shard, replicate)
     first(model[0])

@@ -38,20 +38,8 @@ def test_the_wheel_installs_and_runs_the_readme_example(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
 
     site = tmp_path / "site"
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--target",
-            str(site),
-            str(wheel),
-        ]
-    )
+    options = ["--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    run([sys.executable, "-m", "pip", "install", *options, str(wheel)])
     found = re.search(r"```python\n(# train\.py.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert found
     # The checkout may be installed in this environment too: say which one was imported.

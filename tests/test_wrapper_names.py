@@ -13,27 +13,26 @@ from composable import ConfigError, UsageError, full_state_dict, fully_shard, it
 from tests.models import BATCH, DIM, make_model, random_input
 from tests.world import on_ranks
 
-ORDERS = ("before", "after")
 
-
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["before", "after"])
 @on_ranks(2)
 def test_wrappers_of_torch_add_nothing_to_names(order: str) -> None:
-    """Return all that shows names of a model whose blocks and stack are wrapped."""
     model = make_model("mlp")
     blocks = list(model.blocks)
     shown = {}
-    if order == "before":
+
+    def annotate() -> None:
         for block in blocks:
             fully_shard(block)
         fully_shard(model)
+
+    if order == "before":
+        annotate()
     for index, block in enumerate(blocks):
         model.blocks[index] = checkpoint_wrapper(checkpoint_wrapper(block))
     if order == "after":
         shown["plan"] = str(plan(model, world_size=2, policy={nn.Linear}))
-        for block in blocks:
-            fully_shard(block)
-        fully_shard(model)
+        annotate()
     shown["state_dict"] = str(list(model.state_dict()))
     shown["full_state_dict"] = str(list(full_state_dict(model)))
     shown["iter_full_params"] = str([fqn for fqn, _ in iter_full_params(model)])

@@ -15,25 +15,20 @@ from torch import nn
 from composable import (
     ComposableError,
     full_state_dict,
-    fully_shard,
     iter_full_params,
     load_checkpoint,
     load_full_state_dict,
     rebind_optimizer,
-    reduction_stats,
     register_comm_hook,
-    replicate,
     save_checkpoint,
     unannotate,
     unshard_params,
     update_process_group,
 )
 from composable.fsdp_module import FSDPModule
-from tests.fuzz.annotations import Annotation, Refused, annotate_again, ignored_by
-from tests.fuzz.copies import Wrong, replicated, unless_refused
-from tests.fuzz.nodes import Call
+from tests.fuzz.annotations import Annotation, Refused, annotate_again, replicated
+from tests.fuzz.nodes import Call, Model, candidates
 from tests.fuzz.programs import BATCH
-from tests.fuzz.trees import Model, candidates
 
 __all__ = ["ACTIONS", "Action", "Between"]
 
@@ -48,7 +43,6 @@ class Between:
     rng: random.Random  # gives the same numbers on every rank, and in one process
     number: int  # of the step before
     folder: Path  # where all ranks may write
-    annotation: Annotation  # how the model was annotated first
     other: Annotation  # the next way to annotate
 
     def scale(self, factor: float) -> None:
@@ -77,14 +71,6 @@ def action(name: str, **options: bool) -> Callable[[Callable[[Between], None]], 
         return run
 
     return register
-
-
-@action("full_state_dict, load_full_state_dict")
-def full_state(on: Between) -> None:
-    if not on.is_plain:
-        state = full_state_dict(on.model)
-        on.scale(0.5)
-        load_full_state_dict(on.model, state)
 
 
 @action("load_full_state_dict of other values")
@@ -125,16 +111,6 @@ def iterate(on: Between) -> None:
             pass
 
 
-@action("unshard_params, read")
-def read(on: Between) -> None:
-    if not on.is_plain:
-        options = on.rng.choice([{}, {"rank0_only": True}, {"offload_to_cpu": True}])
-        with unshard_params(on.model, writeback=False, **options):
-            for param in on.model.parameters():
-                if type(param) is nn.Parameter:
-                    param.detach().sum()
-
-
 @action("unshard_params, edit")
 def edit(on: Between) -> None:
     options = on.rng.choice([{}, {"rank0_only": True}, {"offload_to_cpu": True}])
@@ -145,11 +121,6 @@ def edit(on: Between) -> None:
         for param in on.model.parameters():
             if type(param) is nn.Parameter:
                 param.mul_(0.9)
-
-
-@action("edit the pieces")
-def edit_pieces(on: Between) -> None:
-    on.scale(0.9)
 
 
 def forget_losses(model: nn.Module) -> None:
@@ -164,60 +135,35 @@ def deep_copy(on: Between) -> None:
     forget_losses(on.model)
     grads = [param.grad for param in on.model.parameters()]
     on.model, on.optimizer = copy.deepcopy((on.model, on.optimizer))
-    # Of a plain module deepcopy drops them, and of what an annotation leaves alone.
-    alone = None if on.is_plain else ignored_by(on.model, on.annotation)
-    for (name, param), grad in zip(on.model.named_parameters(), grads, strict=True):
-        if alone is None or name in alone:
+    if on.is_plain:  # Of a plain module deepcopy drops them.
+        for param, grad in zip(on.model.parameters(), grads, strict=True):
             param.grad = None if grad is None else grad.clone()
 
 
 @action("freeze or unfreeze", needs_sharded=True)
 def freeze(on: Between) -> None:
+    share = on.rng.choice([0.3, 1.0])  # some of a module, or all
     modules = [module for _, module in candidates(on.model) if module is not on.model.inp]
-    trainable = on.rng.random() < 0.5
     for module in on.rng.sample(modules, min(2, len(modules))):
-        for param in module.parameters():
-            param.requires_grad_(trainable)
+        for _, param in sorted(module.named_parameters()):
+            if on.rng.random() < share:
+                param.requires_grad_(on.rng.random() < 0.5)
 
 
-@action("freeze some of a module", needs_sharded=True)
-def freeze_some(on: Between) -> None:
-    for _, param in sorted(on.model.trunk.named_parameters()):
-        if on.rng.random() < 0.3:
-            param.requires_grad_(not param.requires_grad)
-
-
-@action("prefetch lists")
-def prefetch(on: Between) -> None:
-    if not on.is_plain:
-        sharded = [module for module in on.model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
+@action("prefetch lists, set_reshard_after_forward")
+def settings(on: Between) -> None:
+    sharded = [module for module in on.model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        for setter in (module.set_modules_to_forward_prefetch, module.set_modules_to_backward_prefetch):
             if on.rng.random() < 0.5:
-                module.set_modules_to_forward_prefetch(on.rng.sample(sharded, on.rng.randint(0, min(3, len(sharded)))))
-            if on.rng.random() < 0.5:
-                module.set_modules_to_backward_prefetch(on.rng.sample(sharded, on.rng.randint(0, min(3, len(sharded)))))
-
-
-@action("set_reshard_after_forward")
-def reshard(on: Between) -> None:
-    if not on.is_plain:
-        for module in on.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_reshard_after_forward(on.rng.random() < 0.5, recurse=False)
+                setter(on.rng.sample(sharded, on.rng.randint(0, min(3, len(sharded)))))
+        if on.rng.random() < 0.5:
+            module.set_reshard_after_forward(on.rng.random() < 0.5, recurse=False)
 
 
 @action("move to the same device")
 def move(on: Between) -> None:
     on.model.to("cpu")
-
-
-@action("inference between steps")
-def inference(on: Between) -> None:
-    if not on.is_plain:
-        on.model.eval()
-        with torch.inference_mode():
-            on.model(torch.randn(BATCH, on.model.inp.in_features), Call(0, on.number))
-        on.model.train()
 
 
 @action("unannotate, annotate, rebind_optimizer", keeps_model=False, keeps_annotation=False)
@@ -247,23 +193,6 @@ def copy_and_drop(on: Between) -> None:
 def other_group(on: Between) -> None:
     for module in replicated(on.model):
         update_process_group(module, dist.new_group(list(range(dist.get_world_size()))))
-
-
-@action("copies: reduction_stats", needs_copies=True)
-def stats(on: Between) -> None:
-    for module in replicated(on.model):
-        found = reduction_stats(module, sample_rate=on.rng.randint(1, 3))
-        names = [name for bucket in found.bucket_fqns for name in bucket]
-        if found.world_size != dist.get_world_size() or len(names) != len(set(names)):
-            raise Wrong(f"reduction_stats: {found}")
-
-
-@action("copies: an annotation that is refused", needs_copies=True)
-def refused(on: Between) -> None:
-    for module in replicated(on.model):
-        for api in (replicate, fully_shard):
-            if unless_refused(on.model, lambda module=module, api=api: api(module)) is None:
-                raise Wrong(f"{api.__name__} of a replicated module is not refused")
 
 
 @action("copies: a hook and its removal", needs_copies=True)

@@ -1,39 +1,32 @@
 """A seed, and all that follows from it: tree, annotation, programs, optimizer, what happens between steps."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
+from tests.fuzz.annotations import (
+    CHANGING,
+    COPY_MODES,
+    MODES,
+    Annotation,
+    Copies,
+    direct_parts,
+    draw_annotation,
+    draw_copies,
+)
+from tests.fuzz.between import ACTIONS
+from tests.fuzz.nodes import KINDS, Model, Spec, grow, kinds_in, tags_in
+from tests.fuzz.programs import PROGRAMS
 
-from tests.fuzz.annotations import MODES, Annotation, direct_parts, draw_annotation
-from tests.fuzz.between import ACTIONS, Between
-from tests.fuzz.copies import CHANGING, CHANGING_ROUNDS, Copies, draw_copies
-from tests.fuzz.copies import MODES as COPY_MODES
-from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
-from tests.fuzz.programs import PROGRAMS, Step
-from tests.fuzz.trees import Model, grow
-
-__all__ = [
-    "HOOKS",
-    "Case",
-    "between_of",
-    "draw",
-    "draw_hybrid",
-    "draw_replicated",
-    "kinds_of",
-    "make_model",
-    "smaller",
-    "step_of",
-]
+__all__ = ["HOOKS", "Case", "draw", "draw_hybrid", "draw_replicated", "kinds_of", "make_model", "smaller"]
 
 OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
 SPEEDS = "plain accelerated".split()
 CLIPS = "none none own torch".split()
 ZEROS = ["to None", "to None", "to zeros", "every other step"]
-HOOKS = ["count", "scale before", "scale after", "step in backward", "tensor hook before", "tensor hook after"]
+HOOKS = ["step in backward", "tensor hook before", "tensor hook after"]
 
 
 @dataclass(frozen=True)
@@ -43,21 +36,20 @@ class Case:
     seed: int  # whence it comes
     world_size: int  # how many ranks
     tree: Spec  # the trunk
-    front: Spec | None  # what stands before the input layer
     annotation: Annotation  # how it is annotated
     other: Annotation  # how it is annotated the next time, if it is
-    programs: tuple[str, ...]  # of each step
-    actions: tuple[tuple[str, ...], ...]  # after each step
     optimizer: str  # one of ``OPTIMIZERS``
     speed: str  # one of ``SPEEDS``
     clip: str  # whose clipping
     zero: str  # what becomes of gradients after a step
-    hooks: str  # hooks on parameters, if any: one of ``HOOKS``
+    hooks: str = ""  # hooks on parameters, if any: one of ``HOOKS``
+    programs: tuple[str, ...] = ()  # of each step
+    actions: tuple[tuple[str, ...], ...] = ()  # after each step
 
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}, world size {self.world_size}",
-            f"tree       {self.tree}" + (f", before it {self.front}" if self.front is not None else ""),
+            f"tree       {self.tree}",
             f"annotation {self.annotation}",
             *(f"step {number}     {name}" + "".join(f"; then {action}" for action in actions)
               for number, (name, actions) in enumerate(zip(self.programs, self.actions, strict=True))),
@@ -86,15 +78,15 @@ class Case:
     def is_like_the_first(self) -> bool:
         """Every backward of a rank has the same graph."""
         kinds = set(kinds_in(self.tree))
-        if kinds & CHANGING or (self.annotation.mode != "replicate" and kinds & CHANGING_ROUNDS):
+        if kinds & CHANGING or (self.annotation.mode != "replicate" and kinds & {"reentrant at times"}):
             return False
         if self.annotation.mode == "together" and "reentrant" in self.tags:
             return False  # What a reentrant checkpoint runs again is a backward of its own.
-        return self.front is None and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
+        return len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
 
     @property
     def tags(self) -> frozenset[str]:
-        return tags_in(self.tree) | (frozenset() if self.front is None else tags_in(self.front))
+        return tags_in(self.tree)
 
 
 # Programs of which every backward that averages is like the first one.
@@ -104,7 +96,6 @@ ALIKE = {
     "several forwards, one backward",
     "micro batches, each synchronised",
     "zero_grad in the middle",
-    "1F1B",
     "all in a thread",
     "backward in a thread",
     "saved tensors go away",
@@ -114,78 +105,54 @@ ALIKE = {
 }
 
 # Documented limits, in docs/notes/completion.md: backward gets to parameters before it gets to an output of their module.
-BEYOND = [
-    ("cut off", "side"),
-    ("cut off", "hidden"),
-    ("thread", "side"),
-    ("thread", "checkpoint"),
-    ("thread", "reentrant"),
-]
+BEYOND = [("cut off", "side"), ("cut off", "hidden")]
 
 
 def make_model(case: Case) -> Model:
-    return Model(case.tree, case.front)
+    model = Model(case.tree)
+    if not case.copies.finds_unused:
+        model.heads[1].requires_grad_(requires_grad=False)  # which few programs run
+    return model
 
 
 def draw(
-    seed: int,
-    world_size: int,
-    without: frozenset[str] = frozenset(),
-    steps: int = 3,
-    *,
-    has_copies: bool = False,
+    seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3, *, is_hybrid: bool = False
 ) -> Case:
-    """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks.
+    """Return the case of a seed.
 
     Args:
         seed: Of every choice.
         world_size: How many ranks.
-        without: What is not drawn.
+        without: Kinds of nodes, annotations, programs, actions and hooks that are not drawn.
         steps: How many.
-        has_copies: Of shards, on a mesh of two dims.
+        is_hybrid: Shards have copies, on a mesh of two dims.
     """
-    rng = random.Random(f"{seed}/copies of shards" if has_copies else seed)
+    rng = random.Random(f"{seed}/copies of shards" if is_hybrid else seed)
     tree = _tree(rng, without | {"sparse rows", "compiled", "tied across"})
-    front = None
-    if "drop" not in without and rng.random() < 0.2:
-        front = Spec("drop", rng.getrandbits(32), (Spec(rng.choice(["linear", "scalars"]), rng.getrandbits(32)),))
-    tags = tags_in(tree)
     modes = [mode for mode in MODES if mode not in without]
-    annotation, other = draw_annotation(rng, tags, modes), draw_annotation(rng, tags, modes)
+    annotation, other = (draw_annotation(rng, tags_in(tree), modes) for _ in range(2))
     other = dataclasses.replace(other, start="values")
-    if has_copies:
+    if is_hybrid:
         counts = [count for count in range(1, world_size + 1) if world_size % count == 0]
         annotation = dataclasses.replace(annotation, replicas=rng.choice(counts))
         other = dataclasses.replace(other, replicas=rng.choice([0, *counts]))
     hooks = [name for name in HOOKS if name not in without and _is_all_sharded(annotation)]
     case = Case(
-        seed=seed,
-        world_size=world_size,
-        tree=tree,
-        front=front,
-        annotation=annotation,
-        other=other,
-        programs=(),
-        actions=(),
+        *(seed, world_size, tree, annotation, other),
         optimizer=rng.choice(OPTIMIZERS),
         speed="plain" if annotation.mode == "replicate" else rng.choice(SPEEDS),
         clip=rng.choice(CLIPS),
         zero=rng.choice(ZEROS),
         hooks=rng.choice(hooks) if rng.random() < 0.15 and hooks else "",
     )
-    offered = [name for name in _actions_for(case) if name not in without]
-    actions = tuple(
-        tuple(rng.choice(offered) for _ in range(rng.choice([0, 0, 1, 2]) if step < steps - 1 else 0))
-        for step in range(steps)
-    )
-    case = _fitting(dataclasses.replace(case, actions=actions))
+    case = _fitting(_with_actions(case, rng, without, steps))
     fits = [name for name in _programs_for(case) if name not in without]
     return dataclasses.replace(case, programs=tuple(rng.choice(fits) for _ in range(steps)))
 
 
 def draw_hybrid(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
     """Return a case in which shards have copies; once the model is annotated anew, maybe as many others."""
-    return draw(seed, world_size, without | {"replicate"}, steps, has_copies=True)
+    return draw(seed, world_size, without | {"replicate"}, steps, is_hybrid=True)
 
 
 def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
@@ -194,74 +161,55 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     copies = draw_copies(rng)
     mode = rng.choice([mode for mode in ("replicate", *COPY_MODES) if mode not in without])
     if mode == "mixed":
-        copies = dataclasses.replace(copies, finds_unused=True, is_static=False, syncs=False)
+        copies = dataclasses.replace(copies, is_static=False, syncs=False)
+        # fully_shard does not take the first, nor what another module's forward uses.
+        without |= {"sparse rows", "tied across"}
     if mode != "replicate":
-        copies = dataclasses.replace(
-            copies, ignores=False, finds_unused=True, policy=copies.policy and "average",
-            steps=copies.steps and "ours",
-        )  # fmt: skip
-    if copies.policy == "compute":
-        copies = dataclasses.replace(copies, ignores=False, finds_unused=True)
-        without |= {"float32"}
+        copies = dataclasses.replace(copies, finds_unused=True, steps=copies.steps and "ours")
     if copies.steps:
-        copies = dataclasses.replace(copies, ignores=False, finds_unused=True)
+        copies = dataclasses.replace(copies, finds_unused=True)
         without |= {"force"}  # A graph of backward, which is refused.
     is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
     if is_alike:
-        without |= CHANGING if mode == "replicate" else CHANGING | CHANGING_ROUNDS
+        without |= CHANGING if mode == "replicate" else CHANGING | {"reentrant at times"}
     if copies.hook and mode != "replicate":
         without |= {"some ranks", "pass through", "drop on some ranks"}  # It waits inside backward.
     if not copies.is_static:
         without |= {"reentrant", "reentrant at times"}
-    if mode == "mixed":
-        # fully_shard does not take the first, nor what another module's forward uses.
-        without |= {"sparse rows", "tied across"}
     tree = _tree(rng, without)
-    tags = tags_in(tree)
-    annotation = dataclasses.replace(draw_annotation(rng, tags, ["hand"]), mode=mode, copies=copies)
-    other = dataclasses.replace(
-        annotation, seed=rng.getrandbits(32), copies=dataclasses.replace(draw_copies(rng), finds_unused=True,
-        is_static=copies.is_static, ignores=False, policy=copies.policy, steps="", syncs=False),
-    )  # fmt: skip
+    annotation = dataclasses.replace(draw_annotation(rng, tags_in(tree), ["hand"]), mode=mode, copies=copies)
+    again = dataclasses.replace(draw_copies(rng), finds_unused=True, is_static=copies.is_static, steps="", syncs=False)
     if mode != "replicate" and not copies.hook:  # Else the tree may be one in which hooks of several modules wait.
-        other = dataclasses.replace(other, copies=dataclasses.replace(other.copies or Copies(), hook=""))
-    is_sparse = "sparse" in tags
+        again = dataclasses.replace(again, hook="")
+    other = dataclasses.replace(annotation, seed=rng.getrandbits(32), copies=again)
+    is_sparse = "sparse" in tags_in(tree)
     case = Case(
-        seed=seed,
-        world_size=world_size,
-        tree=tree,
-        front=None,
-        annotation=annotation,
-        other=other,
-        programs=(),
-        actions=(),
+        *(seed, world_size, tree, annotation, other),
         optimizer="SGD without decay" if is_sparse else rng.choice(OPTIMIZERS),
         speed=rng.choice(SPEEDS) if mode == "mixed" and not copies.steps else "plain",
         clip="none" if is_sparse or copies.steps else rng.choice(["none", "none", "own"]),
         zero="to None" if copies.steps else rng.choice(ZEROS),
-        hooks="",
     )
-    offered = [name for name in _actions_for(case) if name not in without]
-    mine = [name for name in offered if ACTIONS[name].needs_copies]
-    actions = tuple(
-        tuple(
-            rng.choice(rng.choice([offered, mine])) for _ in range(rng.choice([0, 0, 1, 2]) if step < steps - 1 else 0)
-        )
-        for step in range(steps)
-    )
-    case = dataclasses.replace(case, actions=actions)
+    case = _with_actions(case, rng, without, steps)
     fits = [name for name in _programs_for(case) if name not in without]
     mine = [name for name in fits if name.startswith("copies")]
     programs = [rng.choice(mine if mine and rng.random() < 0.3 else fits) for _ in range(steps)]
     if is_alike:
-        alike = [name for name in fits if name in ALIKE] or fits
-        programs = [rng.choice(alike)] * steps
+        programs = [rng.choice([name for name in fits if name in ALIKE] or fits)] * steps
     return dataclasses.replace(case, programs=tuple(programs))
+
+
+def _with_actions(case: Case, rng: random.Random, without: frozenset[str], steps: int) -> Case:
+    offered = [name for name in _actions_for(case) if name not in without]
+    mine = [name for name in offered if ACTIONS[name].needs_copies] or offered
+    counts = [rng.choice([0, 0, 1, 2]) for _ in range(steps - 1)] + [0]
+    actions = tuple(tuple(rng.choice(rng.choice([offered, mine])) for _ in range(count)) for count in counts)
+    return dataclasses.replace(case, actions=actions)
 
 
 def _tree(rng: random.Random, without: frozenset[str]) -> Spec:
     tree = grow(rng, frozenset(KINDS) - without)
-    while any(_has(tree, outer, inner) for outer, inner in BEYOND) or {"side", "thread"} <= tags_in(tree):
+    while any(_has(tree, outer, inner) for outer, inner in BEYOND):
         tree = grow(rng, frozenset(KINDS) - without)
     return tree
 
@@ -277,9 +225,7 @@ def _fitting(case: Case) -> Case:
     annotations = [case.annotation] + [case.other] * case.is_annotated_anew
     changes: dict[str, str] = {}
     is_on_two_meshes = any(one.replicas for one in annotations)
-    if case.clip == "torch" and (
-        not all(map(_is_all_sharded, annotations)) or "float32" in case.tags or is_on_two_meshes
-    ):
+    if case.clip == "torch" and (not all(map(_is_all_sharded, annotations)) or is_on_two_meshes):
         changes["clip"] = "own"  # torch's takes one kind of tensor on one mesh
     if any(one.mode == "replicate" for one in annotations):
         changes["speed"] = "plain"
@@ -322,7 +268,7 @@ def _programs_for(case: Case) -> list[str]:
     has_parts = any(one.mode in ("roots", "mixed", "nested", "together") for one in annotations)
     # Parts that do not run in every forward hear of no other's backward, which is to average what they keep.
     some = ("chosen", "heads", "drop") if case.annotation.copies is not None else ("chosen",)
-    is_partial = case.front is not None or any(_has(case.tree, kind) for kind in some)
+    is_partial = any(_has(case.tree, kind) for kind in some)
 
     def keeps(name: str) -> bool:
         return "_sync" in name or name == "copies: set_is_last_backward"
@@ -334,16 +280,10 @@ def _programs_for(case: Case) -> list[str]:
         and program.needs <= direct
         and (not (case.hooks or case.steps_inside) or program.is_single)
         and (not program.copies or (case.annotation.copies is not None and _are_copies(case, program.copies)))
-        # A sign of a number that is nothing but rounding.
-        and not (name == "FGSM" and case.copies.policy)
-        # Both write the shards, which is refused.
-        and not (name == "inside unshard_params" and case.steps_inside)
         # What the recompute of one backward leaves there belongs to a graph of which the memory ends with it.
         and not (program.shares_features and _has(case.tree, "checkpoint", "side"))
         and (not program.is_reentrant or is_sharded)
         and (not (program.is_of_one_root or (keeps(name) and is_partial)) or not has_parts)
-        # A rank without inputs keeps the gradients of what nobody averages.
-        and not (name == "copies: uneven inputs" and case.copies.ignores)
     ]
 
 
@@ -351,35 +291,12 @@ def _are_copies(case: Case, which: str) -> bool:
     return case.annotation.mode == "replicate" or (case.annotation.mode in ("nested", "together") and which == "all")
 
 
-def step_of(case: Case, model: Model, number: int, rank: int, *, is_plain: bool) -> Step:
-    """Return what a program gets."""
-    return Step(model, step=number, rank=rank, world_size=case.world_size, seed=case.seed, is_plain=is_plain)
-
-
-def between_of(
-    case: Case,
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    number: int,
-    index: int,
-    folder: Path,
-    *,
-    is_plain: bool,
-) -> Between:
-    """Return what an action gets."""
-    rng = random.Random(f"{case.seed}/{number}/{index}")
-    return Between(model, optimizer, is_plain, rng, number, folder, case.annotation, case.other)
-
-
 def kinds_of(case: Case) -> Iterator[str]:
     """Yield all that the case is made of, as the table has it."""
-    for spec in (case.tree, case.front):
-        if spec is not None:
-            yield from (f"node: {name}" for name in set(kinds_in(spec)))
+    yield from (f"node: {name}" for name in set(kinds_in(case.tree)))
     for annotation in (case.annotation, case.other)[: 1 + case.is_annotated_anew]:
         yield f"annotation: {annotation.mode}"
         yield f"transport: {annotation.transport}"
-        yield f"checkpoints: {annotation.checkpoints}"
         if annotation.copies is not None:
             fields = dataclasses.fields(annotation.copies)
             yield from (f"copies: {one.name}={getattr(annotation.copies, one.name)}" for one in fields)
@@ -395,48 +312,20 @@ def kinds_of(case: Case) -> Iterator[str]:
 
 def smaller(case: Case) -> Iterator[Case]:
     """Yield simpler cases, the simplest first."""
-
-    def but(**changes: object) -> Case:
-        return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
-
+    but = functools.partial(dataclasses.replace, case)
     if len(case.programs) > 1:
-        for count in (1, len(case.programs) - 1):
-            yield but(programs=case.programs[:count], actions=(*case.actions[: count - 1], ()))
-            yield but(programs=case.programs[-count:], actions=case.actions[-count:])
-    for changes in (
-        {"hooks": ""},
-        {"clip": "none"},
-        {"speed": "plain"},
-        {"optimizer": "SGD"},
-        {"zero": "to None"},
-        {"front": None},
-    ):
-        name, value = next(iter(changes.items()))
-        if getattr(case, name) != value:
-            yield but(**changes)
-    for number, actions in enumerate(case.actions):
-        for index in range(len(actions)):
-            left = (*actions[:index], *actions[index + 1 :])
-            yield but(actions=(*case.actions[:number], left, *case.actions[number + 1 :]))
-    for number, name in enumerate(case.programs):
-        if name != "plain":
-            yield but(programs=(*case.programs[:number], "plain", *case.programs[number + 1 :]))
-    if case.annotation.start != "values":
-        yield but(annotation=dataclasses.replace(case.annotation, start="values"))
-    if case.annotation.checkpoints != "none":
-        yield but(annotation=dataclasses.replace(case.annotation, checkpoints="none"))
-    if case.annotation.copies is not None:
-        for copies in case.annotation.copies.smaller():
-            yield but(annotation=dataclasses.replace(case.annotation, copies=copies))
-    for mode in ("root", "function", "hand") if case.annotation.copies is None else ("replicate",):
-        if mode == case.annotation.mode:
-            break
-        yield but(annotation=dataclasses.replace(case.annotation, mode=mode))
-    for share in (0.1, 0.3):
-        if case.annotation.share > share:
-            yield but(annotation=dataclasses.replace(case.annotation, share=share))
-    if case.annotation.transport != "process_group":
-        yield but(annotation=dataclasses.replace(case.annotation, transport="process_group"))
+        yield but(programs=case.programs[:1], actions=((),))
+        yield but(programs=case.programs[1:], actions=case.actions[1:])
+        yield but(programs=case.programs[:-1], actions=(*case.actions[:-2], ()))
+    plainest = {"hooks": "", "clip": "none", "speed": "plain", "optimizer": "SGD", "zero": "to None"}
+    plainest["actions"] = ((),) * len(case.programs)
+    plainest["programs"] = ("plain",) * len(case.programs)
+    yield from (but(**{name: value}) for name, value in plainest.items() if getattr(case, name) != value)
+    annotation = {"start": "values", "share": 0.1, "transport": "process_group"}
+    annotation |= {"mode": "root", "copies": None} if case.annotation.copies is None else {"copies": Copies()}
+    for name, value in annotation.items():
+        if getattr(case.annotation, name) != value:
+            yield but(annotation=dataclasses.replace(case.annotation, **{name: value}))
     yield from (but(tree=tree) for tree in _smaller_trees(case.tree))
 
 

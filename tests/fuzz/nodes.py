@@ -1,4 +1,4 @@
-"""Kinds of modules that a random tree is grown from.
+"""Random trees of modules: the kinds that they are grown from, and the model that holds one.
 
 Every node maps ``[batch, WIDTH]`` to ``[batch, WIDTH]``. What it does in a call depends on its own number and on the
 ``Call`` that is handed down, never on anything around it: a forward that runs again in backward does the same again.
@@ -10,16 +10,14 @@ import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["KINDS", "WIDTH", "Call", "Node", "Spec", "build", "kinds_in", "parts_of", "tags_in"]
+__all__ = ["KINDS", "WIDTH", "Boom", "Call", "Model", "Spec", "candidates", "grow", "kinds_in", "tags_in"]
 
 WIDTH = 4
 
@@ -98,16 +96,7 @@ KINDS: dict[str, type[Node]] = {}
 def kind(
     name: str, *, kids: tuple[int, int] = (0, 0), tags: str = "", bans: str = "", parts: str = "", **makes: Any
 ) -> Callable[[Any], Any]:
-    """Register a class of nodes, or make one out of a forward.
-
-    Args:
-        name: Of the kind.
-        kids: Least and most of them.
-        tags: Of ``Node``.
-        bans: Of ``Node``.
-        parts: Of ``Node``.
-        **makes: Make the attributes that the forward uses, in this order.
-    """
+    """Register a class of nodes, or make one out of a forward and what makes the attributes that it uses, in order."""
 
     def setup(self: Node) -> None:
         for attribute, make in makes.items():
@@ -174,40 +163,9 @@ def linear(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return torch.tanh(self.lin(x))
 
 
-@kind("norm", parts="norm", norm=lambda: nn.LayerNorm(WIDTH))
-def norm(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.norm(x)
-
-
 @kind("mlp", parts="up down", up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH))
 def mlp(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.down(F.gelu(self.up(x)))
-
-
-@kind("scalars", scale=lambda: nn.Parameter(torch.tensor(0.75)), shift=lambda: nn.Parameter(torch.tensor([0.25])))
-def scalars(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x * self.scale + self.shift
-
-
-@kind(
-    "empty", parts="lin", lin=square,
-    nothing=lambda: nn.Parameter(torch.empty(0)), no_rows=lambda: nn.Parameter(torch.empty(0, WIDTH)),
-)  # fmt: skip
-def empty(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.lin(x) + F.linear(x, self.no_rows).sum(dim=1, keepdim=True) + self.nothing.sum()
-
-
-@kind(
-    "uneven", parts="first last",
-    first=lambda: nn.Linear(WIDTH, 5), last=lambda: nn.Linear(7, WIDTH), middle=lambda: param(7, 5),
-)  # fmt: skip
-def uneven(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.last(torch.tanh(F.linear(self.first(x), self.middle)))
-
-
-@kind("conv", parts="conv", conv=lambda: nn.Conv1d(1, 3, 3, padding=1))
-def conv(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x + torch.tanh(self.conv(x.unsqueeze(1)).mean(1))
 
 
 @kind("sparse rows", tags="sparse", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH, sparse=True))
@@ -216,23 +174,10 @@ def embedding(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.rows((x.detach() > 0).sum(-1))
 
 
-@kind("attention", tags="fragile first_order", attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+@kind("attention", tags="first_order", attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
 def attention(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     y = x.unsqueeze(0)
     return x + self.attention(y, y, y, need_weights=False)[0].squeeze(0)
-
-
-@kind(
-    "encoder", tags="fragile first_order",
-    layer=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True),
-)  # fmt: skip
-def encoder(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.layer(x.unsqueeze(0)).squeeze(0)
-
-
-@kind("gru", tags="fragile first_order", parts="gru", gru=lambda: nn.GRU(WIDTH, WIDTH))
-def gru(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return self.gru(x)[0]
 
 
 @kind("tied", tags="tied")
@@ -245,11 +190,6 @@ class Tied(Node):
         return x + self.second(torch.tanh(self.first(x)))
 
 
-@kind("frozen", parts="lin", lin=frozen)
-def frozen_layer(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x + self.lin(x)
-
-
 @kind("lora", parts="base", base=frozen, down=lambda: param(1, WIDTH), up=lambda: param(WIDTH, 1))
 def lora(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return self.base(x) + F.linear(F.linear(x, self.down), self.up)
@@ -259,12 +199,6 @@ def lora(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
 def unused(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Have a parameter that no forward reads, and a module that none runs."""
     return x + self.lin(x)
-
-
-@kind("float32", tags="float32", parts="low", low=lambda: square(dtype=torch.float32))
-def float32(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Have another dtype than the rest."""
-    return x + self.low(x.float()).double()
 
 
 @kind("buffers", parts="lin")
@@ -281,11 +215,6 @@ class Buffers(Node):
         return self.lin(x * self.scale + self.shift)
 
 
-@kind("parametrized", tags="fragile", lin=lambda: weight_norm(square()))
-def parametrized(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x + self.lin(x)
-
-
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -297,10 +226,7 @@ class _Block(nn.Module):
 
 @kind("compiled", tags="first_order compiled", parts="block.up block.down block")
 class Compiled(Node):
-    """A block that torch.compile has compiled, in place or with a wrapper.
-
-    Not in threads of a forward: where ranks are threads of one process, the compiler takes one's for another's.
-    """
+    """A block that torch.compile has compiled, in place or with a wrapper."""
 
     def setup(self) -> None:
         block, backend = _Block(), self.choose("eager", "aot_eager")
@@ -315,31 +241,6 @@ class Compiled(Node):
             # The compiler looks at attributes of tensors that warn.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             return self.block(x)
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0)
-
-
-@kind("function", w=vector)
-def function(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Have a backward of its own."""
-    return x + _Scale.apply(x, self.w)
-
-
-@kind(
-    "param list", rows=lambda: nn.ParameterList([vector(), matrix()]), named=lambda: nn.ParameterDict({"w": vector()})
-)
-def param_list(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return torch.tanh(x * self.rows[0] @ self.rows[1]) + self.named["w"]
 
 
 @kind("twice", parts="lin", lin=square)
@@ -367,11 +268,6 @@ def heads(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
 @kind("seq", kids=(1, 3))
 def seq(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return self.through(x, call)
-
-
-@kind("residual", kids=(1, 2), w=vector)
-def residual(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    return x * self.w + self.through(x, call)
 
 
 @kind("parallel", kids=(2, 3))
@@ -424,12 +320,6 @@ def pass_through(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return (y + self.w) @ self.w2 if self.flip(call, by_rank=True) else y
 
 
-@kind("wrapper", kids=(1, 1), w=vector)
-def wrapper(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return what is below unchanged, always."""
-    return self.through(x * self.w, call)
-
-
 @kind("drop", kids=(1, 1), w=vector)
 def drop(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Return the input, in some steps."""
@@ -452,19 +342,19 @@ def drop_on_some_ranks(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return self.dropped(x * self.w, self.flip(call, by_rank=True))
 
 
-@kind("checkpoint", kids=(1, 2), bans="thread force", w=vector)
+@kind("checkpoint", kids=(1, 2), bans="force", w=vector)
 def checkpointed(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x * self.w + checkpoint(self.through, x, call, use_reentrant=False)
 
 
-@kind("reentrant", kids=(1, 2), tags="reentrant first_order", bans="thread force", w=vector)
+@kind("reentrant", kids=(1, 2), tags="reentrant first_order", bans="force", w=vector)
 def reentrant(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     # Without gradients it warns.
     run = checkpoint if x.requires_grad else _plainly
     return x * self.w + run(self.through, x, call, use_reentrant=True)
 
 
-@kind("reentrant at times", kids=(1, 1), tags="reentrant first_order", bans="thread force", lin=square)
+@kind("reentrant at times", kids=(1, 1), tags="reentrant first_order", bans="force", lin=square)
 def reentrant_at_times(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Run once under reentrant checkpointing and once without, in either order."""
     run = checkpoint if x.requires_grad else _plainly
@@ -481,50 +371,19 @@ def _plainly(fn: Callable[..., torch.Tensor], *args: Any, use_reentrant: bool) -
     return fn(*args)
 
 
-@kind("thread", kids=(1, 1), tags="thread", bans="compiled", w=vector)
-def in_thread(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Run part of the forward in another thread."""
-    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def run() -> torch.Tensor:
-        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
-            return self.through(x, call)
-
-    with ThreadPoolExecutor(1) as threads:
-        return x * self.w + threads.submit(run).result()
-
-
-class _Side(Node):
-    """A tensor leaves by another way than the output."""
+@kind("side", kids=(0, 1), tags="side", parts="lin")
+class Side(Node):
+    """A loss that was made before the output, or after it, leaves by another way."""
 
     def setup(self) -> None:
         self.lin, self.w = nn.Linear(WIDTH, WIDTH), param(WIDTH, WIDTH)
 
-    def put(self, aux: torch.Tensor, call: Call) -> None:
-        self.choose(call.inside, call.outside).append(aux)
-
-    def aux(self, y: torch.Tensor) -> torch.Tensor:
-        return (y @ self.w @ self.w).pow(2).mean()
-
-
-@kind("side before", kids=(0, 1), tags="side", parts="lin")
-class SideBefore(_Side):
-    """A loss that was made before the output."""
-
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         y = torch.tanh(self.lin(x))
-        self.put(self.aux(y), call)
-        return self.through(y * 2, call) + y
-
-
-@kind("side after", kids=(0, 1), tags="side", parts="lin")
-class SideAfter(_Side):
-    """A loss that was made after the output."""
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y = self.through(torch.tanh(self.lin(x)), call)
-        self.put(self.aux(y), call)
-        return y
+        is_before = self.uid % 2
+        out = y if is_before else self.through(y, call)
+        self.choose(call.inside, call.outside).append((out @ self.w @ self.w).pow(2).mean())
+        return self.through(out * 2, call) + out if is_before else out
 
 
 class _KeepsAttribute(nn.Module):
@@ -561,11 +420,6 @@ class _Slots:
         self.y = y
 
 
-class _Attribute:
-    def __init__(self, y: torch.Tensor) -> None:
-        self.y = y
-
-
 @dataclasses.dataclass
 class _Data:
     y: torch.Tensor
@@ -579,52 +433,45 @@ class _Named(NamedTuple):
 
 _BOXES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "tuple": (lambda y: (None, (y, "text")), lambda box: box[1][0]),
-    "list": (lambda y: [y * 2, [y]], lambda box: box[1][0]),
-    "dict": (lambda y: {"a": {"y": y, "n": 3}}, lambda box: box["a"]["y"]),
-    "ordered dict": (lambda y: collections.OrderedDict(y=y), lambda box: box["y"]),
+    "dict": (lambda y: {"a": {"y": [y * 2, y], "n": 3}}, lambda box: box["a"]["y"][1]),
     "dataclass": (lambda y: _Data(y / 2, {"y": y}), lambda box: box.more["y"]),
     "named tuple": (lambda y: _Named(y / 2, [y]), lambda box: box.more[0]),
     "user dict": (lambda y: collections.UserDict(y=y), lambda box: box["y"]),
 }
 _HIDDEN_BOXES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "slots": (_Slots, lambda box: box.y),
-    "attribute": (_Attribute, lambda box: box.y),
-    "deque": (lambda y: collections.deque([y]), lambda box: box[0]),
     "closure": (lambda y: lambda: y, lambda box: box()),
     "generator": (lambda y: iter([y]), lambda box: next(box)),
 }
 
 
-class _Box(Node):
-    boxes = _BOXES
-
-    def setup(self) -> None:
-        self.how = self.choose(*self.boxes)
-        self.box = _Boxing(self.kids[0], self.boxes, self.how)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(self.boxes[self.how][1](self.box(x, call)))
-
-
 class _Boxing(nn.Module):
-    def __init__(self, inside: nn.Module, boxes: Any, how: str) -> None:
+    def __init__(self, inside: nn.Module, put: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.inside, self.how, self.is_hidden = inside, how, boxes is _HIDDEN_BOXES
+        self.inside, self.put = inside, put
         self.w = param(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, call: Call) -> Any:
-        boxes = _HIDDEN_BOXES if self.is_hidden else _BOXES
-        return boxes[self.how][0](self.inside(x, call) @ self.w)
+        return self.put(self.inside(x, call) @ self.w)
 
 
 @kind("boxed", kids=(1, 1), parts="box")
-class Boxed(_Box):
+class Boxed(Node):
     """The output lies in a container."""
+
+    boxes = _BOXES
+
+    def setup(self) -> None:
+        put, self.take = self.choose(*self.boxes.values())
+        self.box = _Boxing(self.kids[0], put)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return torch.tanh(self.take(self.box(x, call)))
 
 
 @kind("hidden box", kids=(1, 1), parts="box")
-class HiddenBox(_Box):
-    """The output lies in slots, an attribute, a deque, a closure or an iterator."""
+class HiddenBox(Boxed):
+    """The output lies in slots, a closure or an iterator."""
 
     boxes = _HIDDEN_BOXES
 
@@ -654,6 +501,20 @@ def cut_off(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x * self.w + self.through(x, call).detach()
 
 
+@kind("hooks", kids=(1, 1))
+class Hooks(Node):
+    """What is below has hooks of the user's."""
+
+    def setup(self) -> None:
+        self.w = param(WIDTH)
+        self.kids[0].register_forward_hook(_double_output)
+        self.kids[0].register_forward_pre_hook(_halve_input)
+        self.register_full_backward_hook(_halve_grad)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return torch.tanh(self.through(x * self.w, call))
+
+
 def _double_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
 
@@ -666,67 +527,30 @@ def _halve_grad(module: nn.Module, grads: Any, _: Any) -> Any:
     return tuple(None if grad is None else grad / 2 for grad in grads)
 
 
-@kind("hooks", kids=(1, 1))
-class Hooks(Node):
-    """What is below has hooks of the user's."""
-
-    def setup(self) -> None:
-        self.w = param(WIDTH)
-        how = self.choose("forward", "pre", "backward", "all")
-        if how in ("forward", "all"):
-            self.kids[0].register_forward_hook(_double_output)
-        if how in ("pre", "all"):
-            self.kids[0].register_forward_pre_hook(_halve_input)
-        if how in ("backward", "all"):
-            self.register_full_backward_hook(_halve_grad)
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return torch.tanh(self.through(x * self.w, call))
-
-
 class _Keywords(nn.Module):
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
         self.inside = inside
         self.w = param(WIDTH)
 
-    def forward(self, *, x: torch.Tensor, call: Call, more: Any = None) -> torch.Tensor:
-        return self.inside(x * self.w, call) + more["shift"]
+    def forward(self, *, x: torch.Tensor, call: Call, more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.inside(x * self.w, call)
+        return y * self.w + more["shift"], y, x
 
 
 @kind("keywords", kids=(1, 1), parts="named")
 class Keywords(Node):
+    """Inputs by keyword; several outputs, of which one is that of the module below and one an input."""
+
     def setup(self) -> None:
         self.named = _Keywords(self.kids[0])
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.named(call=call, more={"shift": x / 2}, x=x)
-
-
-class _Several(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-        self.w = param(WIDTH)
-
-    def forward(self, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        y = self.inside(x, call)
-        return y * self.w, y, x
-
-
-@kind("several outputs", kids=(1, 1), parts="several")
-class SeveralOutputs(Node):
-    """Outputs of which one is that of the module below, and one the input."""
-
-    def setup(self) -> None:
-        self.several = _Several(self.kids[0])
-
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        a, b, c = self.several(x, call)
+        a, b, c = self.named(call=call, more={"shift": x / 2}, x=x)
         return a + torch.tanh(b) * c
 
 
-@kind("force", kids=(1, 1), tags="force", bans="reentrant first_order side thread force", w=vector)
+@kind("force", kids=(1, 1), tags="force", bans="reentrant first_order side force", w=vector)
 def force(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     """Return a derivative: a backward within the forward, and double backward later."""
     if not torch.is_grad_enabled():
@@ -735,3 +559,83 @@ def force(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     energy = self.through(at, call).pow(2).sum()
     (slope,) = torch.autograd.grad(energy, at, create_graph=True)
     return x + torch.tanh(slope)
+
+
+# The model that holds a tree
+
+MOST_DEPTH = 3
+MOST_NODES = 9
+
+
+def grow(rng: random.Random, kinds: frozenset[str]) -> Spec:
+    """Return a random tree of ``kinds``."""
+    budget = [MOST_NODES]
+
+    def node(depth: int, banned: frozenset[str]) -> Spec:
+        budget[0] -= 1
+        fits = [
+            name
+            for name, cls in KINDS.items()
+            if name in kinds
+            and not cls.tags & banned
+            and (cls.least_kids == 0 or (depth > 0 and budget[0] >= cls.least_kids))
+        ]
+        # The first ones are rather around others, or most trees would be one leaf.
+        inner = [name for name in fits if KINDS[name].most_kids]
+        name = rng.choice(inner if inner and (depth == MOST_DEPTH or rng.random() < 0.3) else fits)
+        cls = KINDS[name]
+        uid = rng.getrandbits(32)
+        count = rng.randint(cls.least_kids, cls.most_kids) if depth > 0 else 0
+        return Spec(name, uid, tuple(node(depth - 1, banned | cls.bans) for _ in range(count)))
+
+    return node(MOST_DEPTH, frozenset())
+
+
+class Boom(Exception):  # noqa: N818  # not one of ours
+    """Raised on purpose."""
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Boom
+
+
+class Model(nn.Module):
+    """A tree between an input layer and two heads. Parts may be called alone, through it."""
+
+    def __init__(self, tree: Spec) -> None:
+        super().__init__()
+        self.trunk = build(tree)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(tree.uid + 1)
+            self.inp = nn.Linear(WIDTH, WIDTH)
+            self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, call: Call, part: str = "all", head: int = 0) -> torch.Tensor:
+        """Run all with one head, the ``trunk``, or one ``head``."""
+        if part != "head":
+            x = self.trunk(self.inp(x), call)
+            while call.inside:
+                x = x + torch.tanh(call.inside.pop())
+        if call.fails == "forward":
+            raise Boom
+        if call.fails == "backward":
+            x = _RaisesInBackward.apply(x)
+        return x if part == "trunk" else self.heads[head](x)
+
+
+def candidates(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a stable name and the module for all below ``model`` that may be annotated, deepest first."""
+    seen: set[nn.Module] = set()
+    for name, module in parts_of(model):
+        if module not in seen:
+            seen.add(module)
+            yield name, module
+    yield "inp", model.inp
+    for index, head in enumerate(model.heads):
+        yield f"head {index}", head

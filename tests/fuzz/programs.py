@@ -5,23 +5,21 @@ samples of each rank, and the gradients are added up.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from composable import UsageError, as_ddp, no_sync, reduce_gradients, unshard_params
+from composable import UsageError, no_sync, reduce_gradients
 from composable.annotation import sharded_state_of
 from composable.fsdp_module import FSDPModule
-from tests.fuzz.copies import replicated
-from tests.fuzz.nodes import WIDTH, Call
-from tests.fuzz.trees import Boom, Model
+from tests.fuzz.annotations import replicated
+from tests.fuzz.nodes import WIDTH, Boom, Call, Model
 
 __all__ = ["PROGRAMS", "Program", "Step"]
 
@@ -40,7 +38,7 @@ class Step:
         world_size: How many ranks there are.
     """
 
-    def __init__(self, model: Model, *, step: int, rank: int, world_size: int, seed: int, is_plain: bool) -> None:
+    def __init__(self, model: Model, step: int, rank: int, world_size: int, seed: int, *, is_plain: bool) -> None:
         self.model = model
         self.rng = random.Random(f"{seed}/{step}")
         self.has_dropped = False
@@ -150,23 +148,6 @@ def without_sync(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("no_sync around forward only")
-def no_sync_forward(step: Step) -> None:
-    with step.no_sync():
-        first = step.forward()
-    second = step.forward()
-    with step.no_sync():
-        step.backward(second)
-    step.backward(first)
-
-
-@program("no_sync, then less", is_of_one_root=True)
-def no_sync_then_less(step: Step) -> None:
-    with step.no_sync():
-        step.backward(step.forward(head=1))
-    step.backward(step.forward(head=0))
-
-
 @program("no_sync by hand")
 def sync_by_hand(step: Step) -> None:
     sharded = step.sharded()
@@ -184,10 +165,7 @@ def zero_after_no_sync(step: Step) -> None:
     with step.no_sync():
         step.backward(step.forward() * 10)
     step.zero_grad()
-    if step.rng.random() < 0.5:
-        with step.no_sync():
-            step.backward(step.forward())
-    step.backward(step.forward())
+    without_sync(step)
 
 
 @program("zero_grad in the middle")
@@ -197,40 +175,68 @@ def zero_in_the_middle(step: Step) -> None:
     step.backward(step.forward())
 
 
-@program("1F1B")
-def one_forward_one_backward(step: Step) -> None:
-    waiting = [step.forward(), step.forward()]
-    for _ in range(2):
-        step.backward(waiting.pop(0))
-        waiting.append(step.forward())
-    for loss in waiting:
-        step.backward(loss)
+@dataclass
+class _Ran:
+    """A forward: what it gave out, and which forwards a backward from there goes through."""
+
+    output: torch.Tensor
+    call: Call
+    graph: frozenset[int]
+    is_trunk: bool
 
 
-@program("backwards in any order")
-def any_order(step: Step) -> None:
-    losses = [step.forward(head=step.rng.randrange(2)) for _ in range(3)]
-    step.rng.shuffle(losses)
-    for loss in losses:
-        step.backward(loss)
+@program("any order", shares_features=True)
+def any_order(step: Step, *, is_direct: bool = False, has_no_sync: bool = False) -> None:
+    """Run parts on samples or on what others gave out, and backward of what waits, as the generator has it."""
+    rng, ran, waiting, freed, left = step.rng, [], [], frozenset[int](), 9
+    while left > 0 or waiting:
+        left -= 1
+        if left >= 0 and (not waiting or rng.random() < 0.55):
+            sources = [one for one in ran if one.is_trunk and not one.graph & freed]
+            ran.append(_run_a_part(step, len(ran), rng.choice([None, *sources]), is_direct=is_direct))
+            if ran[-1].output.requires_grad and rng.random() < 0.85:
+                waiting.append(len(ran) - 1)
+            continue
+        if not waiting:
+            continue
+        chosen = rng.sample(waiting, min(len(waiting), rng.choice([1, 1, 1, 2])))
+        others = [number for number in waiting if number not in chosen]
+        gone = frozenset[int]().union(*(ran[number].graph for number in chosen))
+        # What others still need must stay, or those can run no more.
+        retains = rng.random() < 0.2 or any(ran[number].graph & gone for number in others)
+        is_again = retains and left > 0 and rng.random() < 0.2
+        waits = has_no_sync and (left > 0 or bool(others)) and rng.random() < 0.4
+        losses = [step.loss(ran[number].output, ran[number].call) * step._scale for number in chosen]
+        with step.no_sync() if waits else nullcontext():
+            torch.autograd.backward(losses, retain_graph=retains)
+        freed |= frozenset() if retains else gone
+        waiting = waiting if is_again else others
 
 
-@program("retain_graph")
-def retain_graph(step: Step) -> None:
-    loss = step.forward()
-    step.backward(loss, retain_graph=True)
-    if step.rng.random() < 0.5:
-        step.backward(step.forward())
-    step.backward(loss * 2)
-
-
-@program("two losses of one output")
-def two_losses(step: Step) -> None:
+def _run_a_part(step: Step, number: int, source: _Ran | None, *, is_direct: bool) -> _Ran:
+    part, head = step.rng.choice(["all", "trunk", "head"]), step.rng.randrange(2)
+    how = step.rng.choice(["as it is", "as it is", "detached", "leaf"])
     call = step.call()
-    output = step.model(step.x(), call)
-    extra = step.loss(output, call)
-    step.backward(extra, retain_graph=True)
-    step.backward(output.abs().mean())
+    x = step.x() if source is None else source.output
+    x = x if how == "as it is" else x.detach()
+    x = x.requires_grad_() if how == "leaf" else x
+    model: Any = step.model
+    if not is_direct or part == "all":
+        output = model(x, call, part=part, head=head)
+    else:
+        output = model.trunk(model.inp(x), call) if part == "trunk" else model.heads[head](x)
+    graph = source.graph if source is not None and how == "as it is" else frozenset()
+    return _Ran(output, call, graph | {number}, part == "trunk")
+
+
+@program("any order, with no_sync", is_of_one_root=True, shares_features=True)
+def any_order_with_no_sync(step: Step) -> None:
+    any_order(step, has_no_sync=True)
+
+
+@program("any order of parts as they are", needs=("trunk", "heads"), shares_features=True)
+def any_order_of_parts(step: Step) -> None:
+    any_order(step, is_direct=True)
 
 
 @program("several losses at once", is_single=True)
@@ -239,79 +245,13 @@ def losses_at_once(step: Step) -> None:
     torch.autograd.backward([loss * step._scale for loss in losses])
 
 
-@program("one backward for each head", shares_features=True)
-def multi_task(step: Step) -> None:
-    call = step.call()
-    features = step.model(step.x(), call, part="trunk")
-    for head in (0, 1):
-        loss = step.loss(step.model(features, step.call(), part="head", head=head), call)
-        step.backward(loss, retain_graph=head == 0)
-
-
-@program("features through the model, heads as they are", needs=("heads",), shares_features=True)
-def heads_alone(step: Step) -> None:
-    call = step.call()
-    features = step.model(step.x(), call, part="trunk")
-    heads = list(step.model.heads)
-    step.rng.shuffle(heads)
-    for head in heads:
-        step.backward(step.loss(head(features), call), retain_graph=head is not heads[-1])
-
-
-@program("GAN")
-def gan(step: Step) -> None:
-    call = step.call()
-    fake = step.model(step.x(), call, part="trunk")
-    judge = step.model(fake.detach(), step.call(), part="head")
-    real = step.model(step.x(), step.call(), part="head")
-    step.backward(step.loss(judge - real))
-    step.backward(step.loss(step.model(fake, step.call(), part="head"), call))
-
-
-@program("a part first", needs=("trunk",))
-def part_first(step: Step) -> None:
-    call = step.call()
-    features = step.model.trunk(step.model.inp(step.x()), call)
-    call.outside.clear()
-    if step.rng.random() < 0.5:
-        step.backward(step.loss(features))
-    step.backward(step.forward())
-
-
-@program("parts, one after the other", needs=("trunk", "heads"))
-def parts_alone(step: Step) -> None:
-    call = step.call()
-    features = step.model.trunk(step.model.inp(step.x()), call)
-    loss = step.loss(step.model.heads[0](features), call)
-    step.backward(sum(call.inside, loss))
-
-
-@program("a detached part", needs=("trunk",))
-def detached_part(step: Step) -> None:
-    with torch.no_grad():
-        features = step.model.trunk(step.model.inp(step.x()), step.call())
-    step.backward(step.loss(step.model(features, step.call(), part="head")) + step.forward())
-
-
-@program("FGSM", excludes="reentrant")
-def fgsm(step: Step) -> None:
-    x = step.x(requires_grad=True)
-    if step.rng.random() < 0.5:
-        (grad,) = torch.autograd.grad(step.forward(x), x)
-    else:
-        step.backward(step.forward(x))
-        assert x.grad is not None
-        grad = x.grad
-        step.zero_grad()
-    step.backward(step.forward((x + 0.1 * grad.sign()).detach()))
-
-
 @program("gradients of inputs", excludes="reentrant")
 def gradients_of_inputs(step: Step) -> None:
     x = step.x(requires_grad=True)
     loss = step.forward(x)
-    torch.autograd.grad(loss, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
     step.backward(loss)
+    step.backward(step.forward((x + 0.1 * grad).detach()))
 
 
 @program("gradient penalty", excludes="reentrant first_order force side")
@@ -322,116 +262,53 @@ def gradient_penalty(step: Step) -> None:
     step.backward(loss + grad.pow(2).sum())
 
 
-@program("TBPTT")
-def tbptt(step: Step) -> None:
-    state = step.x()
-    for _ in range(3):
-        call = step.call()
-        state = step.model(state.detach(), call, part="trunk")
-        step.backward(step.loss(state, call))
-
-
-@program("recurrent", is_single=True)
-def recurrent(step: Step) -> None:
-    state, loss = step.x(), torch.zeros(())
-    for _ in range(3):
-        call = step.call()
-        state = step.model(torch.tanh(state), call, part="trunk")
-        loss = loss + step.loss(state, call)
-    step.backward(loss)
-
-
-def in_thread(fn: Callable[[], None]) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(fn).result()
-
-
 @program("all in a thread", excludes="compiled", is_single=True)
 def all_in_thread(step: Step) -> None:
-    in_thread(lambda: plain(step))
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(plain, step).result()
 
 
 @program("backward in a thread", is_single=True)
 def backward_in_thread(step: Step) -> None:
     loss = step.forward()
-    in_thread(lambda: step.backward(loss))
-
-
-@program("dropped forward")
-def dropped_forward(step: Step) -> None:
-    kept = step.forward()
-    step.forward()
-    step.backward(step.forward())
-    del kept
-    if step.rng.random() < 0.5:
-        step.forward()
-
-
-@contextmanager
-def evaluating(step: Step) -> Iterator[None]:
-    step.model.eval()
-    try:
-        yield
-    finally:
-        step.model.train()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(step.backward, loss).result()
 
 
 @program("eval between")
 def eval_between(step: Step) -> None:
-    with evaluating(step), torch.no_grad():
-        step.forward()
     loss = step.forward()
-    with evaluating(step), torch.no_grad():
-        step.forward()
-    step.backward(loss)
-
-
-@program("eval with gradients")
-def eval_with_grad(step: Step) -> None:
-    with evaluating(step):
-        step.forward()
-        step.backward(step.forward())
-
-
-@program("inference_mode")
-def inference(step: Step) -> None:
-    with evaluating(step), torch.inference_mode():
+    step.model.eval()
+    with step.rng.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])():
         step.forward(step.x() * 1)
-    step.backward(step.forward())
+    step.model.train()
+    step.backward(loss)
 
 
 @program("forward raises")
 def forward_raises(step: Step) -> None:
-    try:
+    with pytest.raises(Boom):
         step.forward(call=step.call(fails="forward"))
-    except Boom:
-        pass
-    else:
-        raise AssertionError("nothing was raised")
     step.backward(step.forward())
 
 
 @program("backward raises")
 def backward_raises(step: Step) -> None:
     loss = step.forward(call=step.call(fails="backward"))
-    try:
+    with pytest.raises(Boom):
         step.backward(loss)
-    except Boom:
-        pass
-    else:
-        raise AssertionError("nothing was raised")
     step.zero_grad()
     step.backward(step.forward())
 
 
-@program("checkpoint around all", excludes="thread force", is_single=True)
+@program("checkpoint around all", excludes="force", is_single=True)
 def checkpointed(step: Step) -> None:
     call = step.call()
     output = checkpoint(step.model, step.x(), call, use_reentrant=False)
     step.backward(step.loss(output, call))
 
 
-@program("reentrant checkpoint around all", excludes="thread force", is_reentrant=True)
+@program("reentrant checkpoint around all", excludes="force", is_reentrant=True)
 def reentrant(step: Step) -> None:
     call = step.call()
     output = checkpoint(step.model, step.x(requires_grad=True), call, use_reentrant=True)
@@ -455,29 +332,6 @@ def unshard_by_hand(step: Step) -> None:
     for module in sharded:
         module.reshard()
     step.backward(loss)
-
-
-@program("inside unshard_params", is_single=True)
-def inside_unshard_params(step: Step) -> None:
-    with nullcontext() if step.is_plain else unshard_params(step.model):
-        step.backward(step.forward())
-
-
-# The backward around gathers each module where it comes to it. Where ranks take different ways, what a checkpoint runs
-# again begins at different moments.
-@program("a backward in a hook", excludes="reentrant by_rank")
-def backward_in_hook(step: Step) -> None:
-    first, second = step.forward(), step.forward()
-    done: list[bool] = []
-
-    def hook(grad: torch.Tensor) -> None:
-        if not done:
-            done.append(True)
-            with torch.enable_grad():
-                step.backward(second)
-
-    first.register_hook(hook)
-    step.backward(first)
 
 
 @program("nothing", is_single=True)
@@ -505,32 +359,26 @@ def second_leg_waits(step: Step) -> None:
 # Of replicated modules alone
 
 
+def switched(step: Step, switch: Callable[[Any, bool], None]) -> None:
+    for is_on in (False, True):
+        for module in step.replicated():
+            switch(module, is_on)
+        step.backward(step.forward())
+
+
 @program("copies: set_requires_gradient_sync", copies="all")
 def copies_requires_sync(step: Step) -> None:
-    for module in step.replicated():
-        module.set_requires_gradient_sync(False, recurse=False)
-    step.backward(step.forward())
-    for module in step.replicated():
-        module.set_requires_gradient_sync(True)
-    step.backward(step.forward())
+    switched(step, lambda module, is_on: module.set_requires_gradient_sync(is_on, recurse=is_on))
 
 
 @program("copies: set_is_last_backward", copies="all")
 def copies_last_backward(step: Step) -> None:
-    for is_last in (False, False, True):
-        for module in step.replicated():
-            module.set_is_last_backward(is_last)
-        step.backward(step.forward())
+    switched(step, lambda module, is_on: module.set_is_last_backward(is_on))
 
 
 @program("copies: require_backward_grad_sync", copies="all")
 def copies_require_sync(step: Step) -> None:
-    for module in step.replicated():
-        module.require_backward_grad_sync = False
-    step.backward(step.forward())
-    for module in step.replicated():
-        module.require_backward_grad_sync = True
-    step.backward(step.forward())
+    switched(step, lambda module, is_on: setattr(module, "require_backward_grad_sync", is_on))
 
 
 @program("copies: reduce_gradients", copies="all")
@@ -540,29 +388,6 @@ def copies_reduce(step: Step) -> None:
         step.backward(step.forward(head=1))
     if not step.is_plain:
         reduce_gradients(step.model)
-
-
-@program("copies: uneven inputs", copies="whole")
-def copies_uneven(step: Step) -> None:
-    counts = [step.rng.randint(1, 3) for _ in range(step.world_size)]
-    with nullcontext() if step.is_plain else Join([as_ddp(step.model)]):
-        for number in range(counts[step.rank]):
-            if number:
-                # A rank without inputs counts as zero, also what was averaged before.
-                step.zero_grad()
-            step.backward(step.forward())
-    is_behind = counts[step.rank] < max(counts)
-    if step.is_plain:
-        if is_behind:
-            step.zero_grad()
-        return
-    # A rank without inputs has the gradients of its own last backward: it steps by those of who ran to the end.
-    params = list(step.model.parameters())
-    found: list[Any] = [None] * step.world_size
-    dist.all_gather_object(found, None if is_behind else [param.grad for param in params])
-    if is_behind:
-        for param, grad in zip(params, found[counts.index(max(counts))], strict=True):
-            param.grad = grad
 
 
 @program("copies: one rank's backward raises", copies="whole")

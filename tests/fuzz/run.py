@@ -6,14 +6,14 @@
     python -m tests.fuzz.run --seeds 0-200 --ranks processes
     python -m tests.fuzz.run --seeds 1234 --shrink
 
-One tree is described, and each that hangs, with the stacks of all threads. ``--shrink`` looks for the simplest one that ends in the same way.
+One tree is described, and each that hangs. ``--shrink`` looks for the simplest one that ends in the same way.
 """
 
 import argparse
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,8 +22,7 @@ from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import HOOKS, Case, draw, draw_hybrid, draw_replicated, kinds_of
 from tests.fuzz.nodes import KINDS
 from tests.fuzz.programs import PROGRAMS
-from tests.fuzz.runner import OUTCOMES, Outcome, run_case
-from tests.fuzz.workers import shrink, worker
+from tests.fuzz.runner import OUTCOMES, TIMEOUT_S, Outcome, run_case, shrink
 
 __all__ = ["main", "table"]
 
@@ -37,16 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_single = len(options.seeds) * len(options.world_size) == 1
     drawn = draw_replicated if options.replicate else draw_hybrid if options.hybrid else draw
     cases = (drawn(seed, size, options.without, options.steps) for seed in options.seeds for size in options.world_size)
-    for case, outcome in _run(cases, options):
+    for case in cases:
+        outcome = run_case(case, in_processes=options.ranks == "processes", timeout_s=options.timeout)
         ended.append((case, outcome))
         if outcome.kind != "right" and not (outcome.kind == "refused" and options.quiet):
             print(f"{outcome.kind:<10} seed {case.seed}, {case.world_size} ranks: {outcome.text}", flush=True)
         if is_single or outcome.kind == "hang":
             print(case, outcome.details, sep="\n", flush=True)
         if options.shrink and outcome.kind in ("wrong", "hang", "error"):
-            with worker(options.timeout) as one:
-                for simpler, found in shrink(case, outcome, one):
-                    print("simpler, and ends alike:", found.text, simpler, "", sep="\n", flush=True)
+            for simpler, found in shrink(case, outcome):
+                print("simpler, and ends alike:", found.text, simpler, "", sep="\n", flush=True)
     print(table(ended))
     print(f"{len(ended)} trees in {time.monotonic() - started:.1f} s")
     for kind in OUTCOMES[1:]:
@@ -54,15 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if seeds:
             print(f"{kind} (seed/ranks): {' '.join(seeds)}")
     return int(any(outcome.kind in ("wrong", "hang", "error") for _, outcome in ended))
-
-
-def _run(cases: Iterable[Case], options: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
-    if options.ranks == "processes":
-        for case in cases:
-            yield case, run_case(case, in_processes=True, timeout_s=options.timeout)
-        return
-    with worker(options.timeout) as one:
-        yield from one.run(cases)
 
 
 def table(ended: Iterable[tuple[Case, Outcome]]) -> str:
@@ -88,7 +78,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--without", type=_names, default=frozenset(), help="what to leave out, separated by ;")
     parser.add_argument("--replicate", action="store_true", help="trees of which all or part is replicated")
     parser.add_argument("--hybrid", action="store_true", help="shards have copies")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that a tree may be idle")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds that a tree may take")
     parser.add_argument("--shrink", action="store_true", help="look for a simpler tree that ends in the same way")
     parser.add_argument("--quiet", action="store_true", help="do not list what is refused")
     return parser.parse_args(arguments)

@@ -1,9 +1,11 @@
 """Runs a case on ranks and in one process, and says how it ended."""
 
+import itertools
+import random
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import ComposableError, DesyncError, accelerate_optimizer, clip_grad_norm_, step_in_backward
-from tests.fuzz.annotations import Refused, annotate, ignored_by
-from tests.fuzz.between import ACTIONS
-from tests.fuzz.cases import Case, between_of, make_model, step_of
-from tests.fuzz.copies import Wrong, unless_refused
-from tests.fuzz.nodes import kinds_in
-from tests.fuzz.programs import PROGRAMS
-from tests.fuzz.trees import Model
+from tests.fuzz.annotations import Refused, Wrong, annotate, unless_refused
+from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.cases import Case, make_model, smaller
+from tests.fuzz.nodes import Model, kinds_in
+from tests.fuzz.programs import PROGRAMS, Step
 from tests.world import RankErrors, run_ranks, run_threads
 
-__all__ = ["OUTCOMES", "Outcome", "Wrong", "check_gradients", "run_case"]
+__all__ = ["OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "run_case", "shrink"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
 LR = 0.05
+# Of a case; ranks that wait for each other say so much sooner.
+TIMEOUT_S = 300.0
 # Of float64.
 EXACT = 1e-8
 
@@ -51,21 +53,40 @@ class _Record:
     missing: frozenset[str]  # parameters without a gradient from the samples of some rank
 
 
-def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = 60.0) -> Outcome:
+def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = TIMEOUT_S) -> Outcome:
     """Run ``case``; whatever happens is an outcome."""
+    before = torch.get_default_dtype()
     try:
         expected = _in_one_process(case)
     except Exception as error:
         return Outcome("impossible", _line(error), "".join(traceback.format_exception(error)))
     run = run_ranks if in_processes else run_threads
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             run(_on_a_rank, case.world_size, case, expected, folder, timeout_s=timeout_s)
-        except RankErrors as errors:
-            return _outcome_of(errors, case)
-        except TimeoutError as error:
-            return Outcome("hang", _line(error), str(error))
+    except RankErrors as errors:
+        return _outcome_of(errors, case)
+    except TimeoutError as error:
+        return Outcome("hang", _line(error), str(error))
+    finally:
+        torch.set_default_dtype(before)
+        if "compiled" in case.tags:
+            torch.compiler.reset()  # Else what was compiled for one tree is looked through for the next.
     return Outcome("right")
+
+
+def shrink(case: Case, outcome: Outcome, tries: int = 300) -> Iterator[tuple[Case, Outcome]]:
+    """Yield simpler and simpler cases that end in the same way, as many as so many tries find."""
+    found: tuple[Case, Outcome] | None = case, outcome
+    while found is not None:
+        case, outcome = found
+        ended = ((other, run_case(other)) for other in itertools.islice(smaller(case), tries))
+        alike = outcome.text.split(":")[0]
+        found = next(
+            (pair for pair in ended if (pair[1].kind, pair[1].text.split(":")[0]) == (outcome.kind, alike)), None
+        )
+        if found is not None:
+            yield found
 
 
 def _outcome_of(errors: RankErrors, case: Case) -> Outcome:
@@ -112,7 +133,7 @@ def _in_one_process(case: Case) -> list[_Record]:
 
 def _train_plain(case: Case, folder: Path) -> list[_Record]:
     model = make_model(case)
-    optimizer = _make_optimizer(case, model)
+    optimizer = _make_optimizer(case, model.parameters())
     records = []
     for number, name in enumerate(case.programs):
         missing = _add_up(case, model, number, name)
@@ -125,10 +146,7 @@ def _train_plain(case: Case, folder: Path) -> list[_Record]:
         records.append(_Record(grads, values, missing))
         if case.hooks == "step in backward":
             model.zero_grad()
-        for index, action in enumerate(case.actions[number]):
-            between = between_of(case, model, optimizer, number, index, folder, is_plain=True)
-            ACTIONS[action].run(between)
-            model, optimizer = between.model, between.optimizer
+        model, optimizer = _act(case, model, optimizer, number, folder, is_plain=True)
         _zero(case, optimizer, number)
     return records
 
@@ -146,13 +164,13 @@ def _add_up(case: Case, model: Model, number: int, name: str) -> frozenset[str]:
     for rank in range(case.world_size):
         for param in params:
             param.grad = None
-        step = step_of(case, model, number, rank, is_plain=True)
+        step = Step(model, number, rank, case.world_size, case.seed, is_plain=True)
         PROGRAMS[name].run(step)
         if step.has_dropped:
             before = [None] * len(params)
         missing |= {name for name, param in model.named_parameters() if param.requires_grad and param.grad is None}
         totals = [_sum(total, param.grad) for total, param in zip(totals, params, strict=True)]
-    if case.hooks and ("scale" in case.hooks or "tensor" in case.hooks):
+    if case.hooks.startswith("tensor"):
         totals = [None if total is None else total / 2 for total in totals]
     for param, old, total in zip(params, before, totals, strict=True):
         param.grad = _sum(old, total)
@@ -170,12 +188,11 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     torch.set_default_dtype(torch.float64)
-    calls: dict[nn.Parameter, int] = {}
     is_early = case.hooks.endswith("before")
 
     def before(plain: Model) -> None:
         if is_early:
-            _hook(case, plain, calls)
+            _hook(case, plain)
         _differ(case, plain)
         if case.copies.steps == "torch" and is_torchs_first:
             _apply_in_backward(case, plain)
@@ -185,37 +202,33 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     if [name for name, _ in model.named_parameters()] != list(expected[0].values):
         raise Wrong("the names of parameters have changed")
     if not is_early:
-        _hook(case, model, calls)
+        _hook(case, model)
     try:
-        optimizer = _make_optimizer(case, model)
+        optimizer = _make_optimizer(case, model.parameters())
         if case.speed != "plain" and any(isinstance(param, DTensor) for param in model.parameters()):
             accelerate_optimizer(optimizer, model)
+        if case.copies.steps == "ours":
+            unless_refused(model, lambda: step_in_backward(optimizer))
+        elif case.copies.steps == "torch" and not is_torchs_first:
+            _apply_in_backward(case, model)
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
-    steps_inside = _step_inside(case, model, optimizer, is_torchs_first=is_torchs_first)
     for number, (name, record) in enumerate(zip(case.programs, expected, strict=True)):
         # Not the model's: after a forward without a backward it may show whole ones.
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))
         _run_program(case, model, number, record)
         place = f"step {number} ({name})"
-        _average_ignored(case, model, record)
-        grads = dict.fromkeys(record.grads) if steps_inside else record.grads
-        check_gradients(params, grads, _tolerance(case), place)
-        if case.hooks == "count":
-            _check_calls(params, record, calls, place)
-        if case.hooks != "step in backward" and not steps_inside:
+        grads = dict.fromkeys(record.grads) if case.copies.steps else record.grads
+        _check_gradients(params, grads, place)
+        if not case.steps_inside:
             _clip(case, params.values(), is_plain=False)
             optimizer.step()
-        _check_values(params, record.values, _tolerance(case), place)
-        for index, action in enumerate(case.actions[number]):
-            between = between_of(case, model, optimizer, number, index, Path(folder), is_plain=False)
-            ACTIONS[action].run(between)
-            model, optimizer = between.model, between.optimizer
+        _check_values(params, record.values, place)
+        model, optimizer = _act(case, model, optimizer, number, Path(folder), is_plain=False)
         _zero(case, optimizer, number)
-    if not any(case.actions[-1]):
-        _check_full_values(params, expected[-1].values, _tolerance(case))
-    if model.refused:
-        raise Refused(f"then asked for less: {'; '.join(model.refused)}")
+    # What every rank gathers.
+    full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in params.items()}
+    _check_values(full, expected[-1].values, "at the end")
     return len(expected)
 
 
@@ -226,13 +239,9 @@ def _differ(case: Case, model: Model) -> None:
     """Let a rank start with values of its own, where annotating is to make them equal."""
     if not case.copies.syncs or dist.get_rank() == 0:
         return
-    ignored = ignored_by(model, case.annotation)
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name not in ignored:
-                param.mul_(3)
-        for buffer in model.buffers() if case.copies.buffers != "own" else ():
-            buffer.mul_(3)
+        for tensor in (*model.parameters(), *(model.buffers() if case.copies.buffers != "own" else ())):
+            tensor.mul_(3)
 
 
 def _run_program(case: Case, model: Model, number: int, record: _Record) -> None:
@@ -243,63 +252,31 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         Wrong: It is not, or was to be.
     """
     copies, name = case.copies, case.programs[number]
-    ignored = ignored_by(model, case.annotation)
-    is_known = PROGRAMS[name].is_single and case.annotation.mode == "replicate" and not model.refused
-    is_known = is_known and not case.is_annotated_anew and name != "nothing" and case.annotation.copies is not None
-    is_missing = not copies.finds_unused and not copies.is_static and not record.missing <= ignored.keys()
+    is_known = PROGRAMS[name].is_single and case.annotation.mode == "replicate" and case.annotation.copies is not None
+    is_known = is_known and not case.is_annotated_anew and name != "nothing"
+    is_missing = not copies.finds_unused and not copies.is_static and bool(record.missing)
+    has_reentrant = "reentrant" in case.tags
+    # What an error says, and whether it may be raised here.
+    may_be = {
+        "ended backward without": not copies.finds_unused and (is_missing or not is_known),
+        "backward ended without": not copies.finds_unused and (is_missing or not is_known),
+        "is not like the first one": copies.is_static and not case.is_like_the_first,
+        # Of a sharded module that gives out tensors in a way nobody sees: see docs/optimizers.md.
+        "after its module was reduced": bool(copies.steps) and "hidden box" in kinds_in(case.tree),
+        "second gradient": has_reentrant,
+        "inside of another one": has_reentrant and case.steps_inside,
+        "inside backward": copies.steps == "torch",
+    }
     try:
-        PROGRAMS[name].run(step_of(case, model, number, dist.get_rank(), is_plain=False))
+        PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
     except ComposableError as error:
         text = f"{type(error).__name__}: {error}"
-        if "ended backward without" in text or "backward ended without" in text:
-            if copies.finds_unused or (is_known and not is_missing):
-                raise Wrong(text) from error
-        elif "is not like the first one" in text:
-            if not copies.is_static or (case.is_like_the_first and not model.refused):
-                raise Wrong(text) from error
-        elif "uneven inputs" in text:
-            if not copies.is_static or "uneven" not in name:
-                raise Wrong(text) from error
-        elif "after its module was reduced" in text:
-            # Of a sharded module that gives out tensors in a way nobody sees: see docs/optimizers.md.
-            if not copies.steps or case.annotation.mode != "mixed" or "hidden box" not in kinds_in(case.tree):
-                raise Wrong(text) from error
-        elif "second gradient" in text:
-            if "reentrant" not in case.tags:
-                raise Wrong(text) from error
-        elif "inside of another one" in text:
-            if "reentrant" not in case.tags or not case.steps_inside:
-                raise Wrong(text) from error
-        elif copies.steps != "torch" or "inside backward" not in text:
+        found = [is_expected for words, is_expected in may_be.items() if words in text]
+        if not found:
             raise
-        raise Refused(text) from error
+        raise (Refused if found[0] else Wrong)(text) from error
     if is_known and is_missing:
         raise Wrong(f"no error, though {sorted(record.missing)} have no gradient, step {number} ({name})")
-
-
-def _average_ignored(case: Case, model: Model, record: _Record) -> None:
-    """Do for parameters that are left alone what the annotation does for the others. Collective."""
-    for name, param in ignored_by(model, case.annotation).items():
-        if not param.requires_grad:
-            continue
-        dense = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
-        total = torch.cat([dense.detach().flatten(), dense.new_tensor([param.grad is not None])])
-        dist.all_reduce(total)
-        if total[-1] > 0:
-            mean, want = (total[:-1] / case.world_size).view(param.shape), record.grads[name]
-            param.grad = mean.to_sparse(1) if want is not None and want.is_sparse else mean
-
-
-def _step_inside(case: Case, model: Model, optimizer: torch.optim.Optimizer, *, is_torchs_first: bool) -> bool:
-    """Let an optimizer step inside backward, if the case is one and it is not refused; returns whether it does."""
-    if case.copies.steps == "ours":
-        error = unless_refused(model, lambda: step_in_backward(optimizer))
-        if error is not None:
-            model.refused.append(f"{type(error).__name__}: {error}")
-        return error is None
-    if case.copies.steps == "torch" and not is_torchs_first:
-        _apply_in_backward(case, model)
-    return case.copies.steps == "torch"
 
 
 def _apply_in_backward(case: Case, model: Model) -> None:
@@ -310,46 +287,25 @@ def _apply_in_backward(case: Case, model: Model) -> None:
     _apply_optimizer_in_backward(kind, [param for param in model.parameters() if param.requires_grad], options)
 
 
-def _tolerance(case: Case) -> float:
-    if case.copies.policy == "compute":
-        return 1e-3
-    return 1e-4 if "float32" in case.tags or case.copies.policy else EXACT
-
-
-def check_gradients(
-    params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], tolerance: float, place: str
-) -> None:
-    """Compare every gradient, and whether there is one.
-
-    Raises:
-        Wrong: Some gradient is not that of one process.
-    """
+def _check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], place: str) -> None:
+    """Compare every gradient, and whether there is one."""
+    pairs = {}
     for name, param in params.items():
         want = expected[name]
         if (param.grad is None) != (want is None):
-            has, should = ("no" if one is None else "a" for one in (param.grad, want))
-            raise Wrong(f"{has} gradient where one process has {'one' if should == 'a' else 'none'}: '{name}', {place}")
-    pairs = {name: (param.grad, expected[name]) for name, param in params.items()}
-    _check({name: (have, want) for name, (have, want) in pairs.items() if have is not None and want is not None},
-           tolerance, "gradient", place)  # fmt: skip
+            has, should = ("no", "one") if param.grad is None else ("a", "none")
+            raise Wrong(f"{has} gradient where one process has {should}: '{name}', {place}")
+        if param.grad is not None and want is not None:
+            pairs[name] = param.grad, want
+    _check(pairs, "gradient", place)
 
 
-def _check_values(
-    params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor], tolerance: float, place: str
-) -> None:
-    _check({name: (one, expected[name]) for name, one in params.items()}, tolerance, "value", place)
+def _check_values(params: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor], place: str) -> None:
+    _check({name: (one, expected[name]) for name, one in params.items()}, "value", place)
 
 
-def _check_full_values(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Compare what every rank gathers. Collective."""
-    full = {
-        name: (one.full_tensor() if isinstance(one, DTensor) else one, expected[name]) for name, one in params.items()
-    }
-    _check(full, tolerance, "full value", "at the end")
-
-
-def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float, what: str, place: str) -> None:
-    """Compare this rank's elements; in lower dtypes, what is off counts beside the largest of a tensor."""
+def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place: str) -> None:
+    """Compare this rank's elements."""
     pieces = {}
     for name, (tensor, want) in pairs.items():
         have = tensor.detach()
@@ -365,22 +321,32 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
         pieces[name] = (have.flatten().double(), want.double())
     # One comparison costs as much as that of all together.
     every = [torch.cat(side) for side in zip(*pieces.values(), strict=True)]
-    if not every or torch.allclose(*every, rtol=tolerance, atol=tolerance, equal_nan=True):
+    if not every or torch.allclose(*every, rtol=EXACT, atol=EXACT, equal_nan=True):
         return
     for name, (have, want) in pieces.items():
-        most = want.abs().max().item() if want.numel() else 0.0
-        least = tolerance * max(1.0, most if tolerance > EXACT else 1.0)
-        if not torch.allclose(have, want, rtol=tolerance, atol=least, equal_nan=True):
-            off = (have - want).abs().max().item()
+        if not torch.allclose(have, want, rtol=EXACT, atol=EXACT, equal_nan=True):
+            off, most = (have - want).abs().max().item(), want.abs().max().item()
             raise Wrong(f"{what} differs: '{name}', {place}, off by up to {off:.2g}, right are up to {most:.2g}")
 
 
 # Of both
 
 
-def _make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def _act(
+    case: Case, model: Model, optimizer: torch.optim.Optimizer, number: int, folder: Path, *, is_plain: bool
+) -> tuple[Model, torch.optim.Optimizer]:
+    """Do what there is to do after a step; return what is trained from there."""
+    for index, name in enumerate(case.actions[number]):
+        rng = random.Random(f"{case.seed}/{number}/{index}")
+        between = Between(model, optimizer, is_plain, rng, number, folder, case.other)
+        ACTIONS[name].run(between)
+        model, optimizer = between.model, between.optimizer
+    return model, optimizer
+
+
+def _make_optimizer(case: Case, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     kind, options = _optimizer_of(case)
-    return kind(model.parameters(), **options)
+    return kind(params, **options)
 
 
 def _optimizer_of(case: Case) -> tuple[Any, dict[str, Any]]:
@@ -406,67 +372,25 @@ def _zero(case: Case, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad(set_to_none=case.zero != "to zeros")
 
 
-def _hook(case: Case, model: nn.Module, calls: dict[nn.Parameter, int]) -> None:
+def _hook(case: Case, model: nn.Module) -> None:
     """Put hooks on parameters.
 
     Raises:
         Refused: The library does not take them.
     """
-    kind = case.hooks.removesuffix(" before").removesuffix(" after")
-    if not kind:
-        return
     try:
         for param in model.parameters():
-            if param.requires_grad:
-                _HOOKS[kind](case, param, calls)
+            if case.hooks.startswith("tensor hook") and param.requires_grad:
+                param.register_hook(lambda grad: grad / 2)
+            elif case.hooks == "step in backward" and param.requires_grad:
+                param.register_post_accumulate_grad_hook(_stepping(_make_optimizer(case, [param])))
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-def _count_calls(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    def count(param: torch.Tensor) -> None:
-        calls[param] = calls.get(param, 0) + 1  # type: ignore[index, call-overload]
-
-    param.register_post_accumulate_grad_hook(count)
-
-
-def _scale(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    def scale(param: torch.Tensor) -> None:
-        assert param.grad is not None
-        param.grad.div_(2)
-
-    param.register_post_accumulate_grad_hook(scale)
-
-
-def _scale_tensor(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    param.register_hook(lambda grad: grad / 2)
-
-
-def _step_in_backward(case: Case, param: nn.Parameter, calls: dict[nn.Parameter, int]) -> None:
-    holder = nn.Module()
-    holder.param = param
-    optimizer = _make_optimizer(case, holder)
-
-    def step(param: torch.Tensor) -> None:
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    def step(_: torch.Tensor) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    param.register_post_accumulate_grad_hook(step)
-
-
-_HOOKS: dict[str, Callable[[Case, nn.Parameter, dict[nn.Parameter, int]], None]] = {
-    "count": _count_calls,
-    "scale": _scale,
-    "tensor hook": _scale_tensor,
-    "step in backward": _step_in_backward,
-}
-
-
-def _check_calls(
-    params: Mapping[str, nn.Parameter], record: _Record, calls: dict[nn.Parameter, int], place: str
-) -> None:
-    for name, param in params.items():
-        want = int(record.grads[name] is not None)
-        if calls.get(param, 0) != want:
-            raise Wrong(f"hook ran {calls.get(param, 0)} times: '{name}', {place}")
-    calls.clear()
+    return step

@@ -5,18 +5,16 @@ in the same way: ``python -m tests.fuzz.run --seeds 1234 --shrink``. With any op
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 
-from tests.fuzz.annotations import CHECKPOINTS, MODES
+from tests.fuzz.annotations import COPY_MODES, MODES
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, draw, draw_hybrid, draw_replicated, kinds_of
-from tests.fuzz.copies import MODES as COPY_MODES
 from tests.fuzz.nodes import KINDS
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.runner import Outcome, run_case
-from tests.fuzz.workers import Worker, worker
 
 # (ranks, seeds); together a hundred trees: enough to meet every kind.
 GROUPS = [(2, range(start, start + 20)) for start in range(0, 80, 20)] + [(3, range(240, 255)), (4, range(270, 275))]
@@ -31,16 +29,9 @@ def described(ended: Iterable[tuple[Case, Outcome]]) -> str:
     return "\n\n".join(f"{outcome.kind}: {outcome.text}\n{case}" for case, outcome in ended)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Worker]:
-    """A process that may die without taking the tests along."""
-    with worker() as found:
-        yield found
-
-
-def check(one: Worker, cases: Iterable[Case], *, share: float) -> None:
+def check(cases: Iterable[Case], *, share: float) -> None:
     """Run cases; none may fail, and ``share`` of them train as one process does."""
-    ended = list(one.run(cases))
+    ended = [(case, run_case(case)) for case in cases]
     failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
     assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
     counts = Counter(outcome.kind for _, outcome in ended)
@@ -53,20 +44,18 @@ def _name(value: object) -> str:
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), GROUPS, ids=_name)
-def test_random_trees_train_as_one_process_does(one: Worker, world_size: int, seeds: range) -> None:
-    check(one, [draw(seed, world_size) for seed in seeds], share=0.7)
+def test_random_trees_train_as_one_process_does(world_size: int, seeds: range) -> None:
+    check([draw(seed, world_size) for seed in seeds], share=0.7)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), REPLICATED, ids=_name)
-def test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank(
-    one: Worker, world_size: int, seeds: range
-) -> None:
-    check(one, [draw_replicated(seed, world_size) for seed in seeds], share=0.4)
+def test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank(world_size: int, seeds: range) -> None:
+    check([draw_replicated(seed, world_size) for seed in seeds], share=0.4)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), HYBRID, ids=_name)
-def test_with_copies_of_shards_they_do(one: Worker, world_size: int, seeds: range) -> None:
-    check(one, [draw_hybrid(seed, world_size) for seed in seeds], share=0.7)
+def test_with_copies_of_shards_they_do(world_size: int, seeds: range) -> None:
+    check([draw_hybrid(seed, world_size) for seed in seeds], share=0.7)
 
 
 @pytest.mark.parametrize("seed", [3, 11, 17, 29])
@@ -82,7 +71,6 @@ def test_so_few_seeds_meet_every_kind() -> None:
     met |= {kind for seed in range(100) for kind in kinds_of(draw_hybrid(seed, 2))}
     wanted = [f"node: {name}" for name in KINDS]
     wanted += [f"annotation: {name}" for name in (*MODES, *COPY_MODES)]
-    wanted += [f"checkpoints: {name}" for name in CHECKPOINTS]
     wanted += [f"step: {name}" for name in PROGRAMS]
     wanted += [f"between: {name}" for name in ACTIONS]
     assert [kind for kind in wanted if kind not in met] == []
