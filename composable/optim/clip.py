@@ -34,7 +34,6 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_bool, check_number, count_text, list_of_tensors
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
-from composable.optim.flat_step import local_gradients
 
 __all__ = ["clip_grad_norm_", "get_total_norm", "ranks_of_param"]
 
@@ -101,7 +100,7 @@ def clip_grad_norm_(
         parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
             Those annotated on a part of the ranks of others, ragged or replicated, count for each such part, whose
             ranks list their own; see docs/experts.md.
-            Or an optimizer: all of its parameters; after ``accelerate_optimizer`` in as few tensors as it steps.
+            Or an optimizer: all of its parameters.
         max_norm: 0 or above.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank and before any gradient is changed, if the norm is NaN or infinite.
@@ -123,10 +122,8 @@ def clip_grad_norm_(
     pieces = _Pieces("clip_grad_norm_")
     if isinstance(parameters, torch.optim.Optimizer):
         every = [param for group in parameters.param_groups for param in group["params"]]
-        accelerated = local_gradients(parameters)
     else:
         every = list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
-        accelerated = None
     check_finished("clip_grad_norm_", every)
     scaled: list[torch.Tensor] = []
     for param in every:
@@ -137,20 +134,12 @@ def clip_grad_norm_(
                 at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
                 fix="remove() what step_in_backward returned, clip, and step after backward",
             )
-        if accelerated is not None and type(param) is RaggedDTensor:
-            continue
         home = pieces.home_of(param)
         # Also without a gradient: others may have one.
         pieces.expect(home, pieces.cut_of(param))
         if param.grad is not None:
             pieces.add(param.grad, home)
             scaled.append(_local(param.grad))
-    for param, dtypes, gradients in accelerated or ():
-        home, cut = pieces.home_of(param), pieces.cut_of(param)
-        pieces.expect(home, cut)
-        pieces.dtypes |= dtypes
-        pieces.add_locals(home, cut, gradients)
-        scaled += gradients
     total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
     norm = total.to(pieces.dtype)
     # Half a mantissa is not enough for a factor.
