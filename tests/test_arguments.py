@@ -409,10 +409,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
                 {"None", "3", "1.5", "np.3"},
                 ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"),
             ),
-            ("comm", OPTIONAL, ("set_custom_all_gather", "set_custom_reduce_scatter")),
             ("modules", {"[]"}, ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")),
             # What only refuses takes False.
             ("value", set(), ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")),
+            ("value", set(), ("set_custom_all_gather", "set_custom_reduce_scatter")),
         )
         for name in names
     },

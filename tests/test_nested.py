@@ -148,7 +148,6 @@ def test_every_walker_finds_what_lies_below_other_annotations(seed: int) -> None
     reducers = {replicate.state(node).reducer for node in tree.modules() if replicate.state(node) is not None}
     assert {item.fqn for one in reducers for item in one.params} or not replicated
 
-
     for fqn, node in tree.named_modules():
         if isinstance(node, FSDPModule):
             inside = {handle_of(param) for _, param in node.named_parameters()} - {None}
