@@ -8,19 +8,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import HandleOptions, ShardingStrategy, fully_shard, plan, register_comm_hook, replicate
+from composable import HandleOptions, ShardingStrategy, fully_shard, plan
 from composable.comm.transport import _REGISTERED, transport_names
-from tests.models import BLOCK_CLASSES, MLP, MLPBlock
+from tests.models import BLOCK_CLASSES, MLP
 from tests.ordered_groups import needs_ordered_groups
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-MOST_FILES = {"transport": 1, "type of communication hooks": 2, "strategy": 2}
+MOST_FILES = {"transport": 1, "strategy": 2}
 
 Add = Callable[[str], dict[str, ModuleType]]
 
@@ -77,29 +76,6 @@ def test_a_transport_is_one_file(add: Add, world_size: int) -> None:
     ring = plan(MLP(), world_size=2, transport="process_group", ranks_per_host=1)
     assert planned.expected_traffic() == ring.expected_traffic()
     assert planned.peak_bytes_per_rank() == ring.peak_bytes_per_rank()
-
-
-def train_with_hook(hook: Callable[..., None]) -> Run:
-    def annotate(model: nn.Module) -> None:
-        replicate(next(one for one in model.modules() if isinstance(one, MLPBlock)))
-        fully_shard(model, policy=BLOCK_CLASSES)
-        register_comm_hook(model, dist.group.WORLD, hook)
-
-    return train_annotated("mlp", annotate)
-
-
-@pytest.mark.parametrize(("world_size", "is_text"), [(1, False), (2, False), (3, False), (2, True)])
-def test_a_type_of_communication_hooks_is_two_files(add: Add, world_size: int, *, is_text: bool) -> None:
-    made = add("type of communication hooks")
-    hook = made["exact_hook"].exact_hook
-    if is_text:  # as ``from __future__ import annotations`` leaves it
-        hook.__annotations__["whole"] = "WholeGradients"
-    kinds: list[bool] = []
-    whole = made["whole_gradients"].WholeGradients
-    call = whole.call_hook
-    whole.call_hook = staticmethod(lambda *args: (kinds.append(args[-1] is None), call(*args))[1])
-    assert_equal_runs(run_threads(train_with_hook, world_size, hook), train_reference("mlp", world_size))
-    assert {*kinds} == {True, False}, "both annotations have called it"
 
 
 def train_on_copies(strategy: ShardingStrategy) -> Run:
