@@ -213,7 +213,7 @@ class _IdleRank(JoinHook):
         """
         step_alone = self._view.step_alone
         try:
-            if self._steps.follow() and step_alone is not None:
+            if self._steps.follow(keeps_own=step_alone is None) and step_alone is not None:
                 step_alone()
         except BaseException:
             # It leaves ``Join``: what goes on is no follower.

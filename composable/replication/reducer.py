@@ -1,6 +1,6 @@
 """What is chosen for, and asked of, the averaging of some parameters' gradients; how it is copied, moved and closed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -198,6 +198,18 @@ class Reducer(GradientAverager):
     def count_anew(self) -> None:
         """Count backwards from here on: before a ``Join``, ranks may have kept different numbers."""
         self.round.kept = self.round.forwards = 0
+
+    def put_aside(self) -> Callable[[], None]:
+        """Return what puts the gradients of now back: until then rounds of other ranks leave their averages here."""
+        grads = [item.param.grad for item in self.params]
+        copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._kept)
+
+        def put_back() -> None:
+            self._kept[:] = kept
+            for item, grad in zip(self.params, copies, strict=True):
+                item.param.grad = grad
+
+        return put_back
 
     @torch.no_grad()
     def begin_shadow(self) -> None:

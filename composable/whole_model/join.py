@@ -165,12 +165,16 @@ class JoinSteps:
 
     # On a rank without inputs
 
-    def follow(self) -> bool:
-        """Do what ranks with inputs tell, until they end a step; returns whether the optimizer steps after it."""
+    def follow(self, *, keeps_own: bool) -> bool:
+        """Do what ranks with inputs tell, until they end a step; returns whether the optimizer steps after it.
+
+        Args:
+            keeps_own: Nothing steps here, so replicated parameters have the gradients of now again at the end.
+        """
         with torch.no_grad():
             is_first, self._phase = not self.is_following, _Phase.FOLLOWING
             for part in self._parts:
-                part.stand_by(is_first=is_first)
+                part.stand_by(is_first=is_first, keeps_own=keeps_own)
             self._begin(self._meet(None))
             failure: ComposableError | None = None
             while True:
@@ -285,7 +289,7 @@ class _ShardedPart:
         for flat in self.buffers:
             flat.routes.divide_by(divisor)
 
-    def stand_by(self, *, is_first: bool) -> None:
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
         if is_first:
             # Free what is unsharded, drop what was not averaged yet.
@@ -398,6 +402,7 @@ class _ReplicatedPart:
         self._tell = partial(steps.tell, number)
         self._state = state
         self._source = 0
+        self._put_back: Callable[[], None] | None = None
         state.uneven = state.reducer.teller = self
         state.reducer.count_anew()
         state.reducer.before_round = self.begin_round
@@ -412,10 +417,11 @@ class _ReplicatedPart:
         self._state.reducer.expect(running)
         self._source = running[-1] if running else self._source
 
-    def stand_by(self, *, is_first: bool) -> None:
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
         if is_first:
             self._state.reducer.prepare()
+            self._put_back = self._state.reducer.put_aside() if keeps_own else None
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         """Do what a rank with inputs has told. Collective."""
@@ -432,6 +438,8 @@ class _ReplicatedPart:
         """Give all ranks the parameters and buffers of the last one that had inputs. Collective."""
         self._state.reducer.prepare()
         self._state.broadcast_all(self._source)
+        if self._put_back is not None:
+            self._put_back()
 
     def close(self) -> None:
         """Tell nothing from now on."""
