@@ -195,7 +195,7 @@ class _Home(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Group:
+class _CutAlike:
     """This rank's pieces of tensors that one annotation has, and that are cut over the same groups of ranks.
 
     Attributes:
@@ -220,9 +220,9 @@ class _Pieces:
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._groups: dict[tuple[_Home | None, _Cut], _Group] = {}
+        self._groups: dict[tuple[_Home | None, _Cut], _CutAlike] = {}
         # Those of ragged tensors by what is quick to find, since there are many.
-        self._known: dict[tuple[object, ...], _Group] = {}
+        self._known: dict[tuple[object, ...], _CutAlike] = {}
         # Of groups that have tensors with modules of the same tree on a part of them.
         self._with_parts: set[tuple[int, ...]] = set()
         # Equal ranks of two meshes are one group.
@@ -235,7 +235,7 @@ class _Pieces:
         kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
         return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
-    def group_of(self, tensor: torch.Tensor) -> _Group:
+    def group_of(self, tensor: torch.Tensor) -> _CutAlike:
         """Return the group of a parameter or a ragged gradient: its pieces take part also where it has no gradient."""
         if type(tensor) is not RaggedDTensor:
             claim = claim_of(tensor)
@@ -247,7 +247,7 @@ class _Pieces:
             found = self._known[key] = self._group(tensor, layout.label)
         return found
 
-    def _group(self, tensor: torch.Tensor, owner: object) -> _Group:
+    def _group(self, tensor: torch.Tensor, owner: object) -> _CutAlike:
         ranks = ranks_of_param(tensor)
         home = None
         if ranks is not None:
@@ -258,7 +258,7 @@ class _Pieces:
                 # All ranks of the parameter know it, also those that have no such module.
                 self._with_parts.add(ranks.numbers)
         cut = self._cut_of(tensor)
-        return self._groups.setdefault((home, cut), _Group(home, cut))
+        return self._groups.setdefault((home, cut), _CutAlike(home, cut))
 
     def _cut_of(self, tensor: torch.Tensor) -> _Cut:
         """Return the groups over which the pieces of a tensor have to be added up."""
@@ -279,14 +279,14 @@ class _Pieces:
     def _one(self, ranks: Ranks) -> Ranks:
         return self._ranks.setdefault((ranks.numbers, ranks.device.type), ranks)
 
-    def add(self, tensor: torch.Tensor, group: _Group) -> None:
+    def add(self, tensor: torch.Tensor, group: _CutAlike) -> None:
         """Add the piece of a whole tensor; ``group``: of itself, or of the parameter whose gradient it is."""
         if type(tensor) is not RaggedDTensor and isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
                 tensor = tensor.redistribute(placements=placements)
             cut = self._cut_of(tensor)
-            group = self._groups.setdefault((group.home, cut), _Group(group.home, cut))
+            group = self._groups.setdefault((group.home, cut), _CutAlike(group.home, cut))
         group.locals.append(_local(tensor))
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:

@@ -109,7 +109,7 @@ def _check_options(optimizer: torch.optim.Optimizer) -> None:
             raise ConfigError(f"param group {index} is differentiable", fix="leave the optimizer unaccelerated")
 
 
-class _Piece(NamedTuple):
+class _LocalPiece(NamedTuple):
     """What this rank owns of one parameter.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Piece(NamedTuple):
     group: int
     place: tuple[int, int] | None
 
-    def follows(self, other: "_Piece") -> bool:
+    def follows(self, other: "_LocalPiece") -> bool:
         """Say whether it is the next one in a flat buffer."""
         return other.place is not None and self.place == (other.place[0], other.place[1] + 1)
 
@@ -138,7 +138,7 @@ class _Unit:
         tensor: The local tensor of the one piece with elements, or a flat one [elements] over several.
     """
 
-    def __init__(self, pieces: Sequence[_Piece], indices: Sequence[int]) -> None:
+    def __init__(self, pieces: Sequence[_LocalPiece], indices: Sequence[int]) -> None:
         self.pieces = pieces
         self.indices = indices
         owned = [piece.local for piece in pieces if piece.local.numel()]
@@ -219,7 +219,7 @@ class _Unit:
         self._numbers = [(numbers, numbers._version) for numbers, _ in self._numbers]
 
 
-def _as_of(piece: _Piece, local: torch.Tensor) -> RaggedDTensor:
+def _as_of(piece: _LocalPiece, local: torch.Tensor) -> RaggedDTensor:
     """Return a tensor, of the shape of the piece, as one that is cut as the parameter."""
     return RaggedDTensor.wrap(local, piece.param._spec.cast(local.dtype))
 
@@ -240,7 +240,7 @@ def _lies_at(start: int, tensor: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def _places_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
-    """Return the place, see ``_Piece``, of each parameter of the handles of ``params`` that is not empty, by id."""
+    """Return the place, see ``_LocalPiece``, of each parameter of the handles of ``params`` with elements, by id."""
     handles = dict.fromkeys(handle for param in params if (handle := handle_of(param)) is not None)
     places: dict[int, tuple[int, int]] = {}
     for flat in (flat for handle in handles for flat in handle.buffers):
@@ -249,7 +249,7 @@ def _places_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
     return places
 
 
-def _signature_of(entry: Mapping[Any, Any], piece: _Piece) -> object:
+def _signature_of(entry: Mapping[Any, Any], piece: _LocalPiece) -> object:
     """Return what must be equal in the state of two parameters for them to be stepped as one."""
     found: list[object] = []
     for key, value in entry.items():
@@ -293,7 +293,7 @@ class _Plan:
         self._options = _options_of(groups)
         places = _places_of(chain.from_iterable(self._members)) if merges else {}
         self._pieces = [
-            _Piece(param, param._local_tensor, index, places.get(id(param)))
+            _LocalPiece(param, param._local_tensor, index, places.get(id(param)))
             for index, params in enumerate(self._members)
             for param in params
             if type(param) is RaggedDTensor
@@ -465,6 +465,12 @@ class LocalStep:
         self._groups: list[dict[str, Any]] | None = None
         self._plan = None
         vars(self._shell).clear()
+
+    @staticmethod
+    def takes(optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer is element-wise, and all of its parameters of now are sharded."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return type(optimizer) in ELEMENT_WISE and all(type(param) is RaggedDTensor for param in params)
 
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with which torch's ``step`` is to run in place of that of ``optimizer``."""

@@ -21,7 +21,6 @@ from torch import nn
 
 from composable.annotation import FullyShardState, handle_of_module, model_ranks_of, sharded_state_of
 from composable.comm import Grid, Ranks, check_inside, compare_in_each
-from composable.dtensor import RaggedDTensor
 from composable.engine import (
     ELEMENT_WISE,
     Handle,
@@ -325,8 +324,7 @@ class BackwardSteps:
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or remove() what step_in_backward returned",
             )
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if self._local is None or any(type(param) is not RaggedDTensor for param in params):
+        if self._local is None or not self._local.takes(optimizer):
             return None
         return self._local.begin(optimizer, args, kwargs)
 
