@@ -13,8 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import FunctionType
-from typing import Any, Protocol, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,6 @@ from composable.whole_model import ReducingUnit, nothing_annotated, params_of, u
 __all__ = [
     "CommHookHandle",
     "DefaultState",
-    "HookArgument",
     "LowPrecisionState",
     "allreduce_hook",
     "bf16_compress_hook",
@@ -52,7 +50,6 @@ __all__ = [
 
 _Hook: TypeAlias = Callable[..., Any]
 _BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # of C++
-_HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DefaultState:
@@ -155,78 +152,10 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
     return _wrapped(hook, torch.bfloat16)
 
 
-def _check_state(hook: object, state: object) -> None:
-    """Raise ``ConfigError`` unless ``state`` has what ``hook`` reads, if that is one of this file, wrapped or not."""
-    hook = getattr(hook, "_inner", hook)
-    needed = _NEEDED.get(hook) if isinstance(hook, FunctionType) else None
-    if needed is None:
-        return
-    names = ["process_group", "gradient_predivide_factor", "gradient_postdivide_factor"]
-    names += ["parameter_type"] if needed is LowPrecisionState else []
-    # Whatever has the attributes: also the states of torch.
-    if not all(hasattr(state, name) for name in names):
-        raise ConfigError(
-            f"{getattr(hook, '__name__', '')} got {described(state)} as its state",
-            fix=f"pass a composable.{needed.__name__}",
-        )
+def _takes_bucket(hook: object) -> bool:
+    """Say whether ``hook`` is one of ``DistributedDataParallel``, by what it declares to take, or the argument's name.
 
-
-_NEEDED: dict[object, type[DefaultState]] = {
-    allreduce_hook: DefaultState,
-    reduce_scatter_hook: DefaultState,
-    fp16_compress_hook: LowPrecisionState,
-    bf16_compress_hook: LowPrecisionState,
-}
-
-
-def _check_hook(hook: object) -> None:
-    """Raise ``ConfigError`` if ``hook`` is a wrapper of torch, which hands a bucket on, around a hook of gradients."""
-    if not getattr(hook, "__module__", "").startswith(_HOOKS_OF_TORCH) or not inspect.isfunction(hook):
-        return
-    for inner in inspect.getclosurevars(hook).nonlocals.values():
-        _check_hook(inner)
-        if _signature_of(inner) is not None and _argument_of(inner) is not _BUCKET:
-            name = getattr(inner, "__qualname__", type(inner).__name__)
-            raise ConfigError(
-                f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {name}",
-                fix="wrap it by composable.fp16_compress_wrapper or composable.bf16_compress_wrapper",
-            )
-
-
-class HookArgument(Protocol):
-    """A type of hooks: the class of what they take in place of gradients.
-
-    A hook declares its type by the annotation of its second argument: ``torch.Tensor`` for gradients,
-    ``dist.GradBucket`` for the buckets of ``DistributedDataParallel``, or a class with this method.
-    """
-
-    @staticmethod
-    def call_hook(hook: HookFunction, state: Any, grad: torch.Tensor, output: torch.Tensor | None) -> object:
-        """Let ``hook`` reduce gradients, as ``register_comm_hook`` asks of hooks of gradients.
-
-        Shapes: ``grad`` [W * S], ``output`` [S]; without one ``grad`` [N] is averaged in place. Both of the dtype of
-        the reduction.
-        """
-        ...
-
-
-class _OfGradients:
-    """A hook of another type, as one of gradients. An object, so that it is copied with what it calls."""
-
-    def __init__(self, hook: HookFunction, argument: type[HookArgument]) -> None:
-        self.__qualname__ = str(getattr(hook, "__qualname__", type(hook).__qualname__))
-        self.__module__ = str(getattr(hook, "__module__", ""))
-        self._hook = hook
-        self._argument = argument
-
-    def __call__(self, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
-        return self._argument.call_hook(self._hook, state, grad, output)
-
-
-def _argument_of(hook: object) -> Any:
-    """Return the class of what a hook takes beside its state, as it declares it, or the name of the argument does.
-
-    Hooks that say nothing, as many of ``DistributedDataParallel`` do: those that take no output take a bucket.
+    Of hooks that say nothing, as many of torch, those that take no output take a bucket.
     """
     signature = _signature_of(hook)
     second = [*signature.parameters.values()][1:2] if signature is not None else []
@@ -234,17 +163,11 @@ def _argument_of(hook: object) -> Any:
     if isinstance(declared, str):
         with suppress(Exception):  # whatever evaluating the annotations of others raises
             declared = get_type_hints(hook)[second[0].name]
-    if declared in (torch.Tensor, _BUCKET) or callable(getattr(declared, "call_hook", None)):
-        return declared
+    if declared in (torch.Tensor, _BUCKET):
+        return declared is _BUCKET
     if second and second[0].name in ("grad", "bucket"):
-        return torch.Tensor if second[0].name == "grad" else _BUCKET
-    return torch.Tensor if _takes_arguments(hook, 3) else _BUCKET
-
-
-def _as_hook_of_gradients(hook: HookFunction) -> HookFunction:
-    """Return a hook that takes gradients, or a bucket: those of other types are called by their type."""
-    argument = _argument_of(hook)
-    return _OfGradients(hook, argument) if hasattr(argument, "call_hook") else hook
+        return second[0].name == "bucket"
+    return not _takes_arguments(hook, 3)
 
 
 def _takes_arguments(hook: object, count: int) -> bool:
@@ -281,23 +204,20 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
     name = str(getattr(hook, "__qualname__", type(hook).__name__))
-    if _argument_of(hook) is _BUCKET:
+    if _takes_bucket(hook):
         raise ConfigError(
             f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
             fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
         )
 
-    called = _as_hook_of_gradients(hook)
-
     # A copy of it in place of a closure would not be told apart from others when ranks compare.
     @functools.wraps(hook)
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
-        return _compress(called, dtype, None, state, grad, output)
+        return _compress(hook, dtype, None, state, grad, output)
 
     compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
     del compress.__wrapped__  # The signature is this one.
-    compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by _check_state
     return compress
 
 
@@ -383,8 +303,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
             fills ``output`` [S], of the same dtype, with this rank's slice of their mean. Replicated modules call
             ``hook(state, grad)``, which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a
-            hook for ``DistributedDataParallel``. The annotation of the second argument says which
-            (``HookArgument``), else its name, ``grad`` or ``bucket``; of hooks that say nothing, those of two
+            hook for ``DistributedDataParallel``. The annotation of the second argument says which, ``torch.Tensor`` or
+            ``dist.GradBucket``, else its name, ``grad`` or ``bucket``; of hooks that say nothing, those of two
             arguments take a bucket. Ranks call hooks in the same order. When a hook returns, its result is there, or
             queued on the current stream of the device.
 
@@ -392,8 +312,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         What takes it off again.
 
     Raises:
-        ConfigError: ``hook`` cannot be called so, on any rank; or its state has another process group than a module,
-            or is none that a hook of this library can use.
+        ConfigError: ``hook`` cannot be called so, on any rank; or its state has another process group than a module.
         UsageError: Nothing there is annotated; the module has a hook already; a parameter has another way to reduce;
             or a backward is running.
         DesyncError: The ranks register different hooks.
@@ -403,13 +322,14 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
     if not units:
         raise nothing_annotated("register_comm_hook", module)
 
+    def callers_of(one: Registration) -> set[Reducer]:
+        return {unit for unit in units if isinstance(unit, Reducer) and nearest([*unit.comm_hooks, one]) is one}
+
     def check() -> Registration:
-        called = _as_hook_of_gradients(hook)
-        one = Registration(module, state, called, takes_bucket=_takes_bucket(called, units))
-        _check_hook(hook)
-        _check_state(hook, state)
+        _check_hook(hook, units)
+        one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook))
         _check_free(module, state, units)
-        _check_memory(state, _callers_of(one, units))
+        _check_memory(state, callers_of(one))
         for unit in units:
             unit.check_comm_hooks([*unit.comm_hooks, one])
         return one
@@ -417,9 +337,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
     with located(place_of_rank()):
         one = made_alike(check, lambda one, failure: _agree(module, units, "register_comm_hook", one, failure))
     if _remembers_buckets(state):
-        for key in [key for key, served in _SERVED.items() if served.hook is None or id(served.hook.state) != key]:
-            _SERVED.pop(key, None)
-        _SERVED.update((id(state), caller) for caller in _callers_of(one, units))
+        _SERVED.update((id(state), caller) for caller in callers_of(one))
     for unit in units:
         unit.register_comm_hooks([*unit.comm_hooks, one])
     return CommHookHandle(module, one)
@@ -429,19 +347,12 @@ def _remembers_buckets(state: object) -> bool:
     return any(cls.__name__ == "PowerSGDState" for cls in type(state).__mro__)
 
 
-def _callers_of(one: Registration, units: Iterable[ReducingUnit]) -> set[Reducer]:
-    """Return the replicated modules that call a hook for which it is the nearest."""
-    return {unit for unit in units if isinstance(unit, Reducer) and nearest([*unit.comm_hooks, one]) is one}
-
-
 def _check_memory(state: object, callers: set[Reducer]) -> None:
     """Refuse a state that remembers buckets by their number in one replicated module, and is to serve another too."""
-    if not _remembers_buckets(state):
-        return
     served = _SERVED.get(id(state))
     if served is not None and served.hook is not None and served.hook.state is state:
         callers = {*callers, served}
-    if len(callers) > 1:
+    if _remembers_buckets(state) and len(callers) > 1:
         names = sorted(one.params[0].fqn if one.params else "none" for one in callers)
         raise ConfigError(
             f"one {type(state).__name__} is to serve {len(callers)} replicated modules, and what it remembers of "
@@ -474,54 +385,36 @@ def _check_free(module: nn.Module, state: object, units: Mapping[ReducingUnit, R
                 )
 
 
-def _takes_bucket(hook: object, units: Mapping[ReducingUnit, Ranks]) -> bool:
-    """Say whether ``hook`` is one of ``DistributedDataParallel``.
-
-    Raises:
-        ConfigError: It is none that these modules could call.
-    """
+def _check_hook(hook: object, units: Iterable[ReducingUnit]) -> None:
+    """Raise ``ConfigError`` unless these modules can call ``hook``."""
     if not callable(hook):
-        fix = "pass a function of a state, gradients and an output"
-        if type(hook).__name__ == "BuiltinCommHookType":
-            fix = "pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState"
-        raise SignatureError(f"hook is {described(hook)}", fix=fix)
-    if str(getattr(hook, "__module__", None)).endswith(".ddp_comm_hooks.mixed_precision_hooks"):
-        fix = "leave it out, and annotate with replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
-        raise ConfigError("the hook is a part of DistributedDataParallel's own mixed precision", fix=fix)
-    signature = _signature_of(hook)
-    if signature is None:
-        raise ConfigError(f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python")
-    argument = _argument_of(hook)
+        raise SignatureError(
+            f"hook is {described(hook)}",
+            fix="pass a function of a state, gradients and an output, such as allreduce_hook with a DefaultState, "
+            "or fp16_compress_hook with a LowPrecisionState",
+        )
+    takes_bucket = _takes_bucket(hook)
     # torch's hook that quantises by channels has a third argument, which is no output.
-    has_output = argument is not _BUCKET and _takes_arguments(hook, 3)
+    has_output = not takes_bucket and _takes_arguments(hook, 3)
     has_none = _takes_arguments(hook, 2)
     if not (has_output or has_none):
         raise ConfigError(
-            f"the hook cannot be called with a state and gradients: its arguments are {signature}",
+            f"the hook cannot be called with a state and gradients: its arguments are {_signature_of(hook)}",
             fix="write it as hook(state, grad, output=None)",
         )
     sharded = [unit for unit in units if isinstance(unit, Handle)]
     if sharded and not has_output:
-        second = "a bucket" if argument is _BUCKET else "gradients"
         raise ConfigError(
-            f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
-            "it needs a place for this rank's slice",
+            f"the hook takes a state and {'a bucket' if takes_bucket else 'gradients'} only, and a sharded module "
+            "keeps no whole gradients: it needs a place for this rank's slice",
             at=sharded[0].described,
             fix="write it as hook(state, grad, output=None); such hooks serve replicated modules too",
         )
-    if len(sharded) < len(units) and not has_none:
+    if not has_none and any(isinstance(unit, Reducer) for unit in units):
         raise ConfigError(
             "the hook needs an output, and a replicated module keeps the whole of its gradients",
             fix="write it as hook(state, grad, output=None), and average in place without an output",
         )
-    returned = signature.return_annotation
-    # What is no class, such as Future[torch.Tensor] or a string, says too little.
-    if argument is _BUCKET and returned in (int, float, bool, str, torch.Tensor, None):
-        raise ConfigError(
-            f"the hook is annotated to return {getattr(returned, '__name__', returned)}, and a bucket needs a future",
-            fix="return a torch.futures.Future[torch.Tensor] of the averages, and annotate it so or not at all",
-        )
-    return argument is _BUCKET
 
 
 def _agree(

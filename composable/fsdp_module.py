@@ -159,6 +159,8 @@ class FSDPModule(GatherSettings, ReductionSettings):
 
 # What torch's class has and this library has no use for: why, and ``False`` is taken.
 REFUSED_SETTERS = {
+    "set_custom_all_gather": "the library chooses how ranks gather, into memory of its own",
+    "set_custom_reduce_scatter": "a communication hook reduces gradients in another way: register_comm_hook",
     "set_allocate_memory_from_process_group_for_comm": "parameters are gathered in torch's memory, not staged",
     "set_symm_mem_for_comm": "parameters are gathered in torch's memory, not staged",
     "_set_unshard_async_op": "gathers run on a stream of their own, and allocate there",

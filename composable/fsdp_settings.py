@@ -49,11 +49,8 @@ class GradientReductionHandle:
         if scheduler is None or self._finalizing is None:
             return
         if scheduler.finalizing is not self._finalizing:
-            raise UsageError(
-                "the gradients were dropped by reset_iter_state",
-                at=place_of_rank(),
-                fix="start anew with the next forward",
-            )
+            what, fix = "the gradients were dropped by reset_iter_state", "start anew with the next forward"
+            raise UsageError(what, at=place_of_rank(), fix=fix)
         scheduler.end_finalize()
 
 
@@ -67,19 +64,16 @@ class GatherSettings(AnnotatedModule):
             reshard_after_forward: Free them, and all-gather again in backward.
             recurse: Also in fully sharded modules below.
         """
-        for handle in _chosen(self, recurse, reshard_after_forward=reshard_after_forward):
-            handle.settings.reshard_option = handle.settings.reshard_after_forward = reshard_after_forward
+        _set(self, recurse, "reshard_option", "reshard_after_forward", reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are freed after backward, or serve the next forward without a gather.
 
-        There modules hold sharded parameters between steps all the same. With False a forward first finds out
-        whether the unsharded values are still those of the shards on every rank, and gathers what is not, so an
-        optimizer step, a load or any other write in between needs no call of ``reshard``: the ranks send
-        each other one small message, and a device is waited for. It pays where several backwards share a step.
+        Modules hold sharded parameters between steps all the same. With False a forward first finds out, by one
+        small message of all ranks, whether the unsharded values are still those of the shards, and gathers what is
+        not: writes in between need no call of ``reshard``. It pays where several backwards share a step.
         """
-        for handle in _chosen(self, recurse, reshard_after_backward=reshard_after_backward):
-            handle.settings.reshard_after_backward = reshard_after_backward
+        _set(self, recurse, "reshard_after_backward", reshard_after_backward=reshard_after_backward)
         if reshard_after_backward:
             for root in roots_of(self, recurse=recurse):
                 root.scheduler.reshard_hidden()
@@ -91,17 +85,14 @@ class GatherSettings(AnnotatedModule):
         A forward that lets autograd save one of the parameters is a ``UsageError`` then: backward would read
         freed memory. Not recursive.
         """
-        for handle in _chosen(self, False, unshard_in_backward=unshard_in_backward):
-            handle.settings.unshard_in_backward = unshard_in_backward
+        _set(self, False, "unshard_in_backward", unshard_in_backward=unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
 
         The values are gathered as ever. False frees it at once where nothing is unsharded.
         """
-        handles = _chosen(self, recurse, keep=keep)
-        for handle in handles:
-            handle.settings.keeps_storage = keep
+        handles = _set(self, recurse, "keeps_storage", keep=keep)
         for root in () if keep else roots_of(self, recurse=recurse):
             for handle in root.handles:
                 if handle in handles:
@@ -112,18 +103,14 @@ class GatherSettings(AnnotatedModule):
 
         Replaces the recorded order for this module; an empty list switches prefetch off.
         """
-        ahead = _prefetched(self, modules, "set_modules_to_forward_prefetch")
-        for handle in handles_of(self, recurse=False):
-            handle.settings.forward_prefetch = ahead
+        _set_prefetch(self, "forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Choose what to all-gather while this module's backward runs, in order.
 
         Replaces the recorded order for this module; an empty list switches prefetch off.
         """
-        ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
-        for handle in handles_of(self, recurse=False):
-            handle.settings.backward_prefetch = ahead
+        _set_prefetch(self, "backward_prefetch", modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for an event, and not for the whole current stream; root only.
@@ -138,26 +125,10 @@ class GatherSettings(AnnotatedModule):
         state = _root_state(self, "set_post_optim_event")
         device = state.grid.shard.device
         if not isinstance(event, (torch.Event, torch.get_device_module(device).Event)):
-            raise _refused(self, f"set_post_optim_event got {described(event)}", "pass a recorded torch.Event")
+            what = f"set_post_optim_event got {described(event)}"
+            raise ConfigError(what, at=place_of(self), fix="pass a recorded torch.Event")
         if device.type != "cpu":
             state.settings.post_optim_event = event
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Let ``comm`` gather the parameters, in place of the transport; ``None``: as before.
-
-        The unsharded buffer's memory is the library's, so what ``comm`` allocates is for staging: the shard is copied
-        in, the parameters are copied out. It is not called on one rank, nor where there is nothing to gather.
-        Not recursive.
-
-        Args:
-            comm: As torch's ``AllGather``: ``allocate(size, *, dtype, device)`` returns a flat tensor, and a call with
-                ``output_tensor`` [W * S], ``input_tensor`` [S], both of the dtype in which parameters travel, ``group``
-                and ``async_op=False`` returns ``None`` or a ``Work``.
-
-        Raises:
-            ConfigError: ``comm`` has no ``allocate`` or cannot be called.
-        """
-        _change(self, all_gather=_checked_comm(comm))
 
 
 class ReductionSettings(AnnotatedModule):
@@ -174,7 +145,8 @@ class ReductionSettings(AnnotatedModule):
             requires_gradient_sync: Reduce at the end of each handle's backward.
             recurse: Also in fully sharded and replicated modules below.
         """
-        handles = _chosen(self, recurse, requires_gradient_sync=requires_gradient_sync)
+        check_bool("requires_gradient_sync", requires_gradient_sync)
+        handles = _chosen(self, recurse)
         for unit in units_of(self.modules()) if recurse else handles:
             unit.requires_gradient_sync = requires_gradient_sync
 
@@ -188,14 +160,14 @@ class ReductionSettings(AnnotatedModule):
         Raises:
             ConfigError: False on a mesh of one dim.
         """
-        handles = _chosen(self, recurse, requires_all_reduce=requires_all_reduce)
+        check_bool("requires_all_reduce", requires_all_reduce)
+        handles = _chosen(self, recurse)
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
-            is_spread = any(handle.secondary is not None and handle.secondary.fills for handle in handles)
-            why = "there is none with HYBRID_SHARD_OPTIM" if is_spread else "gradients of a 1-D mesh need none"
-            raise _refused(
-                self,
-                f"set_requires_all_reduce(False) leaves out an all-reduce, and {why}",
-                "call set_requires_gradient_sync(False) to accumulate without any reduction",
+            raise ConfigError(
+                "set_requires_all_reduce(False) leaves out an all-reduce, and there is none on a 1-D mesh or with "
+                "HYBRID_SHARD_OPTIM",
+                at=place_of(self),
+                fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
         for handle in handles:
             for flat in handle.buffers:
@@ -207,8 +179,7 @@ class ReductionSettings(AnnotatedModule):
         In both cases ranks may use different parameters: every backward reduces whole handles, with zeros for
         what this rank did not use, so a parameter that some rank used gets the mean, and nothing hangs.
         """
-        for handle in _chosen(self, recurse, reduce_scatter_unused_params=reduce_scatter_unused_params):
-            handle.settings.fills_unused = reduce_scatter_unused_params
+        _set(self, recurse, "fills_unused", reduce_scatter_unused_params=reduce_scatter_unused_params)
         CHANGES.note("choices")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -220,11 +191,10 @@ class ReductionSettings(AnnotatedModule):
         Raises:
             ConfigError: ``max_input_buffers`` is no int of at least 1.
         """
-        handles = _chosen(self, recurse)
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool) or max_input_buffers < 1:
-            what = f"set_reduce_scatter_max_input_buffers got {described(max_input_buffers)}"
-            raise _refused(self, what, "pass an int of at least 1")
-        for handle in handles:
+            what = f"max_input_buffers is {described(max_input_buffers)}"
+            raise ConfigError(what, at=place_of(self), fix="pass an int of at least 1")
+        for handle in _chosen(self, recurse):
             handle.settings.gradient_buffers = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -234,8 +204,7 @@ class ReductionSettings(AnnotatedModule):
         first reduce-scatter starts; False goes back to the group of the gathers. On gloo, where the transport
         ``point_to_point`` serves few ranks, it replaces that for reduce-scatters.
         """
-        for handle in _chosen(self, recurse, enable=enable):
-            handle.settings.scatters_apart = enable
+        _set(self, recurse, "scatters_apart", enable=enable)
         for root in roots_of(self, recurse=recurse):
             root.connect_scatters()
 
@@ -291,29 +260,9 @@ class ReductionSettings(AnnotatedModule):
         device_type = state_of(self).grid.shard.device.type
         is_known = isinstance(stream, torch.Stream) and stream.device.type == device_type != "cpu"
         if stream is not None and (hook is None or not is_known):
-            alone = "" if hook else ", and there is no hook"
-            raise ConfigError(
-                f"stream is {described(stream)}, the module is on {device_type}{alone}",
-                at=place_of_rank(),
-                fix="pass a stream of the module's device together with a hook; the CPU has none",
-            )
+            fix = f"pass a hook, and a stream of the module's device; that is {device_type}, and the CPU has none"
+            raise ConfigError(f"stream is {described(stream)}", at=place_of_rank(), fix=fix)
         _change(self, all_reduce_hook=hook, all_reduce_stream=stream)
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Let ``comm`` add up gradients, in place of the transport; ``None``: as before.
-
-        Gradients are copied into what ``comm`` allocates, and the sum is copied out and divided; float16 is divided
-        before. It is not called on one rank, nor where there is nothing to reduce. Not recursive.
-
-        Args:
-            comm: As torch's ``ReduceScatter``: as for ``set_custom_all_gather``, with an input [W * S] and an output
-                [S] of the dtype of the reduction; ``op`` is always ``SUM``.
-
-        Raises:
-            ConfigError: ``comm`` has no ``allocate`` or cannot be called.
-            UsageError: A communication hook reduces by itself.
-        """
-        _change(self, reduce_scatter=_checked_comm(comm))
 
     # For the whole tree
 
@@ -341,11 +290,8 @@ class ReductionSettings(AnnotatedModule):
         if enabled == state.settings.finalizes_by_hand:
             return
         if in_backward() or (state.root is not None and state.root.scheduler.is_deferred):
-            raise UsageError(
-                "set_manual_backward_finalization between a backward and its end",
-                at=place_of(self),
-                fix="call finalize_backward() first",
-            )
+            what = "set_manual_backward_finalization between a backward and its end"
+            raise UsageError(what, at=place_of(self), fix="call finalize_backward() first")
         state.settings.finalizes_by_hand = enabled
 
     @overload
@@ -412,11 +358,8 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     states = list(dict.fromkeys(_root_state(module, "share_comm_ctx") for module in sharded))
     devices = {state.grid.shard.device for state in states}
     if len(devices) > 1:
-        raise ConfigError(
-            f"share_comm_ctx got modules on {', '.join(sorted(map(str, devices)))}",
-            at=place_of_rank(),
-            fix="call it for the modules of each device",
-        )
+        what = f"share_comm_ctx got modules on {', '.join(sorted(map(str, devices)))}"
+        raise ConfigError(what, at=place_of_rank(), fix="call it for the modules of each device")
     for state in states:
         if state.root is not None:
             state.root.scheduler.check_between_steps()
@@ -457,12 +400,27 @@ def roots_of(module: nn.Module, *, recurse: bool) -> list[Root]:
     return list(dict.fromkeys(state.root for state in states if state is not None and state.root is not None))
 
 
-def _chosen(module: nn.Module, recurse: bool, **switches: object) -> list[Handle]:
-    """Return the handles that a setter is for; raise ``ConfigError`` unless all of ``switches`` are bools."""
-    state_of(module)
-    for name, value in {**switches, "recurse": recurse}.items():
-        check_bool(name, value)
+def _chosen(module: nn.Module, recurse: bool) -> list[Handle]:
+    check_bool("recurse", recurse)
     return handles_of(module, recurse=recurse)
+
+
+def _set(module: nn.Module, recurse: bool, *fields: str, **argument: bool) -> list[Handle]:
+    """Set fields of the settings of handles to the one argument, and return those; ``ConfigError`` if it is no bool."""
+    ((name, value),) = argument.items()
+    check_bool(name, value)
+    handles = _chosen(module, recurse)
+    for handle in handles:
+        for field in fields:
+            setattr(handle.settings, field, value)
+    return handles
+
+
+def _set_prefetch(module: nn.Module, field: str, modules: object) -> None:
+    sharded = _fully_sharded(modules, f"set_modules_to_{field}")
+    ahead = tuple(handle for other in sharded for handle in handles_of(other, recurse=False))
+    for handle in handles_of(module, recurse=False):
+        setattr(handle.settings, field, ahead)
 
 
 def _change(module: nn.Module, **changes: Any) -> None:
@@ -470,17 +428,6 @@ def _change(module: nn.Module, **changes: Any) -> None:
     for handle in handles_of(module, recurse=False):
         with located(f"{place_of_rank()}, {handle.described}"):
             handle.communicate_by(replace(handle.comms, **changes))
-
-
-def _checked_comm(comm: Any) -> Any:
-    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise ConfigError(
-            f"comm is {described(comm)}",
-            at=place_of_rank(),
-            fix="pass an object with allocate(size, *, dtype, device) that can be called as torch's AllGather or "
-            "ReduceScatter is",
-        )
-    return comm
 
 
 def _root_state(module: nn.Module, method: str) -> FullyShardState:
@@ -502,15 +449,6 @@ def _idle_root_state(module: nn.Module, method: str) -> FullyShardState:
         what = f"{method} inside a {'forward' if running else 'backward'}"
         raise UsageError(what, at=place_of(module), fix="call it after backward, outside of any forward")
     return state
-
-
-def _refused(module: nn.Module, what: str, fix: str) -> ConfigError:
-    return ConfigError(what, at=place_of(module), fix=fix)
-
-
-def _prefetched(module: nn.Module, modules: object, setter: str) -> tuple[Handle, ...]:
-    state_of(module)
-    return tuple(handle for other in _fully_sharded(modules, setter) for handle in handles_of(other, recurse=False))
 
 
 def _fully_sharded(modules: object, caller: str) -> list[GatherSettings]:

@@ -19,7 +19,7 @@ from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_bool, check_module, describe_module, described
 from composable.replication import ReplicateState, check_replicated
-from composable.whole_model import JoinSteps, Owner, State, check_shares, connect, nothing_annotated, states_of
+from composable.whole_model import JoinSteps, Owner, State, connect, nothing_annotated, states_of
 
 __all__ = ["DDPView", "UnevenInputs", "as_ddp", "joinable"]
 
@@ -120,33 +120,28 @@ class UnevenInputs(Joinable):
             check_bool("divide_by_initial_world_size", divides_by_all)
             states = _states_to_join(self.module)
         text = f"divide_by_initial_world_size={divides_by_all}, {'a' if self.step_alone else 'no'} step"
-        ranks.compare(
-            text,
-            shown=text,
-            what="the ranks prepare for uneven inputs in different ways",
-            fix="call joinable and Join with the same arguments on every rank",
-        )
+        what = "the ranks prepare for uneven inputs in different ways"
+        ranks.compare(text, shown=text, what=what, fix="call joinable and Join with the same arguments on every rank")
         # One that ran on its own so far may belong to the root around it now: roots are decided here.
         owners = list(dict.fromkeys(map(connect, states)))
-        check_shares(owners, ranks)
         with ranks.agreed():
             if self.step_alone is None and torch.is_grad_enabled():
                 _check_stepped(owners)
         self.end()
-        steps = self._steps = JoinSteps(ranks, owners, self._notify, self._lasts, divides_by_all=divides_by_all)
+        steps = self._steps = JoinSteps(ranks, owners, self.notify, self.is_live, divides_by_all=divides_by_all)
         hook = _IdleRank(self, steps)
         # ``Join`` does not say when an exception ends it: its hooks are gone then.
         self._hook = weakref.ref(hook)
         return hook
 
     @calling("Join")
-    def _notify(self) -> bool:
+    def notify(self) -> bool:
         """Let ``Join`` know that this rank has inputs; false: the context is over. Collective.
 
         Raises:
             RuntimeError: A rank has no inputs left, and ``Join`` was told to throw then.
         """
-        if not self._lasts():
+        if not self.is_live():
             self.end()
             return False
         try:
@@ -157,7 +152,7 @@ class UnevenInputs(Joinable):
         wait_for_work(work, self._ranks.process_group, "Join")
         return True
 
-    def _lasts(self) -> bool:
+    def is_live(self) -> bool:
         """Say whether the context lasts, or an exception has ended it."""
         return self._hook is not None and self._hook() is not None and bool(self._join_config.enable)
 
@@ -232,25 +227,24 @@ class _IdleRank(JoinHook):
 
 
 def _ranks_of(module: nn.Module) -> Ranks:
-    """Return all ranks that share anything at or below ``module``.
+    """Return the ranks that share what is annotated at or below ``module``.
 
     Raises:
-        UsageError: Nothing is annotated there, or no annotation is on all of them.
+        UsageError: Nothing is annotated there, or on different ranks.
     """
-    everyone = [state.grid.everyone for state in states_of(module.modules())]
-    if not everyone:
+    ranks, *others = [state.grid.everyone for state in states_of(module.modules())] or [None]
+    if ranks is None:
         raise nothing_annotated("joinable", module)
-    ranks = max(everyone, key=lambda one: one.size)
-    for one in everyone:
-        if not set(one.numbers) <= set(ranks.numbers):
+    for one in others:
+        if {*one.numbers} != {*ranks.numbers}:
             raise UsageError(
                 f"uneven inputs of modules that ranks {list(ranks.numbers)} and ranks {list(one.numbers)} share",
                 at=f"{place_of_rank()}, {describe_module(module)}",
-                fix="one annotation has to be on all ranks that the others are on",
+                fix="annotate all of it on the same ranks, or give every rank as many inputs",
             )
     world = Ranks.of_world()
     # ``Join`` wants joinables of one group, and there may be several groups of all ranks.
-    return Ranks.of(world.process_group, ranks.device) if set(world.numbers) == set(ranks.numbers) else ranks
+    return Ranks.of(world.process_group, ranks.device) if {*world.numbers} == {*ranks.numbers} else ranks
 
 
 def _states_to_join(module: nn.Module) -> list[State]:

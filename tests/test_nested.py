@@ -24,7 +24,6 @@ from composable import (
     unshard_params,
 )
 from composable.engine import handle_of
-from composable.optim.rebind import homes_of
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import inputs_of
 from tests.world import on_ranks, run_threads
@@ -148,8 +147,6 @@ def test_every_walker_finds_what_lies_below_other_annotations(seed: int) -> None
     handles = {handle_of(params[fqn]) for fqn in sharded}
     reducers = {replicate.state(node).reducer for node in tree.modules() if replicate.state(node) is not None}
     assert {item.fqn for one in reducers for item in one.params} or not replicated
-
-    assert set(homes_of(tree.parameters())) == {id(params[fqn]) for fqn in sharded if params[fqn].to_local().numel()}
 
     for fqn, node in tree.named_modules():
         if isinstance(node, FSDPModule):

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
@@ -377,27 +376,6 @@ def test_a_part_is_of_neighbours_in_the_shard_group() -> None:
     twin = fully_shard(net(), mesh=mesh["shard"])
     loss(twin).backward()
     torch.testing.assert_close(grads(model), grads(twin), rtol=1e-6, atol=1e-6)
-
-
-class Gather(DefaultAllGather):
-    """An all-gather of the user's."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.sizes.append(kwargs["group"].size())
-        return super().__call__(*args, **kwargs)
-
-
-@on_ranks(4)
-def test_an_all_gather_of_the_users_gets_the_group_of_the_part() -> None:
-    model = sharded_net()
-    gather = Gather()
-    model[1].set_custom_all_gather(gather)
-    loss(model).backward()
-    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
-    assert gather.sizes == [4, 2]
 
 
 def different() -> None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils import _pytree as pytree
 
 from composable import (
@@ -114,30 +113,6 @@ def test_weights_that_their_class_gathers_train_as_in_one_process(reshard: bool)
     assert_trains_as(model, reference, SHAPES[0][1])
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param), other.detach(), rtol=1e-5, atol=1e-6)
-
-
-class CountedGather(DefaultAllGather):
-    """Gathers as a user would, and counts."""
-
-    calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return super().__call__(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [Int8Weight, TwoPartWeight])
-@on_ranks(2)
-def test_a_gather_of_the_users_takes_what_the_class_gives(kind: type) -> None:
-    usual, own, comm = int8_model(SHAPES, kind), int8_model(SHAPES, kind), CountedGather()
-    for model in (usual, own):
-        fully_shard(model, policy={nn.Linear})
-    for linear in own:
-        linear.set_custom_all_gather(comm)
-    comm.calls = 0
-    assert train(own, SHAPES[0][1]) == train(usual, SHAPES[0][1])
-    # A weight and a bias of each layer, in forward and in backward.
-    assert comm.calls == STEPS * len(SHAPES) * 2 * 2
 
 
 @on_ranks(2, run=run_ranks)

@@ -10,8 +10,8 @@ ranks than the rest, such as experts, is another tensor on others: so much comes
 Source: gradient clipping, arXiv 1211.5063.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,7 +34,6 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_bool, check_number, count_text, list_of_tensors
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
-from composable.optim.flat_step import local_gradients
 
 __all__ = ["clip_grad_norm_", "get_total_norm", "ranks_of_param"]
 
@@ -64,7 +63,7 @@ def get_total_norm(
             for each such part, whose ranks list their own; see docs/experts.md.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank, if the norm is NaN or infinite.
-        foreach: ``False`` takes the norms one by one.
+        foreach: Of no effect: norms are taken in lists.
 
     Returns:
         A plain tensor ``[]``, equal on every rank, on the first tensor's device and in the dtype that the tensors
@@ -80,7 +79,7 @@ def get_total_norm(
     listed = list_of_tensors("tensors", tensors)
     check_finished("get_total_norm", listed)
     for tensor in listed:
-        pieces.add(tensor, pieces.home_of(tensor))
+        pieces.add(tensor, pieces.group_of(tensor))
     return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
 
@@ -101,11 +100,11 @@ def clip_grad_norm_(
         parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
             Those annotated on a part of the ranks of others, ragged or replicated, count for each such part, whose
             ranks list their own; see docs/experts.md.
-            Or an optimizer: all of its parameters; after ``accelerate_optimizer`` in as few tensors as it steps.
+            Or an optimizer: all of its parameters.
         max_norm: 0 or above.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank and before any gradient is changed, if the norm is NaN or infinite.
-        foreach: ``False`` works on the gradients one by one.
+        foreach: Of no effect: gradients are worked on in lists.
 
     Returns:
         The norm before clipping, as ``get_total_norm`` does.
@@ -123,11 +122,10 @@ def clip_grad_norm_(
     pieces = _Pieces("clip_grad_norm_")
     if isinstance(parameters, torch.optim.Optimizer):
         every = [param for group in parameters.param_groups for param in group["params"]]
-        accelerated = local_gradients(parameters)
     else:
         every = list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
-        accelerated = None
     check_finished("clip_grad_norm_", every)
+    written: list[torch.Tensor] = []
     scaled: list[torch.Tensor] = []
     for param in every:
         # Its gradient is gone: it was stepped on before that of the others was there.
@@ -137,32 +135,24 @@ def clip_grad_norm_(
                 at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
                 fix="remove() what step_in_backward returned, clip, and step after backward",
             )
-        if accelerated is not None and type(param) is RaggedDTensor:
-            continue
-        home = pieces.home_of(param)
         # Also without a gradient: others may have one.
-        pieces.expect(home, pieces.cut_of(param))
-        if param.grad is not None:
-            pieces.add(param.grad, home)
-            scaled.append(_local(param.grad))
-    for param, dtypes, gradients in accelerated or ():
-        home, cut = pieces.home_of(param), pieces.cut_of(param)
-        pieces.expect(home, cut)
-        pieces.dtypes |= dtypes
-        pieces.add_locals(home, cut, gradients)
-        scaled += gradients
+        group = pieces.group_of(param)
+        group.count += 1
+        grad = param.grad
+        if grad is not None:
+            pieces.add(grad, group)
+            local = _local(grad)
+            scaled.append(local)
+            if type(grad) is RaggedDTensor:
+                written.append(local)
     total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
     norm = total.to(pieces.dtype)
     # Half a mantissa is not enough for a factor.
     exact = total.to(torch.promote_types(norm.dtype, torch.float32))
     factor = (max_norm / (exact + _EPSILON)).clamp_(max=1.0)
     for (device, _), locals_ in _by_kind(scaled).items():
-        if foreach is False:
-            for local in locals_:
-                local.mul_(factor.to(device))
-        else:
-            foreach_mul_(locals_, factor.to(device))
-    note_written([_local(param.grad) for param in every if isinstance(param.grad, RaggedDTensor)])
+        foreach_mul_(locals_, factor.to(device))
+    note_written(written)
     return norm
 
 
@@ -204,94 +194,100 @@ class _Home(NamedTuple):
         return self.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else mesh.mesh.tolist()
 
 
+@dataclass(eq=False)
+class _CutAlike:
+    """This rank's pieces of tensors that one annotation has, and that are cut over the same groups of ranks.
+
+    Attributes:
+        home: Where the annotation has them; ``None``: none is known.
+        cut: The groups of ranks.
+        count: How many parameters are so, with a gradient or without.
+        locals: The pieces.
+    """
+
+    home: _Home | None
+    cut: _Cut
+    count: int = 0
+    locals: list[torch.Tensor] = field(default_factory=list)
+
+
 class _Pieces:
     """This rank's pieces of tensors, by where the tensors are and the groups of ranks that they are cut over.
 
     Args:
         op: What the norm is for, as the ranks tell each other.
-
-    Attributes:
-        dtypes: Of the tensors.
     """
 
     def __init__(self, op: str) -> None:
-        self.dtypes: set[torch.dtype] = set()
         self._op = op
-        self._by_cut: dict[tuple[_Home | None, _Cut], list[torch.Tensor]] = {}
-        self._device: torch.device | None = None
-        # How many parameters are cut over a group.
-        self._expected: Counter[Ranks] = Counter()
-        # Of those that have tensors with modules of the same tree on a part of them.
+        self._groups: dict[tuple[_Home | None, _Cut], _CutAlike] = {}
+        # Those of ragged tensors by what is quick to find, since there are many.
+        self._known: dict[tuple[object, ...], _CutAlike] = {}
+        # Of groups that have tensors with modules of the same tree on a part of them.
         self._with_parts: set[tuple[int, ...]] = set()
-        self._cuts: dict[tuple[int, tuple[int, ...]], _Cut] = {}
         # Equal ranks of two meshes are one group.
-        self._groups: dict[tuple[tuple[int, ...], str], Ranks] = {}
+        self._ranks: dict[tuple[tuple[int, ...], str], Ranks] = {}
 
     @property
     def dtype(self) -> torch.dtype:
         """What the tensors promote to."""
-        kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in self.dtypes}
+        dtypes = {local.dtype for group in self._groups.values() for local in group.locals}
+        kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
         return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
-    def home_of(self, tensor: torch.Tensor) -> _Home | None:
-        """Return where a parameter or a ragged gradient is; ``None``: no annotation is known."""
-        ranks = ranks_of_param(tensor)
-        if ranks is None:
-            return None
-        owner: object
-        mesh: DeviceMesh | None = tensor._spec.mesh if isinstance(tensor, DTensor) else None
-        if isinstance(tensor, RaggedDTensor):
-            owner = tensor._spec.layout.label
-            mesh = mesh if mesh is not None and mesh.ndim > 1 else None
-        else:
+    def group_of(self, tensor: torch.Tensor) -> _CutAlike:
+        """Return the group of a parameter or a ragged gradient: its pieces take part also where it has no gradient."""
+        if type(tensor) is not RaggedDTensor:
             claim = claim_of(tensor)
-            owner = None if claim is None else claim.owner
-        if getattr(owner, "has_parts", False):
-            # All ranks of the parameter know it, also those that have no such module.
-            self._with_parts.add(ranks.numbers)
-        return _Home(ranks, mesh)
+            return self._group(tensor, None if claim is None else claim.owner)
+        layout = tensor._spec.layout
+        key = id(layout.mesh), layout.cut_dims, None if layout.label is None else id(layout.label.everyone)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._group(tensor, layout.label)
+        return found
 
-    def cut_of(self, tensor: torch.Tensor) -> _Cut:
+    def _group(self, tensor: torch.Tensor, owner: object) -> _CutAlike:
+        ranks = ranks_of_param(tensor)
+        home = None
+        if ranks is not None:
+            mesh: DeviceMesh | None = tensor._spec.mesh if isinstance(tensor, DTensor) else None
+            is_split = mesh is not None and (mesh.ndim > 1 or type(tensor) is not RaggedDTensor)
+            home = _Home(ranks, mesh if is_split else None)
+            if getattr(owner, "has_parts", False):
+                # All ranks of the parameter know it, also those that have no such module.
+                self._with_parts.add(ranks.numbers)
+        cut = self._cut_of(tensor)
+        return self._groups.setdefault((home, cut), _CutAlike(home, cut))
+
+    def _cut_of(self, tensor: torch.Tensor) -> _Cut:
         """Return the groups over which the pieces of a tensor have to be added up."""
         if not isinstance(tensor, DTensor):
             return ()
         spec: Any = tensor._spec
-        mesh: DeviceMesh = spec.mesh
-        if isinstance(tensor, RaggedDTensor):
-            dims: tuple[int, ...] = spec.layout.cut_dims
-        else:
-            dims = tuple(dim for dim in cut_dims(tensor) if not spec.placements[dim].is_partial())
-        found = self._cuts.get((id(mesh), dims))
-        if found is None:
-            if mesh.get_coordinate() is None:
-                raise ConfigError(
-                    f"this rank is not in the mesh {mesh} of a tensor of shape {list(tensor.shape)}",
-                    fix="list the tensors of this rank only",
-                )
-            found = self._cuts[id(mesh), dims] = tuple(self._known(Ranks.of_mesh(mesh, dim)) for dim in dims)
-        return found
+        if spec.mesh.get_coordinate() is None:
+            raise ConfigError(
+                f"this rank is not in the mesh {spec.mesh} of a tensor of shape {list(tensor.shape)}",
+                fix="list the tensors of this rank only",
+            )
+        ragged = isinstance(tensor, RaggedDTensor)
+        dims = spec.layout.cut_dims if ragged else cut_dims(tensor)
+        return tuple(
+            self._one(Ranks.of_mesh(spec.mesh, dim)) for dim in dims if ragged or not spec.placements[dim].is_partial()
+        )
 
-    def _known(self, ranks: Ranks) -> Ranks:
-        return self._groups.setdefault((ranks.numbers, ranks.device.type), ranks)
+    def _one(self, ranks: Ranks) -> Ranks:
+        return self._ranks.setdefault((ranks.numbers, ranks.device.type), ranks)
 
-    def expect(self, home: _Home | None, cut: _Cut) -> None:
-        """Take part in what the groups of a parameter exchange, also without its gradient."""
-        self._expected.update(cut)
-        self._by_cut.setdefault((home, cut), [])
-
-    def add(self, tensor: torch.Tensor, home: _Home | None) -> None:
-        """Add a whole tensor's piece; ``home``: of the parameter whose gradient it is."""
-        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor._spec.placements):
-            placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
-            tensor = tensor.redistribute(placements=placements)
-        self.add_locals(home, self.cut_of(tensor), [_local(tensor)])
-
-    def add_locals(self, home: _Home | None, cut: _Cut, locals_: Sequence[torch.Tensor]) -> None:
-        """Add pieces of tensors that are cut alike."""
-        if locals_:
-            self._device = self._device or locals_[0].device
-            self.dtypes |= {local.dtype for local in locals_}
-            self._by_cut.setdefault((home, cut), []).extend(locals_)
+    def add(self, tensor: torch.Tensor, group: _CutAlike) -> None:
+        """Add the piece of a whole tensor; ``group``: of itself, or of the parameter whose gradient it is."""
+        if type(tensor) is not RaggedDTensor and isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
+                tensor = tensor.redistribute(placements=placements)
+            cut = self._cut_of(tensor)
+            group = self._groups.setdefault((group.home, cut), _CutAlike(group.home, cut))
+        group.locals.append(_local(tensor))
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
         """Return the norm of all in fp64. Collective over the groups."""
@@ -299,7 +295,8 @@ class _Pieces:
         check_bool("error_if_nonfinite", error_if_nonfinite)
         check_bool("foreach", foreach, or_none=True)
         whole = NormParts(order)
-        total = whole.norms(self._part_of_all(whole, self._device or torch.device("cpu"), foreach))[0]
+        devices = (local.device for group in self._groups.values() for local in group.locals)
+        total = whole.norms(self._part_of_all(whole, next(devices, torch.device("cpu"))))[0]
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
                 f"the norm of order {order:g} is {total.item()}",
@@ -307,26 +304,26 @@ class _Pieces:
             )
         return total
 
-    def _part_of_all(self, whole: NormParts, device: torch.device, foreach: bool | None) -> torch.Tensor:
+    def _part_of_all(self, whole: NormParts, device: torch.device) -> torch.Tensor:
         """Return the part of all pieces of all ranks. Collective over the groups."""
-        homes = dict.fromkeys(home for home, _ in self._by_cut if home is not None)
+        homes = dict.fromkeys(home for home, _ in self._groups if home is not None)
         outer = max((home.ranks for home in homes), key=lambda ranks: ranks.order, default=None)
         everywhere: dict[_Cut, torch.Tensor] = {}
         apart: dict[_Home, dict[_Cut, torch.Tensor]] = {}
-        for (home, cut), locals_ in self._by_cut.items():
+        for (home, cut), group in self._groups.items():
             is_apart = home is not None and outer is not None and set(home.ranks.numbers) < set(outer.numbers)
             into = apart.setdefault(home, {}) if is_apart and home is not None else everywhere
-            part = _part_of(locals_, whole, device, foreach)
+            part = _part_of(group.locals, whole, device)
             into[cut] = whole.join(torch.cat([into[cut], part], 1)) if cut in into else part
         if outer is not None:
             if outer.numbers in self._with_parts:
                 # Where nothing is cut over all of them, this is an all-reduce more: also on a rank that lists no part.
-                everywhere.setdefault((self._known(outer),), whole.nothing((1,), device))
+                everywhere.setdefault((self._one(outer),), whole.nothing((1,), device))
             for home in sorted(apart, key=_Home.order):
                 of_part = self._add_over_ranks(apart[home], whole, device)
                 if not home.is_first_of(outer):
                     of_part = whole.nothing((1,), device)  # One of those that have it tells of it.
-                cut = (self._known(outer),)
+                cut = (self._one(outer),)
                 told = everywhere.get(cut, whole.nothing((1,), device))
                 everywhere[cut] = whole.join(torch.cat([told, of_part], 1))
         return self._add_over_ranks(everywhere, whole, device)
@@ -344,7 +341,8 @@ class _Pieces:
         return parts.get((), whole.nothing((1,), device))
 
     def _text(self, group: Ranks, parts: Iterable[_Cut], whole: NormParts) -> str:
-        count, cuts = self._expected[group], sum(group in cut for cut in parts)
+        count = sum(each.count for each in self._groups.values() if group in each.cut)
+        cuts = sum(group in cut for cut in parts)
         listed = f" of {count_text(count, 'parameter')}" if count else ""
         return f"{self._op} of order {whole.order:g}{listed} in {count_text(cuts, 'cut')}"
 
@@ -362,15 +360,10 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.
     return kinds
 
 
-def _part_of(
-    locals_: Sequence[torch.Tensor], whole: NormParts, device: torch.device, foreach: bool | None
-) -> torch.Tensor:
+def _part_of(locals_: Sequence[torch.Tensor], whole: NormParts, device: torch.device) -> torch.Tensor:
     """Return what pieces add to a norm [1 or 2, 1], fp64."""
     found = [whole.nothing((1,), device)]
     for (_, dtype), tensors in _by_kind(locals_).items():
-        if foreach is False:
-            norms = [torch.linalg.vector_norm(tensor, whole.order, dtype=summed_in(dtype)) for tensor in tensors]
-        else:
-            norms = list(foreach_norm(tensors, whole.order, dtype=summed_in(dtype)))
-        found.append(whole.join(whole.of(torch.stack(norms))).to(device))
+        norms = torch.stack(list(foreach_norm(tensors, whole.order, dtype=summed_in(dtype))))
+        found.append(whole.join(whole.of(norms)).to(device))
     return whole.join(torch.cat(found, 1))

@@ -1,20 +1,19 @@
 """Let a torch optimizer step on plain local tensors, flat where that changes no bit, instead of ragged parameters.
 
-Between steps everything is as before: ``param_groups`` and ``state`` hold ragged tensors. During
-``step`` torch's own code runs on a *stand-in*, an optimizer of the same class that shares options,
-and whose parameters and state are this rank's local tensors, in the same memory. The optimizer
-itself is never changed for the time of a step, so there is nothing to restore after an exception.
-What is planned for one step serves the next as long as everything is as it was: parameters, options that choose
-kernels, the tensors in the state, and how the gradients lie.
+Between steps ``param_groups`` and ``state`` hold ragged tensors. During ``step`` torch's own code runs on a
+*stand-in*, an optimizer of the same class that shares options, and whose parameters and state are this rank's local
+tensors, in the same memory. The optimizer itself is never changed for the time of a step, so there is nothing to
+restore after an exception. The plan of one step serves the next as long as parameters, the options that choose
+kernels, the tensors in the state, and the way that gradients lie are as they were.
 
 Source: the flat step of ZeRO, arXiv 1910.02054.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -22,33 +21,25 @@ from torch.distributed.tensor import DTensor
 
 import _traversal_utils
 from composable.dtensor import RaggedDTensor, note_written, slice_full
-from composable.engine import ELEMENT_WISE, stepper_of
+from composable.engine import ELEMENT_WISE, handle_of, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_module
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
-from composable.optim.rebind import (
-    CHECKS_ITSELF,
-    Grads,
-    Group,
-    Piece,
-    State,
-    Unit,
-    check_parameters,
-    check_replaced,
-    cut_state,
-    homes_of,
-    is_per_element,
-    lie_together,
-    signature_of,
-)
+from composable.optim.rebind import CHECKS_ITSELF, check_parameters, check_replaced, cut_state, is_per_element
 
-__all__ = ["PartStep", "accelerate_optimizer", "local_gradients"]
+__all__ = ["LocalStep", "accelerate_optimizer"]
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+_State: TypeAlias = defaultdict[Any, dict[Any, Any]]
+# The local gradient of each piece.
+_Grads: TypeAlias = Sequence[torch.Tensor | None]
+
 _grad_of: Any = RaggedDTensor.grad.fget
 _local_of = attrgetter("_local_tensor")
+# What the kernels of fused optimizers do at once, at most; what is left over is computed in another way.
+_VECTOR_BYTES = 64
 
 
 def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
@@ -99,7 +90,16 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
             at=place_of_rank(),
             fix="pass the model that the optimizer was built for, after fully_shard",
         )
-    vars(optimizer)[CHECKS_ITSELF] = _AcceleratedStep(optimizer)
+    step = LocalStep(type(optimizer), merges=True)
+    vars(optimizer)[CHECKS_ITSELF] = step
+    around_optimizer(
+        optimizer,
+        before_step=step.begin,
+        after_step=lambda *_: step.end(),
+        # Had a step ended well, it would be over.
+        before_state_dict=lambda _: step.end(has_failed=True),
+        after_load=lambda _: step.forget(),
+    )
     return optimizer
 
 
@@ -109,90 +109,167 @@ def _check_options(optimizer: torch.optim.Optimizer) -> None:
             raise ConfigError(f"param group {index} is differentiable", fix="leave the optimizer unaccelerated")
 
 
-class LocalGradients(NamedTuple):
-    """Gradients of parameters that are cut over the same mesh dims.
+class _LocalPiece(NamedTuple):
+    """What this rank owns of one parameter.
 
     Attributes:
-        param: One of the parameters.
-        dtypes: Of all parameters, on every rank.
-        tensors: What this rank has, with elements: flat ``[elements]`` or of a piece's shape, in the gradients' dtype.
+        param: The parameter.
+        local: Its local tensor.
+        group: Index of its param group.
+        place: A flat buffer, and the place among its parameters with elements here; ``None``: nothing is beside it.
     """
 
     param: RaggedDTensor
-    dtypes: frozenset[torch.dtype]
-    tensors: list[torch.Tensor]
+    local: torch.Tensor
+    group: int
+    place: tuple[int, int] | None
+
+    def follows(self, other: "_LocalPiece") -> bool:
+        """Say whether it is the next one in a flat buffer."""
+        return other.place is not None and self.place == (other.place[0], other.place[1] + 1)
 
 
-def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradients] | None:
-    """Return this rank's gradients of the sharded parameters as plain tensors, in the memory of ``.grad``.
-
-    For arithmetic that treats all elements alike, such as a norm or scaling: they are as
-    few as is stepped, and the padding between pieces, which is zero, is in them. No communication.
-
-    Returns:
-        One entry for each set of mesh dims that parameters are cut over, in the same order on every rank.
-        ``None``: the optimizer is not accelerated.
-    """
-    step: _AcceleratedStep | None = vars(optimizer).get(CHECKS_ITSELF)
-    if step is None:
-        return None
-    plan = step.plan_between_steps(optimizer)
-    # Pieces without elements count: all ranks have the same cuts, in the same order.
-    found: dict[object, list[torch.Tensor]] = {piece.cut: [] for piece in plan.pieces}
-    params = {piece.cut: piece.param for piece in plan.pieces}
-    for unit in plan.units:
-        if unit.offsets and unit.tensor.grad is not None:
-            found[unit.pieces[0].cut].append(unit.tensor.grad)
-    plan.take_back()
-    dtypes = frozenset(piece.local.dtype for piece in plan.pieces)
-    return [LocalGradients(params[cut], dtypes, tensors) for cut, tensors in found.items()]
-
-
-# -- what is remembered from one step to the next
-
-
-_END = object()
-
-
-class _Snapshot:
-    """Which tensors a state consisted of, to notice any change but one of values."""
-
-    def __init__(self, state: Mapping[Any, Any]) -> None:
-        self._entries = list(state.values())
-        # Views of the dicts show what is added to them later.
-        self._views = [entry.values() for entry in self._entries if isinstance(entry, dict)]
-        self._values = [*chain.from_iterable(self._views), _END]
-
-    def is_of(self, state: Mapping[Any, Any]) -> bool:
-        """Say whether ``state`` has the same entries with the same tensors."""
-        if len(state) != len(self._entries) or not all(map(is_, state.values(), self._entries)):
-            return False
-        return all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._values))
-
-
-class _Counters:
-    """A state number, such as the step counter, of parameters that are stepped together, in one vector.
-
-    Each unit counts in the element of its first piece; the others follow.
+class _Unit:
+    """What the optimizer sees as one parameter: a piece, or neighbours as one flat tensor, and pieces of no elements.
 
     Attributes:
-        numbers: One 0-dim view for each parameter.
+        pieces: Of one param group, with equal state so far; those with elements come first, as they lie.
+        indices: Which of the plan's pieces they are.
+        tensor: The local tensor of the one piece with elements, or a flat one [elements] over several.
     """
 
-    def __init__(self, number: torch.Tensor, count: int) -> None:
-        self._vector = number.detach().reshape(1).expand(count).clone()
-        self.numbers: Sequence[torch.Tensor] = self._vector.unbind()
-        self._version = self._vector._version
+    def __init__(self, pieces: Sequence[_LocalPiece], indices: Sequence[int]) -> None:
+        self.pieces = pieces
+        self.indices = indices
+        owned = [piece.local for piece in pieces if piece.local.numel()]
+        self._starts = [local.storage_offset() - owned[0].storage_offset() for local in owned]
+        self._is_flat = len(owned) > 1
+        self.tensor = _joined(owned, self._starts) if self._is_flat else pieces[0].local
+        # State numbers, such as step counters, in vectors [pieces], with the version that the last step has left: the
+        # first element is stepped, the others follow.
+        self._numbers: list[tuple[torch.Tensor, int]] = []
 
-    @property
-    def is_untouched(self) -> bool:
-        """Nobody has written to it since, so all its elements are equal."""
-        return self._vector._version == self._version
+    def lend(self, grads: _Grads) -> bool:
+        """Give the tensor its gradient; ``False``: those of the pieces do not lie in one storage any more."""
+        grad = grads[self.indices[0]]
+        if grad is not None:
+            if self._is_flat:
+                try:
+                    grad = grad.as_strided(self.tensor.shape, (1,))
+                except RuntimeError:
+                    return False  # past the end of the storage
+            if self.tensor.grad_dtype != grad.dtype:
+                self.tensor.grad_dtype = grad.dtype  # where a policy keeps it in the dtype of the reduction
+        self.tensor.grad = grad
+        return True
+
+    def _cut(self, value: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield for each piece its part of ``value``, a tensor like ``tensor``; views, where there are elements."""
+        flat = value.reshape(-1)
+        for piece, start in zip(self.pieces, self._starts):
+            yield flat[start : start + piece.local.numel()].view(piece.local.shape)
+        for piece in self.pieces[len(self._starts) :]:
+            yield value.new_empty(piece.local.shape)
+
+    def join_state(self, state: _State) -> dict[Any, Any]:
+        """Return the state of the unit in the memory of its pieces' states; moves those into one tensor if needed."""
+        entries = [state[piece.param] for piece in self.pieces]
+        joined = dict(entries[0])
+        for key, value in joined.items():
+            if type(value) is RaggedDTensor:
+                locals_ = [entry[key]._local_tensor for entry in entries[: len(self._starts) or 1]]
+                if not self._is_flat:
+                    joined[key] = locals_[0]
+                elif all(map(_lies_at, self._starts, locals_, [locals_[0]] * len(locals_))):
+                    joined[key] = _joined(locals_, self._starts)
+                else:
+                    # What lies between pieces is padding, zero like the padding of parameters and gradients.
+                    joined[key] = flat = locals_[0].new_zeros(self.tensor.numel())
+                    for entry, piece, part in zip(entries, self.pieces, self._cut(flat)):
+                        entry[key] = _as_of(piece, part.copy_(entry[key]._local_tensor))
+            elif len(entries) > 1:
+                numbers = value.detach().reshape(1).expand(len(entries)).clone()
+                for entry, number in zip(entries, numbers.unbind()):
+                    entry[key] = number
+                joined[key] = entries[0][key]
+                self._numbers.append((numbers, numbers._version))
+        return joined
+
+    def split_state(self, joined: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+        """Return the states of the pieces' parameters, of that of the unit."""
+        entries: list[dict[Any, Any]] = [{} for _ in self.pieces]
+        for key, value in joined.items():
+            parts: Iterable[Any] = [value]
+            if isinstance(value, torch.Tensor) and value.shape == self.tensor.shape:
+                parts = map(_as_of, self.pieces, self._cut(value))
+            elif len(entries) > 1:
+                parts = [value.clone() for _ in entries]
+            for entry, part in zip(entries, parts):
+                entry[key] = part
+        return entries
+
+    def has_own_numbers(self) -> bool:
+        """Say whether nobody but the last step has written to a state number, so that those of all pieces are equal."""
+        return all(numbers._version == version for numbers, version in self._numbers)
 
     def follow(self) -> None:
-        """Make all elements equal to those that were stepped."""
-        self._vector.copy_(self.numbers[0].clone())
-        self._version = self._vector._version
+        """Make the state numbers of all pieces equal to those that were stepped."""
+        for numbers, _ in self._numbers:
+            numbers[1:].copy_(numbers[0])
+        self._numbers = [(numbers, numbers._version) for numbers, _ in self._numbers]
+
+
+def _as_of(piece: _LocalPiece, local: torch.Tensor) -> RaggedDTensor:
+    """Return a tensor, of the shape of the piece, as one that is cut as the parameter."""
+    return RaggedDTensor.wrap(local, piece.param._spec.cast(local.dtype))
+
+
+def _joined(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
+    """Return a flat view [elements] of tensors of which each lies at its start from the first."""
+    return tensors[0].as_strided((starts[-1] + tensors[-1].numel(),), (1,), tensors[0].storage_offset())
+
+
+def _lies_at(start: int, tensor: torch.Tensor, first: torch.Tensor) -> bool:
+    """Say whether ``tensor``, of any shape, is contiguous in the storage of ``first``, so many elements after it."""
+    return (
+        tensor.storage_offset() == first.storage_offset() + start
+        and tensor.dtype == first.dtype
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    )
+
+
+def _places_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
+    """Return the place, see ``_LocalPiece``, of each parameter of the handles of ``params`` with elements, by id."""
+    handles = dict.fromkeys(handle for param in params if (handle := handle_of(param)) is not None)
+    places: dict[int, tuple[int, int]] = {}
+    for flat in (flat for handle in handles for flat in handle.buffers):
+        owned = sorted((param for param in flat.params if param.start < param.stop), key=lambda param: param.start)
+        places.update((id(param.sharded), (id(flat), place)) for place, param in enumerate(owned))
+    return places
+
+
+def _signature_of(entry: Mapping[Any, Any], piece: _LocalPiece) -> object:
+    """Return what must be equal in the state of two parameters for them to be stepped as one."""
+    found: list[object] = []
+    for key, value in entry.items():
+        if not isinstance(value, torch.Tensor):
+            return object()  # equal to no other
+        if is_per_element(key, value, piece.param.shape):
+            found.append((key, value.dtype))
+        elif value.dim() == 0:
+            found.append((key, value.dtype, value.device, value.item()))
+        else:
+            return object()
+    return tuple(found)
+
+
+def _values_of(state: Mapping[Any, dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, state.values())))
+
+
+def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 class _Plan:
@@ -202,189 +279,170 @@ class _Plan:
 
     Args:
         optimizer: What is planned for.
-        merges: The plan serves for several steps, in which neighbours are stepped as one tensor, and pieces without
-            elements go along with others.
+        merges: Neighbours are stepped as one tensor.
 
     Attributes:
-        units: What the optimizer sees of the sharded parameters.
-        params: Of each param group, what the optimizer sees, in lists that may not be mixed.
         state: The state of what the optimizer sees.
-        pieces: What this rank has of the sharded parameters, in order of the groups.
-        locals: The pieces' local tensors.
+        locals: The local tensors of the sharded parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, merges: bool) -> None:
         groups, state = optimizer.param_groups, optimizer.state
+        self._merges = merges
         self._members = [list(group["params"]) for group in groups]
-        homes = homes_of(chain.from_iterable(self._members)) if merges else {}
         self._options = _options_of(groups)
-        self.pieces = [
-            Piece.of(param, index, homes.get(id(param)))
+        places = _places_of(chain.from_iterable(self._members)) if merges else {}
+        self._pieces = [
+            _LocalPiece(param, param._local_tensor, index, places.get(id(param)))
             for index, params in enumerate(self._members)
             for param in params
             if type(param) is RaggedDTensor
         ]
-        self._params = [piece.param for piece in self.pieces]
-        self.locals = [piece.local for piece in self.pieces]
-        # Neighbours come one after another; what has no home is nobody's neighbour.
-        at_home = sorted((piece.home, index) for index, piece in enumerate(self.pieces) if piece.home is not None)
-        self._at_home = [index for _, index in at_home]
-        self._starts = [home.start * self.pieces[index].local.element_size() for home, index in at_home]
+        self.locals = [piece.local for piece in self._pieces]
+        # Neighbours come one after another; what has no place is nobody's neighbour.
+        placed = sorted((piece.place, index) for index, piece in enumerate(self._pieces) if piece.place is not None)
+        self._placed = [(index, self.locals[index].storage_offset()) for _, index in placed]
         grads = self._grads()
         # Which pieces have no gradient, and which neighbours' gradients lie as the pieces do.
         self._pattern = self._pattern_of(grads)
-        for param in self._params:
-            if param in state:
-                cut_state(state[param], param)
-        signatures = [signature_of(state.get(p.param), p) if merges else i for i, p in enumerate(self.pieces)]
-        self.units = self._make_units(groups, grads, signatures)
-        self._counters = list(self._make_counters(state, signatures))
-        self.params = [self._params_of_group(index, members) for index, members in enumerate(self._members)]
-        self.state: State = defaultdict(dict)
+        for piece in self._pieces:
+            if piece.param in state:
+                cut_state(state[piece.param], piece.param)
+        self._units = [_Unit([self._pieces[index] for index in run], run) for run in self._runs(groups, grads, state)]
+        self.state: _State = defaultdict(dict)
         for param in chain.from_iterable(self._members):
             if type(param) is not RaggedDTensor and param in state:
                 self.state[param] = state[param]
-        for unit in self.units:
+        for unit in self._units:
             if state.get(unit.pieces[0].param):
                 self.state[unit.tensor] = unit.join_state(state)
-        self._before = _Snapshot(self.state)
-        # Of the optimizer's own, for who asks whether it is still that.
-        self._shown = _Snapshot(state if merges else {})
+        self._before = _values_of(self.state)
+        self._shown = _values_of(state)
 
-    def _grads(self) -> Grads:
+    def _grads(self) -> _Grads:
         """Return the local gradient of each piece."""
         with DisableTorchFunction():
-            grads = list(map(_grad_of, self._params))
-        if list(map(type, grads)).count(RaggedDTensor) == len(grads):
-            return list(map(_local_of, grads))
+            grads = [_grad_of(piece.param) for piece in self._pieces]
         return [
             # What autograd leaves after operations that gathered: the whole gradient on every rank.
-            slice_full(grad._local_tensor, param._spec.layout)
+            slice_full(grad._local_tensor, piece.param._spec.layout)
             if isinstance(grad, DTensor) and type(grad) is not RaggedDTensor
             else getattr(grad, "_local_tensor", None)
-            for grad, param in zip(grads, self._params)
+            for grad, piece in zip(grads, self._pieces)
         ]
 
-    def _pattern_of(self, grads: Grads) -> tuple[list[bool], list[bool]]:
+    def _pattern_of(self, grads: _Grads) -> tuple[list[bool], list[bool]]:
         origins = [
-            (-1 if (grad := grads[index]) is None else grad.data_ptr()) - start
-            for index, start in zip(self._at_home, self._starts)
+            -1 if (grad := grads[index]) is None else grad.data_ptr() - start * grad.element_size()
+            for index, start in self._placed
         ]
         return [grad is None for grad in grads], list(map(eq, origins, origins[1:]))
 
-    def _make_units(self, groups: Sequence[Group], grads: Grads, signatures: Sequence[object]) -> list[Unit]:
-        pieces = self.pieces
-        runs = [[index] for index, piece in enumerate(pieces) if piece.numel and piece.home is None]
-        runs += [[index] for index in self._at_home[:1]]
-        for (index, start), (other, next_start) in pairwise(zip(self._at_home, self._starts)):
-            here, there, first, second = pieces[index], pieces[other], grads[index], grads[other]
-            if (
-                first is not None
-                and second is not None
-                and signatures[index] == signatures[other]
-                and here.may_precede(there, groups[here.group])
-                and lie_together([first, second], [0, (next_start - start) // here.local.element_size()])
-            ):
-                runs[-1].append(other)
+    def _runs(self, groups: Sequence[Mapping[str, Any]], grads: _Grads, state: _State) -> list[list[int]]:
+        """Return which pieces are stepped together.
+
+        Kernels for the CPU compute the elements left over after the last full vector in another
+        way: with the same result in fp32 and fp64, except for fused kernels, whose pieces must be
+        whole vectors, and never in lower precision, where every operation rounds.
+        """
+        pieces = self._pieces
+        # What may be one: without a gradient nothing may.
+        kinds = [
+            object()
+            if grads[index] is None or not self._merges
+            else (piece.group, piece.local.dtype, piece.local.device, _signature_of(state.get(piece.param, {}), piece))
+            for index, piece in enumerate(pieces)
+        ]
+
+        def may_follow(run: Sequence[int], index: int) -> bool:
+            first, last, piece = pieces[run[0]], pieces[run[-1]], pieces[index]
+            if kinds[run[-1]] != kinds[index] or not piece.follows(last):
+                return False
+            start = piece.local.storage_offset() - first.local.storage_offset()
+            if not (_lies_at(start, piece.local, first.local) and _lies_at(start, grads[index], grads[run[0]])):
+                return False
+            vector = _VECTOR_BYTES // piece.local.element_size() if groups[piece.group].get("fused") else 1
+            is_exact = piece.local.dtype in (torch.float32, torch.float64)
+            are_whole = start % vector == 0 and last.local.numel() % vector == 0
+            return piece.local.device.type != "cpu" or (is_exact and are_whole)
+
+        runs: list[list[int]] = []
+        for index, _ in self._placed:
+            if runs and may_follow(runs[-1], index):
+                runs[-1].append(index)
             else:
-                runs.append([other])
-        runs.sort(key=min)
-
-        def kind_of(index: int) -> object:
-            return pieces[index].group, pieces[index].local.dtype, pieces[index].local.device, signatures[index]
-
-        leaders = {kind_of(run[0]): run for run in reversed(runs) if grads[run[0]] is not None}
+                runs.append([index])
+        leaders = {kinds[run[0]]: run for run in runs}
         for index, piece in enumerate(pieces):
-            if not piece.numel and grads[index] is not None:
-                leader = leaders.get(kind_of(index))
-                if leader is None:
-                    leader = leaders[kind_of(index)] = []
-                    runs.append(leader)
-                leader.append(index)
-        return [Unit([pieces[index] for index in run], run) for run in runs]
+            if piece.place is None:
+                # No kernel has anything to do for a piece without elements: its state numbers go along.
+                run = None if piece.local.numel() else leaders.get(kinds[index])
+                if run is None:
+                    run = leaders[kinds[index]] = []
+                    runs.append(run)
+                run.append(index)
+        return runs
 
-    def _make_counters(self, state: State, signatures: Sequence[object]) -> Iterator[_Counters]:
-        """Put the numbers of parameters that are stepped together into vectors."""
-        together: dict[object, list[int]] = {}
-        for unit in self.units:
-            if len(unit.pieces) > 1:
-                together.setdefault((unit.pieces[0].group, signatures[unit.indices[0]]), []).extend(unit.indices)
-        for indices in together.values():
-            entries = [state.get(self._params[index]) or {} for index in indices]
-            for key, value in list(entries[0].items()):
-                if not is_per_element(key, value, self._params[indices[0]].shape):
-                    counters = _Counters(value, len(indices))
-                    for entry, number in zip(entries, counters.numbers):
-                        entry[key] = number
-                    yield counters
-
-    def _params_of_group(self, index: int, members: Sequence[torch.Tensor]) -> list[list[Any]]:
+    def params_of(self, group: int) -> list[list[Any]]:
         """Return what the optimizer sees of a param group, in one list or two: DTensors do not mix with others."""
-        others = [param for param in members if type(param) is not RaggedDTensor]
-        local: list[Any] = [unit.tensor for unit in self.units if unit.pieces[0].group == index]
+        others = [param for param in self._members[group] if type(param) is not RaggedDTensor]
+        local: list[Any] = [unit.tensor for unit in self._units if unit.pieces[0].group == group]
         local += [param for param in others if not isinstance(param, DTensor)]
         dtensors = [param for param in others if isinstance(param, DTensor)]
         return [params for params in (local, dtensors) if params]
 
-    def lend_if_fitting(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give the units their gradients; ``False``: the optimizer is not as it was, or the gradients lie elsewhere."""
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether the optimizer is as it was, but for values."""
         groups = optimizer.param_groups
-        if _options_of(groups) != self._options:
-            return False
-        for group, members in zip(groups, self._members):
-            if len(group["params"]) != len(members) or not all(map(is_, group["params"], members)):
-                return False
-        # A cast gives a parameter another local tensor.
-        if not all(map(is_, map(_local_of, self._params), self.locals)):
-            return False
-        is_shown = self._shown.is_of(optimizer.state) and all(counters.is_untouched for counters in self._counters)
-        return is_shown and self.lend()
+        return (
+            _options_of(groups) == self._options
+            and all(_are_same(group["params"], members) for group, members in zip(groups, self._members))
+            # A cast gives a parameter another local tensor.
+            and _are_same([piece.param._local_tensor for piece in self._pieces], self.locals)
+            and _are_same(_values_of(optimizer.state), self._shown)
+            and all(unit.has_own_numbers() for unit in self._units)
+        )
 
     def lend(self) -> bool:
-        """Give the units their gradients; ``False``: these lie in another way."""
+        """Give the units their gradients; ``False``: these lie in another way than when the plan was made."""
         grads = self._grads()
-        return self._pattern_of(grads) == self._pattern and all(unit.lend(grads) for unit in self.units)
+        return self._pattern_of(grads) == self._pattern and all(unit.lend(grads) for unit in self._units)
 
     def take_back(self) -> None:
         """Take the units' gradients away."""
-        for unit in self.units:
+        for unit in self._units:
             unit.tensor.grad = None
 
     def follow(self) -> bool:
         """Bring the optimizer's own state up to date after a step; ``False``: the step made or replaced some."""
-        if not self._before.is_of(self.state):
+        if not _are_same(_values_of(self.state), self._before):
             return False
-        for counters in self._counters:
-            counters.follow()
+        for unit in self._units:
+            unit.follow()
         return True
 
-    def show(self, state: State) -> None:
+    def show(self, state: _State) -> None:
         """Show in ``state``, the optimizer's own, what a step made or replaced."""
-        units = [unit for unit in self.units if unit.tensor in self.state]
-        ours = {id(piece.param) for unit in units for piece in unit.pieces}
-        for param in chain.from_iterable(self._members):
-            if id(param) in ours:
-                if param not in state:  # entries come in the order of the parameters
-                    state[param] = {}
-            elif type(param) is not RaggedDTensor and param in self.state:
-                state[param] = self.state[param]
-        for unit in units:
-            unit.show_state(self.state[unit.tensor], state)
+        found = {param: entry for param, entry in self.state.items() if isinstance(param, nn.Parameter)}
+        for unit in self._units:
+            if unit.tensor in self.state:
+                params = [piece.param for piece in unit.pieces]
+                found.update(zip(params, unit.split_state(self.state[unit.tensor])))
+        for param in chain.from_iterable(self._members):  # entries come in the order of the parameters
+            if param in found:
+                state[param].update(found[param])
 
 
-def _options_of(groups: Sequence[Group]) -> list[object]:
+def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[object]:
     """Return what decides how elements are computed, for each group; and how many parameters were ever replaced."""
     return [*((group.get("fused"), group.get("differentiable")) for group in groups), CHANGES.marks]
 
 
-# -- who steps
-
-
-class _LocalStep:
-    """Steps in place of an optimizer, from ``begin`` to ``end``.
+class LocalStep:
+    """Steps in place of an optimizer, on local tensors, from ``begin`` to ``end``.
 
     Args:
-        kind: The optimizer's class.
+        kind: The optimizer's class, which computes each element from that element alone.
         merges: Neighbours are stepped as one tensor, and the plan of one step serves the next.
     """
 
@@ -392,55 +450,81 @@ class _LocalStep:
         groups = property(lambda _: self._local_groups())
         self._shell: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), {"param_groups": groups}))
         self._merges = merges
-        self._remembered: _Plan | None = None
+        self._plan: _Plan | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all, also a step that an exception has cut short: the optimizer has another state."""
         self._abandon()
+        self._remembered: _Plan | None = None
 
     def _abandon(self) -> None:
+        if self._plan is not None:
+            self._plan.take_back()
         self._optimizer: Any = None
-        self._groups: list[Group] | None = None
-        self._plan: _Plan | None = None
+        self._groups: list[dict[str, Any]] | None = None
+        self._plan = None
         vars(self._shell).clear()
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return what torch's ``step`` is to run on."""
+    @staticmethod
+    def takes(optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer is element-wise, and all of its parameters of now are sharded."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return type(optimizer) in ELEMENT_WISE and all(type(param) is RaggedDTensor for param in params)
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with which torch's ``step`` is to run in place of that of ``optimizer``."""
+        self.end(has_failed=True)
         self._optimizer = optimizer
         # As it is now: users set attributes of optimizers, and scalers leave DTensors for fused ones.
         vars(self._shell).update(
             {
                 name: value._local_tensor if isinstance(value, DTensor) else value
                 for name, value in vars(optimizer).items()
-            },
-            state=defaultdict(dict),
+            }
         )
-        return self._shell
+        if len(args) > 1:
+            return (self._shell, self._with_gradients(args[1]), *args[2:]), kwargs
+        return (self._shell,), {name: self._with_gradients(value) for name, value in kwargs.items()}
 
-    def _local_groups(self) -> list[Group]:
+    def _with_gradients(self, closure: Any) -> Any:
+        """Let groups be made anew after a closure, if it is one: it makes other gradients."""
+        if not callable(closure):
+            return closure
+
+        def evaluate() -> Any:
+            loss = closure()
+            self._groups = None
+            return loss
+
+        return evaluate
+
+    def _local_groups(self) -> list[dict[str, Any]]:
         """Return the groups when they are asked for: hooks before a step, and closures, set gradients and options."""
         if self._groups is None:
             self._plan = self._lent_plan(self._optimizer)
             self._shell.state = self._plan.state
             self._groups = [
                 {**group, "params": params}
-                for group, several in zip(self._optimizer.param_groups, self._plan.params, strict=True)
-                for params in several
+                for index, group in enumerate(self._optimizer.param_groups)
+                for params in self._plan.params_of(index)
             ]
         return self._groups
 
     def _lent_plan(self, optimizer: torch.optim.Optimizer) -> _Plan:
         """Return a plan for this step, with the units' gradients in place."""
-        plan = self._remembered
-        if plan is not None:
-            if plan.lend_if_fitting(optimizer):
-                return plan
-            plan.take_back()
-            self._remembered = None
+        plan, self._remembered = self._remembered, None
+        if plan is None or not (plan.fits(optimizer) and plan.lend()):
+            if plan is not None:
+                plan.take_back()
+            if self._merges:
+                check_parameters(optimizer)
+                _check_options(optimizer)
+            plan = _Plan(optimizer, merges=self._merges)
+            is_lent = plan.lend()
+            assert is_lent, "units are made of gradients that lie in one storage"
         if self._merges:
-            check_parameters(optimizer)
-            _check_options(optimizer)
-        plan = _Plan(optimizer, merges=self._merges)
-        is_lent = plan.lend()
-        assert is_lent, "units are made of gradients that lie in one storage"
-        self._remembered = plan if self._merges else None
+            self._remembered = plan
         return plan
 
     def end(self, *, has_failed: bool = False) -> None:
@@ -448,75 +532,7 @@ class _LocalStep:
         plan, optimizer = self._plan, self._optimizer
         self._abandon()
         if plan is not None:
-            plan.take_back()
             note_written(plan.locals)
             if has_failed or not plan.follow():
                 plan.show(optimizer.state)
                 self._remembered = None  # With its state, whose tensors must not outlive that of the optimizer.
-
-
-class PartStep(_LocalStep):
-    """Stands in for an optimizer that steps some of its parameters at a time: nothing is merged or remembered.
-
-    Args:
-        optimizer: Of any class; without effect unless it computes each element from that element alone.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(type(optimizer), merges=False)
-        self._whole = optimizer
-
-    def begin(self) -> Any:
-        """Return what is to step in place of the optimizer, on the parameters that this has now.
-
-        ``None``: the optimizer itself is, since not all of them are sharded. ``end`` has to follow.
-        """
-        params = (param for group in self._whole.param_groups for param in group["params"])
-        if type(self._whole) not in ELEMENT_WISE or any(type(param) is not RaggedDTensor for param in params):
-            return None
-        return self._begin(self._whole)
-
-
-class _AcceleratedStep(_LocalStep):
-    """What an accelerated optimizer knows beside itself."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(type(optimizer), merges=True)
-        around_optimizer(
-            optimizer,
-            before_step=self._before_step,
-            after_step=lambda *_: self.end(),
-            # Had a step ended well, it would be over.
-            before_state_dict=lambda _: self.end(has_failed=True),
-            after_load=lambda _: self._forget(),
-        )
-
-    @torch.no_grad()
-    def plan_between_steps(self, optimizer: torch.optim.Optimizer) -> _Plan:
-        """Return the plan of the next step, with gradients lent."""
-        self.end(has_failed=True)
-        return self._lent_plan(optimizer)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self.end(has_failed=True)
-        stand_in = self._begin(optimizer)
-        if len(args) > 1 and args[1] is not None:
-            return (stand_in, self._with_gradients(args[1]), *args[2:]), kwargs
-        if kwargs.get("closure") is not None:
-            kwargs = {**kwargs, "closure": self._with_gradients(kwargs["closure"])}
-        return (stand_in, *args[1:]), kwargs
-
-    def _with_gradients(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            loss = closure()
-            self._groups = None  # The closure has made other gradients.
-            return loss
-
-        return evaluate
-
-    def _forget(self) -> None:
-        """Forget all: the optimizer has another state."""
-        if self._plan is not None:
-            self._plan.take_back()
-        self._abandon()
-        self._remembered = None

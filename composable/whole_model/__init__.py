@@ -11,7 +11,7 @@ from composable.whole_model.backward_steps import (
     step_in_backward,
     units_of,
 )
-from composable.whole_model.join import JoinSteps, Owner, check_shares, connect
+from composable.whole_model.join import JoinSteps, Owner, connect
 
 __all__ = [
     "BackwardSteps",
@@ -20,7 +20,6 @@ __all__ = [
     "ReducingUnit",
     "State",
     "check_ranks_below",
-    "check_shares",
     "connect",
     "nothing_annotated",
     "params_of",

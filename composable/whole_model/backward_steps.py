@@ -22,6 +22,7 @@ from torch import nn
 from composable.annotation import FullyShardState, handle_of_module, model_ranks_of, sharded_state_of
 from composable.comm import Grid, Ranks, check_inside, compare_in_each
 from composable.engine import (
+    ELEMENT_WISE,
     Handle,
     check_backward,
     handle_of,
@@ -37,7 +38,7 @@ from composable.ground.names import check_optimizer, describe_module
 from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import after_gradients, after_step, before_step
 from composable.ground.torch_private import opaque
-from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
+from composable.optim import CHECKS_ITSELF, LocalStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable, replicate_state_of
 
 __all__ = [
@@ -173,7 +174,8 @@ class BackwardSteps:
         self._params = list(_params_of(optimizer))
         self._lock = threading.Lock()
         self._is_stepping = False
-        self._part = PartStep(optimizer)
+        # Element-wise optimizers step sharded parameters as plain tensors.
+        self._local = LocalStep(type(optimizer), merges=False) if type(optimizer) in ELEMENT_WISE else None
         # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
         self._narrowed: _Narrowed | None = None
         # Plain parameters with gradients of backwards without synchronisation.
@@ -297,7 +299,7 @@ class BackwardSteps:
             optimizer.step()
         finally:
             self._is_stepping = False
-            self._part.end()
+            self._end_local()
             self._widen()
 
     def _widen(self) -> None:
@@ -322,13 +324,18 @@ class BackwardSteps:
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or remove() what step_in_backward returned",
             )
-        stand_in = self._part.begin()
-        return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
+        if self._local is None or not self._local.takes(optimizer):
+            return None
+        return self._local.begin(optimizer, args, kwargs)
 
     @opaque
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Show what the stand-in has made to the hooks that follow."""
-        self._part.end()
+        self._end_local()
+
+    def _end_local(self) -> None:
+        if self._local is not None:
+            self._local.end()
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -7,9 +7,8 @@ begins with a forward and ends with the backward after it; without gradients, wi
 """
 
 import enum
-import pickle
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,15 +18,14 @@ from torch import nn
 from composable.annotation import FullyShardState, Root
 from composable.comm import Ranks, calling
 from composable.engine import FlatBuffer, Handle, StepEvent
-from composable.errors import ComposableError, DesyncError, UsageError, place_of_rank
+from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
-from composable.planning import managed_modules
 from composable.replication import ReplicateState
 from composable.whole_model.backward_steps import State
 
-__all__ = ["JoinSteps", "Owner", "check_shares", "connect"]
+__all__ = ["JoinSteps", "Owner", "connect"]
 
 # What communicates on its own.
 Owner: TypeAlias = Root | ReplicateState
@@ -35,29 +33,9 @@ Owner: TypeAlias = Root | ReplicateState
 _Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
 # In place of a part: of the step itself.
 _STEP = -1
-_STEP_TEXTS = {"begin": "begins a step", "leave": "begins another step", "end": "has ended the step"}
-# What parts tell, and how that reads in a message.
-_PART_TEXTS = {
-    # A root of ``fully_shard``
-    "GATHER": "gathers",
-    "BACKWARD": "begins a backward of",
-    "DROP": "drops gradients of",
-    "REDUCE": "reduces the gradients of",
-    "TELL": "ends a backward of",
-    "ASSIGN": "gets the averages of",
-    "FORGET": "forgets a step of",
-    # An annotation of ``replicate``
-    "broadcast": "sends the buffers of",
-    "begin_round": "averages the gradients of",
-    "send": "sends the next bucket of",
-    "finish": "gets the averages of",
-    "recover": "ends a backward that was stopped, of",
-}
 _OF_HANDLES = {StepEvent.GATHER, StepEvent.DROP, StepEvent.REDUCE}
 # What all ranks go through to the end of the step, also where it raises.
 _ENDINGS = {"ASSIGN", "finish"}
-# Bytes of a message, as they travel; what is longer takes another one.
-_SHORT = 256
 
 
 class _Phase(enum.Enum):
@@ -98,11 +76,10 @@ class JoinSteps:
     ) -> None:
         self.number = next_ending_number()
         self._phase = _Phase.BETWEEN
-        self._ranks = ranks
         self._notify = notify
         self._lasts = lasts
+        self._ranks = ranks
         self._divides_by_all = divides_by_all
-        self._begun = 0
         self._is_due = self._has_listeners = False
         self._opener: nn.Module | None = None
         self._backward: weakref.ref[Callable[[], None]] | None = None
@@ -175,17 +152,16 @@ class JoinSteps:
         if not self._notify():
             self._phase = _Phase.OVER
             return False
-        self._begun += 1
         self._begin(self._meet((_STEP, "begin", ())))
         self._phase, self._opener, self._is_due = _Phase.OPEN, None, False
         return True
 
     def _begin(self, every: Sequence[_Message | None]) -> None:
         """Note who has inputs: whoever tells that a step begins."""
-        running = {number for number, one in zip(self._ranks.numbers, every, strict=True) if one is not None}
+        running = [place for place, one in enumerate(every) if one is not None]
         self._has_listeners = len(running) < self._ranks.size
         for part in self._parts:
-            part.begin_step(running, divides_by_all=self._divides_by_all)
+            part.begin_step(running, None if self._divides_by_all or not running else len(running))
 
     # On a rank without inputs
 
@@ -220,12 +196,11 @@ class JoinSteps:
                     return what == "end" and bool(args[0])
 
     def finish_join(self) -> None:
-        """No rank has inputs left: give all what is not sharded of the one that ran longest. Collective."""
+        """No rank has inputs left: end all parts. Collective."""
         self._phase = _Phase.FOLLOWING
-        begun = dict(zip(self._ranks.numbers, self._ranks.objects(self._begun), strict=True))
         with torch.no_grad():
             for part in self._parts:
-                part.finish_join(begun)
+                part.finish_join()
 
     # What is told
 
@@ -252,13 +227,13 @@ class JoinSteps:
         every = _exchanged(self._ranks, told)
         found = [one for one in every if one is not None]
         if any(one != found[0] for one in found):
-            texts = zip(self._ranks.numbers, map(self._text_of, every), strict=True)
             self._phase = _Phase.OVER
+            texts = [
+                f"    rank {number}: {self._text_of(one)}"
+                for number, one in zip(self._ranks.numbers, every, strict=True)
+            ]
             raise DesyncError(
-                "\n".join(
-                    ["ranks with inputs do different things inside of Join"]
-                    + [f"    rank {number}: {text}" for number, text in texts]
-                ),
+                "\n".join(["ranks with inputs do different things inside of Join", *texts]),
                 at=place_of_rank(),
                 fix="run the same modules, no_sync and backwards on every rank that has inputs",
             )
@@ -268,29 +243,12 @@ class JoinSteps:
         if told is None:
             return "has no inputs left"
         part, what, args = told
-        if part != _STEP:
-            return f"{_PART_TEXTS[what]} {self._parts[part].place_of(what, args)}"
-        return _STEP_TEXTS.get(what) or f"has dropped gradients {args}"
+        return f"{what} of {'the step' if part == _STEP else self._parts[part].describe(what, args)}"
 
 
 @calling("Join")
 def _exchanged(ranks: Ranks, told: _Message | None) -> list[_Message | None]:
-    """Return what each rank tells: one collective where all of it is short. Collective."""
-    if ranks.is_alone:
-        return [told] * ranks.size
-    data = pickle.dumps(told)
-    is_long = len(data) >= _SHORT
-    own = bytes([is_long, *(b"" if is_long else data)]).ljust(_SHORT, b"\0")
-    with torch.inference_mode(mode=False):
-        every = torch.zeros(ranks.size * _SHORT, dtype=torch.uint8, device=ranks.device)
-        start = ranks.rank * _SHORT
-        every[start : start + _SHORT] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        ranks.gather_ragged(every, range(0, ranks.size * _SHORT + 1, _SHORT))
-    received = bytes(every.tolist())
-    pieces = [received[start : start + _SHORT] for start in range(0, len(received), _SHORT)]
-    if any(piece[0] for piece in pieces):
-        return ranks.objects(told)
-    return [pickle.loads(piece[1:]) for piece in pieces]  # what these ranks have written just now
+    return ranks.objects(told)
 
 
 class _ShardedPart:
@@ -316,18 +274,20 @@ class _ShardedPart:
         root.scheduler.listen(self)
         root.join = steps
 
-    def place_of(self, what: str, args: tuple[Any, ...]) -> str:
+    def describe(self, what: str, args: tuple[Any, ...]) -> str:
         """Return where that happens, for messages."""
         if StepEvent[what] in _OF_HANDLES:
             handle: Handle = self._root.handles[args[0]]
             return handle.described
         return " and ".join(map(describe_module, self._root.state.modules))
 
-    def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
-        """A step of the ranks with these global numbers begins."""
-        for state in self._root.states:
-            count = len(running.intersection(state.grid.everyone.numbers))
-            _divide_by(state, None if divides_by_all or not count else count)
+    def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
+        """A step of the ranks at these places begins; sums are divided by ``divisor``, ``None``: as ever."""
+        self._divide_by(divisor)
+
+    def _divide_by(self, divisor: int | None) -> None:
+        for flat in self.buffers:
+            flat.routes.divide_by(divisor)
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
@@ -372,32 +332,18 @@ class _ShardedPart:
         else:
             self._scheduler.backwards.tidy_up()
 
-    def finish_join(self, begun: Mapping[int, int]) -> None:
-        """Forget what was not averaged; give all ranks the buffers of the one that has begun most steps. Collective.
-
-        Args:
-            begun: How many steps each rank has begun, by global number.
-        """
+    def finish_join(self) -> None:
+        """Forget what was not averaged."""
         self._scheduler.abandon_step(always=True)
         self._scheduler.let_go(self._scheduler.handles)
         self._forget()
-        for state in self._root.states:
-            ranks = state.grid.everyone
-            source = ranks.numbers.index(_last_of(ranks.numbers, begun))
-            for module in managed_modules(state.modules, state.ignored_modules):
-                for buffer in module._buffers.values():
-                    if buffer is not None:
-                        sent = buffer.detach().to(ranks.device).contiguous()
-                        ranks.broadcast(sent, source)
-                        buffer.data.copy_(sent)
 
     def close(self) -> None:
         """Tell nothing from now on."""
         self._scheduler.unlisten(self)
         self._root.join = None
         self._forget()
-        for state in self._root.states:
-            _divide_by(state, None)
+        self._divide_by(None)
 
     def _forget(self) -> None:
         """Follow nobody from now on, whatever cut that short: all ranks learn anew in which order modules run."""
@@ -452,8 +398,6 @@ class _ReplicatedPart:
 
     def __init__(self, number: int, steps: JoinSteps, state: ReplicateState) -> None:
         self.buffers: list[FlatBuffer] = []
-        # Global, as the transport has them.
-        self._numbers = sorted(state.grid.everyone.numbers)
         self._steps = steps
         self._tell = partial(steps.tell, number)
         self._state = state
@@ -463,19 +407,18 @@ class _ReplicatedPart:
         state.reducer.count_anew()
         state.reducer.before_round = self.begin_round
 
-    def place_of(self, what: str, args: tuple[Any, ...]) -> str:
+    def describe(self, what: str, args: tuple[Any, ...]) -> str:
         """Return where that happens, for messages."""
         return " and ".join(map(describe_module, self._state.modules))
 
-    def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
-        """A step of the ranks with these global numbers begins."""
-        here = [index for index, number in enumerate(self._numbers) if number in running]
-        self._state.reducer.divide_by(None if divides_by_all or not here else len(here))
-        self._state.reducer.expect(here)
-        self._source = here[-1] if here else 0
+    def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
+        """A step of the ranks at these places begins; sums are divided by ``divisor``, ``None``: as ever."""
+        self._state.reducer.divide_by(divisor)
+        self._state.reducer.expect(running)
+        self._source = running[-1] if running else self._source
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
-        """This rank has no inputs for the step that begins; see ``JoinSteps.follow``."""
+        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
         if is_first:
             self._state.reducer.prepare()
             self._put_back = self._state.reducer.put_aside() if keeps_own else None
@@ -491,10 +434,10 @@ class _ReplicatedPart:
             "recover": reducer.recover_shadow,
         }[what]()
 
-    def finish_join(self, begun: Mapping[int, int]) -> None:
-        """Give all ranks the parameters and buffers of the one that has begun most steps. Collective."""
+    def finish_join(self) -> None:
+        """Give all ranks the parameters and buffers of the last one that had inputs. Collective."""
         self._state.reducer.prepare()
-        self._state.broadcast_all(self._numbers.index(_last_of(self._numbers, begun)))
+        self._state.broadcast_all(self._source)
         if self._put_back is not None:
             self._put_back()
 
@@ -544,49 +487,3 @@ def connect(state: State) -> Owner:
     state.transport.connect()
     state.reducer.prepare()
     return state
-
-
-def check_shares(owners: Sequence[Owner], ranks: Ranks) -> None:
-    """Refuse parts that have other places on some of the ranks that share them: told by place, others would follow.
-
-    Collective over ``ranks``; not all of them have the same parts.
-
-    Raises:
-        UsageError: On every rank.
-    """
-    every = dict(zip(ranks.numbers, ranks.objects(list(map(_shares_of, owners))), strict=True))
-    counts = {number: list(map(len, own)) for number, own in every.items()}
-    if len({str(own) for own in counts.values()}) > 1:
-        lines = [f"    rank {number}: {sum(own)}" for number, own in counts.items()]
-        raise UsageError(
-            "\n".join(["uneven inputs of ranks that have different numbers of annotated modules", *lines]),
-            at=place_of_rank(),
-            fix="give every rank as many experts, annotated in the same way",
-        )
-    for own in every.values():
-        for number, shares in enumerate(own):
-            for place, share in enumerate(shares):
-                if any(every[other][number][place] != share for other in share[0]):
-                    raise UsageError(
-                        f"uneven inputs of what ranks {list(share[0])} share, in other places of their models",
-                        at=place_of_rank(),
-                        fix="give every rank the modules that it shares with others in the same order",
-                    )
-
-
-def _shares_of(owner: Owner) -> list[tuple[tuple[int, ...], int]]:
-    """Return the ranks that share each handle, by global numbers, and its buffers, in the order of what is told."""
-    if isinstance(owner, ReplicateState):
-        return [(owner.grid.everyone.numbers, 1)]
-    return [(handle.grid.everyone.numbers, len(handle.buffers)) for handle in owner.handles]
-
-
-def _divide_by(state: FullyShardState, divisor: int | None) -> None:
-    for handle in state._handles:
-        for flat in handle.buffers:
-            flat.routes.divide_by(divisor)
-
-
-def _last_of(numbers: Sequence[int], begun: Mapping[int, int]) -> int:
-    """Return which of ``numbers`` has begun most steps, the last one of several."""
-    return max(numbers, key=lambda number: (begun[number], number))
