@@ -22,8 +22,6 @@ from composable import (
     DefaultState,
     FSDPModule,
     HandleOptions,
-    Link,
-    Links,
     LowPrecisionState,
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
@@ -162,13 +160,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         dict,
         {"ranks_per_host": {"3"}},
     ),
-    "ShardPlan.estimate": (
-        lambda **arguments: plan(nn.Linear(2, 2), world_size=2, ranks_per_host=2).estimate(**arguments),
-        lambda: {"links": Links(Link(0, 1e9))},
-        {"links": set()},
-    ),
-    "Link": (Link, lambda: {"latency": 1e-6, "bandwidth": 1e9}, {"latency": NUMBER, "bandwidth": NUMBER}),
-    "Links": (Links, lambda: {"inside": Link(0, 1e9)}, {"inside": set(), "between": OPTIONAL}),
     "fully_shard": (
         fully_shard,
         lambda: {"module": nn.Sequential(nn.Linear(2, 2), nn.ReLU())},
@@ -429,7 +420,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
     *("BackwardSteps", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle", "ParamBucket"),
-    *("PlanEstimate", "RaggedDTensor", "ReductionStats", "SaveHandle", "UnevenInputs"),
+    *("RaggedDTensor", "ReductionStats", "SaveHandle", "UnevenInputs"),
     "ReplicateModule",  # tests/test_replicate_module.py
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode", "OffloadPolicy"),

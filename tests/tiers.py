@@ -67,7 +67,6 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
     "`fully_shard`": proved("test_fully_shard.py", "test_parameters_keep_names_shapes_and_identity"),
     "`replicate`": PAIRS[1:],
     "`plan`": proved("planning/test_plan.py", "test_a_policy_gives_handles_left_to_right_and_the_rest_to_the_root"),
-    "`Link`": proved("planning/test_links.py", "test_of_groups_that_differ_the_slowest_counts"),
     "`ModuleWrapPolicy`": proved("test_policies.py", "test_every_kind_of_policy_picks_the_blocks"),
     "`ShardingStrategy`": proved("planning/test_plan.py", "test_a_strategy_is_a_preset_of_reshard_after_forward"),
     "`DataParallelMeshDims`": proved("test_hybrid.py", "test_dims_are_chosen_by_name_or_by_host"),
