@@ -237,7 +237,7 @@ class _Tree:
             children = [(name, child) for name, child in module._modules.items() if child is not None]
             stack.extend((module, join_fqn(fqn, name), child) for name, child in reversed(children))
 
-    def asked(self, module: nn.Module, function: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    def asked(self, module: nn.Module, function: Callable[..., object], /, *args: object, **kwargs: object) -> bool:
         """Return what a user's function answers about a module; raise ``ConfigError`` unless it is a bool."""
         name, at = f"policy {_name_of(function)}", module_text(self.fqns.get(module, ""), class_name(module))
         fix = "take one module, or what torch's auto_wrap_policy takes; return True to pick the module, else False"
@@ -260,4 +260,6 @@ class _Tree:
 def _name_of(value: object) -> str:
     """Name a function, also inside of a partial one, or describe another value."""
     name = getattr(getattr(value, "func", value), "__name__", None)
-    return name if isinstance(name, str) and not isinstance(value, type) else described(value)
+    if isinstance(name, str) and not isinstance(value, type):
+        return name
+    return type(value).__name__ if callable(value) and not isinstance(value, type) else described(value)

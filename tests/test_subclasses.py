@@ -625,7 +625,7 @@ def linear_with(param: nn.Parameter) -> nn.Module:
     [
         (linear_with(Unknown(torch.zeros(4, 4))), {}, "Unknown is a tensor subclass"),
         (linear_with(nn.Parameter(torch.zeros(4, 4).as_subclass(Half))), {}, "Half is a tensor subclass"),
-        (linear_with(scaled_on_meta()), {}, "it is on the meta device"),
+        (linear_with(scaled_on_meta()), {}, "Scaled has .* beside 'whole', with rows"),
         (
             linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
             {"shard_as_bytes": BYTES},

@@ -181,7 +181,7 @@ def test_an_align_that_is_none_is_refused_in_a_dict_and_from_a_function(wish: ob
         (Shard, "returned the class Shard"),
         (Shard(2), r"returned Shard\(2\) for a parameter of 2 dims"),
         (Shard(-3), r"returned Shard\(-3\) for a parameter of 2 dims"),
-        (type("ShardPlacementResult", (), {})(), "returned a .*ShardPlacementResult"),
+        (type("ShardPlacementResult", (), {})(), "returned a .*ShardPlacementResult for a parameter of 2 dims"),
     ],
 )
 def test_a_placement_that_cannot_be_had_is_refused_with_the_parameter(placement: Any, message: str) -> None:
