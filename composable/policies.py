@@ -11,19 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.ground.names import class_name, join_fqn, module_text
+from composable.ground.names import answer_of, class_name, described, join_fqn, module_text
 
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
 
-_ACCEPTED = (
-    "pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, CustomPolicy, "
-    "SizePolicy, or an auto_wrap_policy of torch"
-)
 _CLASSES_IN_HINT = 5
 
 
@@ -49,21 +46,15 @@ class Policy(ABC):
                     at=module_text(tree.fqns[module], class_name(module)),
                     fix="pick the modules inside it, or the one that calls them",
                 )
-        if picked:
-            return picked
-        if hidden := len(self._choose(_Tree(root, ()))) if excluded else 0:
+        if not picked:
+            common = Counter(class_name(module) for module in tree.fqns).most_common(_CLASSES_IN_HINT)
+            seen = ", ".join(f"{count} {name}" for name, count in common) or "none"
             raise ConfigError(
-                f"{self} picks nothing: all {hidden} modules it would pick are ignored or annotated already",
-                at=f"module {class_name(root)}",
-                fix="leave policy out",
+                f"{self} picks nothing among what is neither ignored nor annotated already",
+                at=f"module {class_name(root)}; most frequent submodules: {seen}",
+                fix="change the policy so that it picks at least one submodule, or leave it out",
             )
-        common = Counter(class_name(module) for module in tree.fqns).most_common(_CLASSES_IN_HINT)
-        seen = ", ".join(f"{count} {name}" for name, count in common) or "none"
-        raise ConfigError(
-            f"{self} picks nothing",
-            at=f"module {class_name(root)}; most frequent submodules: {seen}",
-            fix="change the policy so that it picks at least one submodule, or leave it out",
-        )
+        return picked
 
     @abstractmethod
     def _choose(self, tree: "_Tree") -> dict[nn.Module, str]: ...
@@ -76,18 +67,12 @@ class ModuleWrapPolicy(Policy):
     module_classes: frozenset[type[nn.Module]]
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        if not isinstance(module_classes, Iterable):
+        classes = frozenset(module_classes) if isinstance(module_classes, Iterable) else frozenset({None})
+        if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
             raise ConfigError(
-                f"module_classes is {_name_of(module_classes)}, not a set of classes", fix="pass a set, such as {Block}"
+                f"module_classes is {described(module_classes)}, not a set of module classes",
+                fix="pass classes in a set, such as {Block}",
             )
-        classes = frozenset(module_classes)
-        if not classes:
-            raise ConfigError("the set of module classes is empty", fix="name at least one class")
-        for cls in classes:
-            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-                raise ConfigError(
-                    f"{_name_of(cls)} is not a subclass of nn.Module", fix="pass classes, such as {Block}, not names"
-                )
         object.__setattr__(self, "module_classes", classes)
 
     def __str__(self) -> str:
@@ -109,21 +94,12 @@ class CustomPolicy(Policy):
     def __post_init__(self) -> None:
         if not callable(self.predicate) or isinstance(self.predicate, type | nn.Module):
             raise ConfigError(f"predicate is {_name_of(self.predicate)}", fix="pass a function of one module")
-        try:
-            inspect.signature(self.predicate).bind(None)
-        except TypeError as error:
-            raise ConfigError(
-                f"predicate {_name_of(self.predicate)} cannot be called with one module: {error}", fix=_ACCEPTED
-            ) from None
-        except ValueError:
-            pass  # a builtin without a signature
 
     def __str__(self) -> str:
         return f"CustomPolicy({_name_of(self.predicate)})"
 
     def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
-        name, fix = f"predicate {_name_of(self.predicate)}", "return True to give the module a handle, else False"
-        picked = [module for module in tree.fqns if tree.checked(module, self.predicate(module), name, fix)]
+        picked = [module for module in tree.fqns if tree.asked(module, self.predicate, module)]
         return dict.fromkeys(picked, f"policy: {_name_of(self.predicate)}")
 
 
@@ -166,29 +142,17 @@ class _AutoWrapPolicy(Policy):
 
     function: Callable[..., bool]
 
-    def __post_init__(self) -> None:
-        try:
-            inspect.signature(self.function).bind(module=None, recurse=False, nonwrapped_numel=0)
-        except TypeError as error:
-            raise ConfigError(
-                f"{self} cannot be called with module, recurse and nonwrapped_numel: {error}",
-                fix="give its other arguments with functools.partial",
-            ) from None
-
     def __str__(self) -> str:
-        return _name_of(getattr(self.function, "func", self.function))
+        return _name_of(self.function)
 
     def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
         numels = tree.own_numels()
-        inside = dict.fromkeys((tree.root, *tree.fqns), 0)
+        inside = {tree.root: sum(param.numel() for param in tree.root.parameters(recurse=False)), **numels}
         for module in reversed(tree.fqns):
-            inside[module] += numels[module]
             inside[tree.parents[module]] += inside[module]
-        inside[tree.root] += sum(param.numel() for param in tree.root._parameters.values() if param is not None)
 
         def ask(module: nn.Module, numel: int, *, recurse: bool) -> bool:
-            answer = self.function(module=module, recurse=recurse, nonwrapped_numel=numel)
-            return tree.checked(module, answer, f"policy {self}", "return True or False")
+            return tree.asked(module, self.function, module=module, recurse=recurse, nonwrapped_numel=numel)
 
         entered: set[nn.Module] = set()
         for module in inside:
@@ -221,12 +185,11 @@ def resolve_policy(policy: PolicyLike) -> Policy:
         return ModuleWrapPolicy(policy)
     if callable(policy) and not isinstance(policy, type | nn.Module):
         return _AutoWrapPolicy(policy) if _asks_as_torch(policy) else CustomPolicy(policy)
-    if type(policy).__name__ == "CustomPolicy" and type(policy).__module__.startswith("torch."):
-        raise ConfigError(
-            "torch's CustomPolicy may answer with options for FullyShardedDataParallel",
-            fix="pass the function that it was made from, which returns a bool here",
-        )
-    raise ConfigError(f"{_name_of(policy)} is not a policy", fix=_ACCEPTED)
+    raise ConfigError(
+        f"policy is {described(policy)}",
+        fix="pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, "
+        "CustomPolicy, SizePolicy, or an auto_wrap_policy of torch; of torch's CustomPolicy its function",
+    )
 
 
 def _asks_as_torch(policy: Callable[..., bool]) -> bool:
@@ -235,8 +198,7 @@ def _asks_as_torch(policy: Callable[..., bool]) -> bool:
         params = inspect.signature(policy).parameters.values()
     except (TypeError, ValueError):
         return False  # a builtin without a signature
-    kinds = {param.kind for param in params}
-    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    takes_anything = {param.kind.name for param in params} == {"VAR_POSITIONAL", "VAR_KEYWORD"}
     return takes_anything or any(param.name == "recurse" for param in params)
 
 
@@ -275,14 +237,13 @@ class _Tree:
             children = [(name, child) for name, child in module._modules.items() if child is not None]
             stack.extend((module, join_fqn(fqn, name), child) for name, child in reversed(children))
 
-    def checked(self, module: nn.Module, answer: object, name: str, fix: str) -> bool:
-        """Return what a function ``name`` answers for a module; raise ``ConfigError`` unless it is a bool."""
+    def asked(self, module: nn.Module, function: Callable[..., object], /, *args: object, **kwargs: object) -> bool:
+        """Return what a user's function answers about a module; raise ``ConfigError`` unless it is a bool."""
+        name, at = f"policy {_name_of(function)}", module_text(self.fqns.get(module, ""), class_name(module))
+        fix = "take one module, or what torch's auto_wrap_policy takes; return True to pick the module, else False"
+        answer = answer_of(name, partial(function, *args, **kwargs), at=at, fix=fix)
         if not isinstance(answer, bool):
-            raise ConfigError(
-                f"{name} returned {type(answer).__name__}, not bool",
-                at=module_text(self.fqns.get(module, ""), class_name(module)),
-                fix=fix,
-            )
+            raise ConfigError(f"{name} returned {type(answer).__name__}, not bool", at=at, fix=fix)
         return answer
 
     def own_numels(self) -> dict[nn.Module, int]:
@@ -297,8 +258,8 @@ class _Tree:
 
 
 def _name_of(value: object) -> str:
-    """Name a class or function by its name, another value by its repr or type."""
-    name = getattr(value, "__name__", None)
-    if isinstance(name, str):
-        return f"the class {name}" if isinstance(value, type) else name
-    return repr(value) if isinstance(value, str | int | float | type(None)) else type(value).__name__
+    """Name a function, also inside of a partial one, or describe another value."""
+    name = getattr(getattr(value, "func", value), "__name__", None)
+    if isinstance(name, str) and not isinstance(value, type):
+        return name
+    return type(value).__name__ if callable(value) and not isinstance(value, type) else described(value)

@@ -10,17 +10,15 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from composable import HandleOptions, ShardingStrategy, fully_shard, plan, register_comm_hook, replicate
+from composable import HandleOptions, fully_shard, plan, register_comm_hook, replicate
 from composable.comm.transport import _REGISTERED, transport_names
 from tests.models import BLOCK_CLASSES, MLP, MLPBlock
-from tests.ordered_groups import needs_ordered_groups
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-MOST_FILES = {"transport": 1, "type of communication hooks": 2, "strategy": 2}
+MOST_FILES = {"transport": 1, "type of communication hooks": 2}
 
 Add = Callable[[str], dict[str, ModuleType]]
 
@@ -100,23 +98,3 @@ def test_a_type_of_communication_hooks_is_two_files(add: Add, world_size: int, *
     whole.call_hook = staticmethod(lambda *args: (kinds.append(args[-1] is None), call(*args))[1])
     assert_equal_runs(run_threads(train_with_hook, world_size, hook), train_reference("mlp", world_size))
     assert {*kinds} == {True, False}, "both annotations have called it"
-
-
-def train_on_copies(strategy: ShardingStrategy) -> Run:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def annotate(model: nn.Module) -> None:
-        fully_shard(model, policy=BLOCK_CLASSES, mesh=mesh, strategy=strategy)
-        handles = fully_shard.state(model).plan.handles
-        assert not any(handle.reshard_after_forward for handle in handles)
-
-    return train_annotated("mlp", annotate)
-
-
-@needs_ordered_groups
-def test_a_strategy_is_a_value(add: Add) -> None:
-    strategy = add("strategy")["kept"].KEPT_EVERYWHERE
-    assert_equal_runs(run_threads(train_on_copies, 4, strategy), train_reference("mlp", 4))
-    made = plan(MLP(), world_size=2, replicas=2, policy=BLOCK_CLASSES, strategy=strategy)
-    assert (made.world_size, made.host_ranks) == (4, 2)
-    assert sum(one.fills for one in made.expected_collectives()) == len(made.handles)

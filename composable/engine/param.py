@@ -406,7 +406,7 @@ def _name_state(sharded: Any, form: Form, owners: Sequence[Owner]) -> None:
 
     torch looks for what it finds in a state dict by the names there, ``weight.absmax`` as ``weight`` and ``absmax``.
     """
-    named: dict[str, Any] = dict(form.state_tensors())
+    named: dict[str, Any] = dict(form.state)
     for module, name in owners:
         saved: dict[str, Any] = {}
         module._save_to_state_dict(saved, "", True)

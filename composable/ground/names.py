@@ -43,7 +43,6 @@ __all__ = [
     "plain_fqn",
     "ranks_text",
     "readable_twice",
-    "seconds_text",
     "sibling_lines",
 ]
 
@@ -102,10 +101,6 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 def bytes_text(number: int) -> str:
     return f"{number} B" if number < 1024 else _scaled(number / 1024, 1024, "KiB", "MiB", "GiB", "TiB")
-
-
-def seconds_text(seconds: float) -> str:
-    return _scaled(seconds * 1e6, 1000, "us", "ms", "s")
 
 
 def _scaled(value: float, step: int, unit: str, *larger: str) -> str:

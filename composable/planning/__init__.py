@@ -1,6 +1,5 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
-from composable.planning.estimate import Link, Links, PlanEstimate
 from composable.planning.layout import (
     RaggedShard,
     ShardSplit,
@@ -24,7 +23,6 @@ from composable.planning.options import (
     ShardPlacementFn,
     as_mixed_precision,
     is_hybrid,
-    is_spread,
     skipped_modules,
 )
 from composable.planning.planner import make_plan, plan
@@ -49,12 +47,9 @@ __all__ = [
     "Form",
     "HandleMembers",
     "HandlePlan",
-    "Link",
-    "Links",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamDtypes",
-    "PlanEstimate",
     "RaggedShard",
     "ShardOptions",
     "ShardPlacementFn",
@@ -69,7 +64,6 @@ __all__ = [
     "in_memory_order",
     "in_order_of_dims",
     "is_hybrid",
-    "is_spread",
     "local_shape",
     "make_plan",
     "managed_modules",

@@ -12,8 +12,9 @@ Source: flat parameters, arXiv 2304.11277; ragged shards, arXiv 2602.22437.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -311,8 +312,7 @@ def plan_layout(
     """
     align, orders = align or {}, orders or {}
     pieces = [_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
-    total = sum(piece.numel for piece in pieces)
-    best = _best_placement(pieces, total, world_size, _least_placement(pieces, total, world_size))
+    best = _best_placement(pieces, world_size)
     spans = tuple(
         Span(fqn, torch.Size(shape), start, start + piece.numel, orders.get(fqn, ()))
         for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
@@ -341,7 +341,6 @@ class _Placement(NamedTuple):
     shard_numel: int
     starts: list[int]
     aligned_count: int
-    end: int
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -359,7 +358,7 @@ def _piece(shape: torch.Size, align: Align, order: Sequence[int]) -> _Piece:
 
 
 def _place(
-    pieces: Iterable[_Piece], shard_numel: int, slack: float, *, start_align: int = 1, is_greedy: bool = True
+    pieces: Iterable[_Piece], shard_numel: int, slack: int, *, start_align: int = 1, is_greedy: bool = True
 ) -> _Placement | None:
     """Lay the pieces into shards of ``shard_numel``, spending at most ``slack`` on gaps.
 
@@ -388,7 +387,7 @@ def _place(
                 return None
         starts.append(end)
         end += numel
-    return _Placement(shard_numel, starts, aligned_count, end)
+    return _Placement(shard_numel, starts, aligned_count)
 
 
 def _grains(pieces: Iterable[_Piece], limit: int) -> list[int]:
@@ -405,66 +404,41 @@ def _grains(pieces: Iterable[_Piece], limit: int) -> list[int]:
 
 def _least_placement(pieces: Sequence[_Piece], total: int, world_size: int) -> _Placement:
     """Return a placement that keeps every promise, in the smallest shards found; other gaps there are none."""
-    floor = -(-total // world_size)
-    # On one rank: no cut at all.
-    best = _Placement(total, [0, *accumulate(piece.numel for piece in pieces)][:-1], len(pieces), total)
-    promised = [piece for piece in pieces if piece.is_promised]
 
     def place(shard_numel: int) -> _Placement | None:
         return _place(pieces, shard_numel, world_size * shard_numel - total, is_greedy=False)
 
-    if not promised:
-        return place(floor) or best
-    for grain in _grains(promised, total):
-        # Gallop, then bisect. With mixed grains the condition is not quite monotone, so the
-        # result may miss the optimum; it is always a size that was checked.
-        low, step = -(-floor // grain) - 1, 1
-        while (low + step) * grain < best.shard_numel and place((low + step) * grain) is None:
-            low, step = low + step, 2 * step
-        high = low + step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if place(middle * grain) else (middle, high)
-        if high * grain < best.shard_numel:
-            best = place(high * grain) or best
+    floor = -(-total // world_size)
+    if (best := place(floor)) is not None:
+        return best
+    # On one rank: no cut at all.
+    best = _Placement(total, [0, *accumulate(piece.numel for piece in pieces)][:-1], len(pieces))
+    for grain in _grains([piece for piece in pieces if piece.is_promised], total):
+        sizes = range(_round_up(floor, grain), best.shard_numel, grain)
+        # With mixed grains the condition is not quite monotone, so this may miss the optimum; what it finds is checked.
+        index = bisect_left(sizes, True, key=lambda shard_numel: place(shard_numel) is not None)
+        if index < len(sizes):
+            best = place(sizes[index]) or best
     return best
 
 
-def _best_placement(pieces: Sequence[_Piece], total: int, world_size: int, best: _Placement) -> _Placement:
-    """Return the placement with most aligned pieces among shards of at most 1 % padding, or ``best``, the least one."""
+def _best_placement(pieces: Sequence[_Piece], world_size: int) -> _Placement:
+    """Return the placement with most aligned pieces, then aligned starts, then least padding, among a few sizes."""
+    total = sum(piece.numel for piece in pieces)
+    best = _least_placement(pieces, total, world_size)
     least = best.shard_numel
     limit = max(least, (total + total // _PADDING_SHARE) // world_size)
     best_score = (best.aligned_count, False, -least)
-    for shard_numel, start_align in _candidates(pieces, world_size, least, limit):
-        if best.aligned_count == len(pieces) and (
-            start_align == 1 or (best_score[1] and shard_numel >= best.shard_numel)
-        ):
-            continue  # cannot be better
-        placed = _place(pieces, shard_numel, world_size * shard_numel - total, start_align=start_align)
-        if placed is None:
-            continue
-        is_start_aligned = not any(start % _START_ALIGN for start in (shard_numel, *placed.starts))
-        score = (placed.aligned_count, is_start_aligned, -shard_numel)
-        if score > best_score:
-            best, best_score = placed, score
-    return best
-
-
-def _candidates(pieces: Sequence[_Piece], world_size: int, least: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs (shard size, alignment of starts) worth placing: tight ones first, the roomiest last."""
-    options = []
     for grain in _grains(pieces, limit):
         for start_align in (_START_ALIGN, 1):
             multiple = math.lcm(grain, start_align)
-            if (smallest := _round_up(least, multiple)) <= limit:
-                options.append((multiple, smallest, start_align))
-                yield smallest, start_align
-    for multiple, smallest, start_align in options:
-        # The size at which every gap that is wanted would be paid for.
-        wish = _place(pieces, smallest, math.inf, start_align=start_align)
-        roomy = _round_up(-(-wish.end // world_size), multiple) if wish else smallest
-        if smallest < roomy <= limit:
-            yield roomy, start_align
-    for multiple, smallest, start_align in options:
-        if smallest < (largest := limit // multiple * multiple):
-            yield largest, start_align
+            smallest, largest = _round_up(least, multiple), limit // multiple * multiple
+            middle = (smallest + largest) // 2 // multiple * multiple
+            for shard_numel in sorted({smallest, middle, largest}) if smallest <= largest else ():
+                placed = _place(pieces, shard_numel, world_size * shard_numel - total, start_align=start_align)
+                if placed is not None:
+                    is_start_aligned = not any(start % _START_ALIGN for start in (shard_numel, *placed.starts))
+                    score = (placed.aligned_count, is_start_aligned, -shard_numel)
+                    if score > best_score:
+                        best, best_score = placed, score
+    return best

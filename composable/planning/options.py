@@ -7,6 +7,7 @@ Nothing here casts or copies anything: casts and copies happen on the way to the
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +25,6 @@ __all__ = [
     "NO_OFFLOAD",
     "AlignLike",
     "CPUOffloadPolicy",
-    "MeshDimStrategy",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamDtypes",
@@ -33,7 +33,6 @@ __all__ = [
     "ShardingStrategy",
     "as_mixed_precision",
     "is_hybrid",
-    "is_spread",
     "skipped_modules",
 ]
 
@@ -110,9 +109,8 @@ class MixedPrecisionPolicy:
         listed = tuple(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else (classes,)
         for one in listed:
             if not isinstance(one, type) or not issubclass(one, nn.Module):
-                raise ConfigError(
-                    f"skipped_module_classes is or holds {one!r:.80}", fix="pass classes of modules, as a tuple"
-                )
+                what = f"skipped_module_classes is or holds {one!r:.80}"
+                raise ConfigError(what, fix="pass classes of modules, as a tuple")
         object.__setattr__(self, "skipped_module_classes", listed)
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise ConfigError(
@@ -213,7 +211,7 @@ class OffloadPolicy:
 
     @property
     def pins(self) -> bool:
-        return False
+        return bool(getattr(self, "pin_memory", False))
 
     def __str__(self) -> str:
         """Return what the plan prints; empty where nothing is offloaded."""
@@ -241,12 +239,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     is_offloading: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise ConfigError(f"pin_memory of the offload policy is {self.pin_memory!r:.80}", fix="pass True or False")
-
-    @property
-    def pins(self) -> bool:
-        return self.pin_memory
+        check_bool("pin_memory of the offload policy", self.pin_memory)
 
     def __str__(self) -> str:
         pinned = "pinned" if self.pin_memory else "pageable"
@@ -257,11 +250,7 @@ NO_OFFLOAD = OffloadPolicy()
 
 
 def _as_offload(policy: object) -> OffloadPolicy:
-    """Return a policy as one of ours: also torch's, of either of its sharded data parallels; ``None`` asks for nothing.
-
-    Raises:
-        ConfigError: It is none, or asks for what there is not.
-    """
+    """Return a policy as one of ours, or what torch calls it; ``None`` asks for nothing."""
     if policy is None or isinstance(policy, OffloadPolicy):
         return policy or NO_OFFLOAD
     # By their names, as nothing of torch's sharded data parallels is imported here.
@@ -273,124 +262,70 @@ def _as_offload(policy: object) -> OffloadPolicy:
             case ["CPUOffloadPolicy", "pin_memory"]:
                 return CPUOffloadPolicy(**asked)
             case ["CPUOffload", "offload_params"]:
-                if not isinstance(offloads := asked["offload_params"], bool):
-                    what = f"offload_params of the offload policy is {offloads!r:.80}"
-                    raise ConfigError(what, fix="pass True or False")
-                return CPUOffloadPolicy() if offloads else NO_OFFLOAD
+                return CPUOffloadPolicy() if asked["offload_params"] else NO_OFFLOAD
     raise ConfigError(
         f"offload_policy is {policy!r:.80}",
         fix="pass a composable.CPUOffloadPolicy, or an OffloadPolicy to offload nothing",
     )
 
 
-@dataclass(frozen=True)
-class MeshDimStrategy:
-    """What the ranks along one mesh dim split between them; what is not split, each of them keeps whole.
+class ShardingStrategy(Enum):
+    """What is sharded, and what is freed when; ``strategy=`` takes the name as well.
+
+    Gradients, optimizer state and parameters between steps are sharded over the last dim of the mesh.
 
     Attributes:
-        parameters: Between forward and backward, and between steps.
-        gradients: After backward.
-        optimizer_state: And with it the parameters between steps.
-    """
-
-    parameters: bool
-    gradients: bool
-    optimizer_state: bool
-
-
-@dataclass(frozen=True)
-class ShardingStrategy:
-    """What is sharded over each dim of the mesh.
-
-    Gradients and optimizer state are sharded over the last dim; parameters between forward and backward may be. Of a
-    dim before it, ranks hold copies of all of that, or shard gradients and optimizer state alone. What has no name,
-    such as ``ShardingStrategy("KEPT", ShardingStrategy.SHARD_GRAD_OP.dims * 2)``, works as well.
-
-    Attributes:
-        name: What plans and messages call it; of a preset what ``strategy=`` accepts too.
-        dims: One for each mesh dim; of two, the first is that of the replicas.
         FULL_SHARD: Parameters are freed after forward and gathered again for backward (ZeRO stage 3).
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
         HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over those of the other.
         HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` in its place.
-        HYBRID_SHARD_OPTIM: As ``HYBRID_SHARD`` between forward and backward; gradients, optimizer state and the
-            parameters between steps are sharded over the ranks of both dims.
         NO_SHARD: Every rank keeps everything, which is what ``replicate`` does.
 
-    Source: ZeRO, arXiv 1910.02054; secondary shards, ZeRO++, arXiv 2306.10209.
+    Source: ZeRO, arXiv 1910.02054.
     """
 
-    name: str
-    dims: tuple[MeshDimStrategy, ...]
-
-    FULL_SHARD: ClassVar["ShardingStrategy"]
-    SHARD_GRAD_OP: ClassVar["ShardingStrategy"]
-    HYBRID_SHARD: ClassVar["ShardingStrategy"]
-    HYBRID_SHARD_ZERO2: ClassVar["ShardingStrategy"]
-    HYBRID_SHARD_OPTIM: ClassVar["ShardingStrategy"]
-    NO_SHARD: ClassVar["ShardingStrategy"]
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    HYBRID_SHARD = auto()
+    HYBRID_SHARD_ZERO2 = auto()
+    NO_SHARD = auto()
 
     def __repr__(self) -> str:
         return f"ShardingStrategy.{self.name}"
 
 
-_WHOLE, _STEPPED = MeshDimStrategy(False, False, False), MeshDimStrategy(False, True, True)
-_SHARDED = MeshDimStrategy(True, True, True)
-_PRESETS = {
-    "FULL_SHARD": (_SHARDED,),
-    "SHARD_GRAD_OP": (_STEPPED,),
-    "HYBRID_SHARD": (_WHOLE, _SHARDED),
-    "HYBRID_SHARD_ZERO2": (_WHOLE, _STEPPED),
-    "HYBRID_SHARD_OPTIM": (_STEPPED, _SHARDED),
-    "NO_SHARD": (_WHOLE,),
-}
-for _name, _dims in _PRESETS.items():
-    setattr(ShardingStrategy, _name, ShardingStrategy(_name, _dims))
-
-
 def _named(strategy: object) -> ShardingStrategy | None:
     """Return the strategy that a user means: one, its name, or torch's of that name; ``None``: it is none."""
-    if isinstance(strategy, ShardingStrategy):
-        return strategy
     kind = type(strategy)
     if kind.__name__ == "ShardingStrategy" and kind.__module__.startswith("torch."):
         strategy = getattr(strategy, "name", "").removeprefix("_")
-    return getattr(ShardingStrategy, strategy) if isinstance(strategy, str) and strategy in _PRESETS else None
+    if isinstance(strategy, str):
+        return ShardingStrategy.__members__.get(strategy)
+    return strategy if isinstance(strategy, ShardingStrategy) else None
 
 
 def is_hybrid(strategy: object) -> bool | None:
     """Say whether a strategy keeps copies of shards; ``None``: it is none."""
     chosen = _named(strategy)
-    return None if chosen is None else len(chosen.dims) == 2
-
-
-def is_spread(strategy: object) -> bool:
-    """Say whether a strategy shards gradients and optimizer state over the ranks that hold copies of parameters too."""
-    chosen = _named(strategy)
-    return chosen is not None and chosen.dims[:-1] == (_STEPPED,)
+    return None if chosen is None else chosen.name.startswith("HYBRID")
 
 
 def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
     """Return the strategy that is meant; ``ConfigError`` unless it can be run with as many copies of each shard."""
-    names = ", ".join(repr(name) for name in _PRESETS if name != "NO_SHARD")
+    names = ", ".join(repr(name) for name in ShardingStrategy.__members__ if name != "NO_SHARD")
     chosen = _named(strategy)
     if chosen is None:
         raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {names}")
-    if chosen.dims[-1:] not in ((_SHARDED,), (_STEPPED,)):
+    if chosen is ShardingStrategy.NO_SHARD:
         raise ConfigError(
-            f"strategy {chosen.name} keeps gradients or optimizer state whole on every rank",
+            "strategy NO_SHARD keeps gradients and optimizer state whole on every rank",
             fix="call replicate(module) instead, with torch's ZeroRedundancyOptimizer where optimizer state alone is "
             f"sharded; or pass one of {names}",
         )
-    if chosen.dims[:-1] not in ((), (_WHOLE,), (_STEPPED,)):
-        raise ConfigError(
-            f"strategy {chosen.name} shards over {len(chosen.dims)} mesh dims, and parameters are sharded over one",
-            fix=f"pass one of {names}",
-        )
-    if replicas > 1 and len(chosen.dims) == 1:
+    if replicas > 1 and not is_hybrid(chosen):
         raise ConfigError(
             f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
-            fix=f"pass HYBRID_{'SHARD' if chosen.dims[-1].parameters else 'SHARD_ZERO2'}, or a mesh of one dim",
+            fix="pass HYBRID_SHARD or HYBRID_SHARD_ZERO2, or a mesh of one dim",
         )
     return chosen
 
@@ -402,7 +337,7 @@ class ShardOptions:
     Strategy and policies may be given as text, or as torch's own; as attributes they are those of this library.
 
     Attributes:
-        strategy: What is sharded over each mesh dim.
+        strategy: What is sharded, and what is freed when.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
         hosts: Of each rank the host that it is on, as ``ShardPlan`` has them.
@@ -432,21 +367,20 @@ class ShardOptions:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of ranks that {what}")
-        if self.align is not None and not isinstance(self.align, Mapping) and not _is_function(self.align):
-            raise ConfigError(
-                f"align is {described(self.align)}", fix="pass a dict of FQNs, or a function of an FQN and a parameter"
-            )
-        if self.shard_placement_fn is not None and not _is_function(self.shard_placement_fn):
-            raise ConfigError(
-                f"shard_placement_fn is {described(self.shard_placement_fn)}",
-                fix="pass a function of a parameter that returns a Shard or None",
-            )
+        for name, fix in (
+            ("align", "pass a dict of FQNs, or a function of an FQN and a parameter"),
+            ("shard_placement_fn", "pass a function of a parameter that returns a Shard or None"),
+        ):
+            value = getattr(self, name)
+            is_value = value is None or (name == "align" and isinstance(value, Mapping))
+            # Modules and classes can be called too, and were meant for something else.
+            if not is_value and (not callable(value) or isinstance(value, type | nn.Module)):
+                raise ConfigError(f"{name} is {described(value)}", fix=fix)
         if self.transport != "auto":
             transport_class(self.transport, "auto")
         _check_freed(self.reshard_after_forward, self.world_size)
-        unused = self.unused_gradients
-        if not isinstance(unused, str) or unused not in ("none", "zero"):
-            raise ConfigError(f"unused_gradients is {unused!r}", fix="pass 'none' or 'zero'")
+        if self.unused_gradients not in ("none", "zero"):
+            raise ConfigError(f"unused_gradients is {self.unused_gradients!r:.80}", fix="pass 'none' or 'zero'")
         if self.strategy is not None:
             if self.reshard_after_forward is not None:
                 raise ConfigError(
@@ -455,22 +389,14 @@ class ShardOptions:
             object.__setattr__(self, "strategy", _checked_strategy(self.strategy, self.replicas))
         object.__setattr__(self, "mp_policy", as_mixed_precision(self.mp_policy))
         object.__setattr__(self, "offload_policy", _as_offload(self.offload_policy))
-        fix, classes = "pass a list of classes of parameters, such as [Params4bit]", self.shard_as_bytes
-        if not isinstance(classes, Collection) or isinstance(classes, str | torch.Tensor | nn.Module):
-            raise ConfigError(f"shard_as_bytes is {described(classes)}", fix=fix)
-        for one in classes:
-            if not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in (torch.Tensor, nn.Parameter):
-                raise ConfigError(f"shard_as_bytes holds {described(one)}, no subclass of a tensor", fix=fix)
-
-    @property
-    def is_spread(self) -> bool:
-        """What rests between steps is sharded over the copies as well."""
-        return is_spread(self.strategy)
-
-    @property
-    def shard_ranks(self) -> int:
-        """How many ranks each parameter is cut over."""
-        return self.world_size * (self.replicas if self.is_spread else 1)
+        classes, plain = self.shard_as_bytes, (torch.Tensor, nn.Parameter)
+        is_list = isinstance(classes, Collection) and not isinstance(classes, str | torch.Tensor | nn.Module)
+        for one in classes if is_list else [classes]:
+            if not is_list or not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in plain:
+                raise ConfigError(
+                    f"shard_as_bytes is or holds {described(one)}",
+                    fix="pass a list of subclasses of torch.Tensor, such as [Params4bit]",
+                )
 
     @property
     def frees(self) -> bool | int | None:
@@ -479,8 +405,8 @@ class ShardOptions:
         An int: but for secondary shards over as many ranks, more than one and less than all.
         """
         freed = self.reshard_after_forward
-        if isinstance(self.strategy, ShardingStrategy):
-            return self.strategy.dims[-1].parameters
+        if self.strategy is not None:
+            return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         if freed is None or isinstance(freed, bool):
             return freed
         # A shard over one rank is the whole, and one over all ranks is the shard.
@@ -500,8 +426,3 @@ def _check_freed(freed: object, world_size: int) -> None:
             f"reshard_after_forward is {freed}, and {world_size} ranks share the parameters",
             fix=f"pass a divisor of that: {sizes}; or True, False or None",
         )
-
-
-def _is_function(value: object) -> bool:
-    """Say whether ``value`` can be called; modules and classes can too, and were meant for something else."""
-    return callable(value) and not isinstance(value, type | nn.Module)

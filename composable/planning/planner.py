@@ -65,8 +65,7 @@ def plan(
         ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
             those that share parameters are neighbours.
         policy: Which submodules get handles of their own.
-        strategy: What is sharded over each dim of the mesh, or the name of a preset; instead of
-            ``reshard_after_forward``.
+        strategy: What is sharded and freed, also by name; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward. ``None``: only
             where the module is not the root. An int: but for secondary shards over as many ranks.
         ignored_params: Parameters to leave alone, under all their names.
@@ -127,7 +126,7 @@ def make_plan(
     cuts = _choose_cuts(params, options)
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
-    _check_secondary(params, options)
+    _check_secondary(params, options.frees)
     skipped = skipped_modules(managed, options.mp_policy).keys()
     dtypes = {found: _dtypes_of(found, options.mp_policy, skipped) for found in params}
     handle_plans = tuple(
@@ -136,16 +135,15 @@ def make_plan(
             class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
             params=tuple(_plan_param(found, cuts[found]) for found in handle.params),
-            buffers=_plan_buffers(handle.params, dtypes, options.shard_ranks, cuts),
+            buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
         for handle in handles
     )
     shard_plan = ShardPlan(
-        world_size=options.shard_ranks,
-        replicas=1 if options.is_spread else options.replicas,
-        host_ranks=options.world_size if options.shard_ranks > options.world_size else None,
+        world_size=options.world_size,
+        replicas=options.replicas,
         transport=options.transport,
         class_names=tuple(class_name(root) for root in roots),
         handles=handle_plans,
@@ -158,30 +156,15 @@ def make_plan(
     return shard_plan, handles
 
 
-def _check_secondary(params: Sequence[FoundParam], options: ShardOptions) -> None:
-    """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard.
-
-    And optimizer state that is spread over more ranks of what tensor parallelism has split.
-
-    Raises:
-        ConfigError: There are such parameters.
-    """
-    what, other = f"reshard_after_forward={options.frees}", "reshard_after_forward=True or False"
-    if options.is_spread and isinstance(options.strategy, ShardingStrategy):
-        what, other = options.strategy.name, "HYBRID_SHARD"
-    elif type(options.frees) is not int:
-        return
-    for kind, why in (
-        ("gathered", "whose class says what ranks exchange"),
-        *([("split", "that tensor parallelism has split")] if options.is_spread else ()),
-    ):
-        names = [found.fqns[0] for found in params if found.kind == kind]
-        if names:
-            raise ConfigError(
-                f"{what} on parameters {why}",
-                at=f"parameter {list_text(names)}",
-                fix=f"annotate their modules in a call of their own with {other}",
-            )
+def _check_secondary(params: Sequence[FoundParam], frees: bool | int | None) -> None:
+    """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard."""
+    names = [found.fqns[0] for found in params if found.kind == "gathered"]
+    if names and type(frees) is int:
+        raise ConfigError(
+            f"reshard_after_forward={frees} on parameters whose class says what ranks exchange",
+            at=f"parameter {list_text(names)}",
+            fix="annotate their modules in a call of their own with reshard_after_forward=True or False",
+        )
 
 
 def _dtypes_of(found: FoundParam, policy: MixedPrecisionPolicy, skipped: Collection[nn.Module]) -> ParamDtypes:
@@ -284,45 +267,40 @@ def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
 
 def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[FoundParam, Align]:
     """Return what ``align`` says of each parameter that it says something of."""
-    wishes: dict[FoundParam, Align] = {}
-    if align is None:
-        return wishes
     if not isinstance(align, Mapping):
-        for found in params:
-            wish = _ask(align, "align", found, found.fqns[0], found.param)
-            if wish is not None:
-                _check_align(found.fqns[0], wish)
-                wishes[found] = wish
-        return wishes
+        asked = () if align is None else params
+        answers = {found: _ask(align, "align", found, found.fqns[0], found.param) for found in asked}
+        return {found: _checked_align(found.fqns[0], wish) for found, wish in answers.items() if wish is not None}
     # Plans name parameters below wrappers without the wrapper's part; users may name them with it.
-    align = {plain_fqn(name): wish for name, wish in align.items()}
+    align = {plain_fqn(name): _checked_align(name, wish) for name, wish in align.items()}
     known = {name for found in params for name in found.fqns}
     if unknown := [name for name in align if name not in known]:
         raise ConfigError(
             f"align names parameters that no handle owns: {unknown}",
             fix="pass FQNs below the annotated module, as in named_parameters()",
         )
+    wishes: dict[FoundParam, Align] = {}
     for found in params:
         named = {name: align[name] for name in found.fqns if name in align}
-        for name, wish in named.items():
-            _check_align(name, wish)
-            if wishes.setdefault(found, wish) != wish:
-                raise ConfigError(
-                    "align says different things of one parameter under its names: "
-                    + ", ".join(f"{name!r} is {wish!r}" for name, wish in named.items()),
-                    at=found.place,
-                    fix="name it once",
-                )
+        if len(set(named.values())) > 1:
+            raise ConfigError(
+                f"align says different things of one parameter under its names: {named}",
+                at=found.place,
+                fix="name it once",
+            )
+        if named:
+            wishes[found] = next(iter(named.values()))
     return wishes
 
 
-def _check_align(fqn: str, align: object) -> None:
+def _checked_align(fqn: str, align: Any) -> Align:
     is_name = isinstance(align, str) and align in ("row", "element", "tensor")
     if not is_name and (not isinstance(align, int) or isinstance(align, bool) or align < 1):
         raise ConfigError(
             f"align of {fqn!r} is {align!r:.80}",
             fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1",
         )
+    return align
 
 
 def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None:
@@ -335,17 +313,13 @@ def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None
     if placement is None:
         return None
     dims = found.storage.dim()
-    what = fix = ""
-    if type(placement).__name__ == "ShardPlacementResult":
-        what = "wants a mesh of its own for one parameter"
-        fix = "return a Shard, and annotate the modules that live on another mesh by a call with that mesh"
-    elif type(placement) is not Shard:
-        what, fix = f"returned {described(placement)}, not a Shard", "return Shard(dim), or None for the default"
-    elif not -dims <= placement.dim < dims:
-        what = f"returned Shard({placement.dim}) for a parameter of {dims} dims"
-        fix = "return a dim that it has, or None for the default"
-    if what:
-        raise ConfigError(f"shard_placement_fn {what}", at=found.place, fix=fix)
+    if type(placement) is not Shard or not -dims <= placement.dim < dims:
+        what = f"Shard({placement.dim})" if type(placement) is Shard else described(placement)
+        raise ConfigError(
+            f"shard_placement_fn returned {what} for a parameter of {dims} dims",
+            at=found.place,
+            fix="return Shard(dim) of a dim that it has, or None for the default",
+        )
     return placement.dim % dims
 
 

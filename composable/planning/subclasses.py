@@ -8,7 +8,6 @@ that this rank has is sharded. Any other is refused.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -96,15 +95,14 @@ class SplitNode:
                 with torch.no_grad():
                     value = value.redistribute(placements=spec.placements)
             return _plain(value._local_tensor)
+        value = value.detach()
         if value.shape != self.block_shape and value.shape == spec.shape:
-            value = value.detach()
             for mesh_dim, placement in enumerate(spec.placements):
                 if isinstance(placement, Shard):
                     step = -(-value.shape[placement.dim] // spec.mesh.size(mesh_dim))
                     start = min(spec.mesh.get_local_rank(mesh_dim) * step, value.shape[placement.dim])
                     value = value.narrow(placement.dim, start, min(step, value.shape[placement.dim] - start))
-            return value
-        return value.detach()
+        return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SplitNode":
         return self
@@ -183,10 +181,6 @@ class Form:
         for held in (self.state, self.attributes):
             held.update({name: value.to(device) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors beside what is sharded, of any shapes and dtypes, with the attributes that lead there."""
-        yield from self.state.items()
-
     def moved_mark(self, name: str, value: Any) -> Any:
         """Return what an attribute of the original has become."""
         # With memory of its own the parameter itself has the attributes.
@@ -213,32 +207,29 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
         return None
     if isinstance(param, DTensor):
         return _split_form(param)
+    is_gathered = all(callable(getattr(param, hook, None)) for hook in PROTOCOL)
     if isinstance(param, tuple(byte_classes)):
         form = _taken_apart(param, "bytes")
-        _check_bytes(param, name)
-    elif any(hasattr(param, hook) for hook in PROTOCOL):
-        missing = [hook for hook in PROTOCOL if not callable(getattr(param, hook, None))]
-        if missing:
+        if param.requires_grad:
             raise ConfigError(
-                f"{name} has one half of torch's extension of the all-gather and lacks {missing[0]}",
-                fix="define both, or name the parameter in ignored_params",
+                f"{name} is sharded as bytes, which have no gradient, and requires one",
+                fix="requires_grad_(False), and train adapters beside it",
             )
+    elif is_gathered:
         form = _taken_apart(param, "gathered")
-        if any(state.is_meta for state in form.state.values()):
-            raise ConfigError(
-                f"{name} has tensors beside the one that is cut, and they are on the meta device",
-                fix="make the parameter with values, or name it in ignored_params",
-            )
-        if param.dim() == 0 or param.numel() == 0:
-            raise ConfigError(f"{name} gathers rows, and the parameter has none", fix="name it in ignored_params")
-        if others := _cut_too(param, form):
+        rows = param.shape[0] if param.numel() and param.dim() else 0
+        # Every rank would have them whole. With one row they may be anything, and cutting changes nothing.
+        others = [path for path, state in form.state.items() if rows > 1 and state.shape[:1] == (rows,)]
+        if not rows or others:
             raise ConfigError(
                 f"{name} has {list_text(others)} beside {'.'.join(form.subclass.path)!r}, with rows of the parameter "
-                "too, and one inner tensor alone is cut",
-                fix="let the class keep that one and compute the others in fsdp_pre_all_gather; quantised and frozen: "
-                f"shard_as_bytes=[{name}]; else name it in ignored_params",
+                "too, and one inner tensor alone is cut"
+                if others
+                else f"{name} gathers rows, and the parameter has none",
+                fix="let the class keep one tensor of rows and compute others in fsdp_pre_all_gather; quantised and "
+                f"frozen: shard_as_bytes=[{name}]; else name it in ignored_params",
             )
-    elif _is_only_marked(type(param)):
+    elif _is_only_marked(type(param)) and not any(hasattr(param, hook) for hook in PROTOCOL):
         form = _taken_apart(param, "marked")
     else:
         raise ConfigError(
@@ -246,21 +237,22 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
             fix="name it in ignored_params, or replace it by an nn.Parameter; quantised and frozen: name its class in "
             "shard_as_bytes; or give the class fsdp_pre_all_gather and fsdp_post_all_gather",
         )
+    if any(state.is_meta for state in form.state.values()) or (form.kind == "bytes" and param.is_meta):
+        raise ConfigError(
+            f"{name} has state beside what is cut, and it is on the meta device",
+            fix="make the parameter with values before fully_shard, or name it in ignored_params",
+        )
     _check_rebuilt(param, form)
     return form
 
 
 def _split_form(param: DTensor) -> Form:
     spec, local = param._spec, param._local_tensor
-    if type(param) is not DTensor or type(local) is not torch.Tensor:
+    is_known = type(param) is DTensor and type(local) is torch.Tensor
+    if not is_known or any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
         raise ConfigError(
-            f"a {type(param).__name__} of {type(local).__name__} cannot be sharded again",
-            fix="name it in ignored_params",
-        )
-    strange = [placement for placement in spec.placements if type(placement) not in (Shard, Replicate)]
-    if strange:
-        raise ConfigError(
-            f"the parameter is a DTensor placed {strange[0]!r}, and what can be sharded is Shard or Replicate",
+            f"a {type(param).__name__} of {type(local).__name__} placed {spec.placements} cannot be sharded again, "
+            "only a plain one with Shard or Replicate",
             fix="redistribute it before, or name it in ignored_params",
         )
     names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
@@ -269,35 +261,18 @@ def _split_form(param: DTensor) -> Form:
     return Form(subclass, DTensor, SplitNode(spec, local.shape))
 
 
-def _check_bytes(param: nn.Parameter, name: str) -> None:
-    if param.requires_grad:
-        raise ConfigError(
-            f"{name} is sharded as bytes, which have no gradient, and requires one",
-            fix="requires_grad_(False), and train adapters beside it",
-        )
-    if param.is_meta:
-        raise ConfigError(
-            f"{name} is sharded as bytes, and its state is on the meta device with it",
-            fix="load and quantise it before fully_shard",
-        )
-
-
 def _check_rebuilt(param: nn.Parameter, form: Form) -> None:
     """Find out now, rather than in the first forward, whether the class can be made around other memory."""
-    name = form.subclass.name
     try:
         with torch.no_grad():
             made = form.parameter_around(form.storage_of(param), requires_grad=param.requires_grad)
+        if type(made) is not type(param) or made.shape != param.shape:
+            raise TypeError(f"made a {type(made).__name__} {list(made.shape)}")
     except Exception as error:
         raise ConfigError(
-            f"no {name} can be made around other memory: {type(error).__name__}: {error}",
+            f"no {form.subclass.name} can be made around other memory: {type(error).__name__}: {error}",
             fix="name it in ignored_params, or let __tensor_flatten__ and __tensor_unflatten__ of the class fit",
         ) from error
-    if type(made) is not type(param) or made.shape != param.shape:
-        raise ConfigError(
-            f"what {name}.__tensor_unflatten__ makes is a {type(made).__name__} {list(made.shape)}",
-            fix="let it return an instance of the size that it is given",
-        )
 
 
 def _is_only_marked(cls: type) -> bool:
@@ -334,33 +309,17 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
     return Form(Subclass(name, kind, path, unset=unset), type(param), None, rebuild, state, attributes, marks)
 
 
-def _cut_too(param: nn.Parameter, form: Form) -> list[str]:
-    """Name the tensors beside the one that is cut that go with its rows, which every rank would have whole.
-
-    The class says so itself, if it can be split as torch's ``fully_shard`` splits it; else their shapes do.
-    """
-    rows = param.shape[0]
-    if rows == 1:
-        return []
-    try:
-        with torch.no_grad():
-            first: Any = param.split(1)[0]
-            return [path for path, state in form.state.items() if attrgetter(path)(first).shape != state.shape]
-    except Exception:  # whatever the class raises
-        return [path for path, state in form.state.items() if state.shape[:1] == (rows,)]
-
-
-def _leaves(tensor: torch.Tensor, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def _leaves(tensor: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """Yield the tensors with memory of their own that an instance is made of, with the attributes that lead there."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         yield path, tensor
         return
-    for name in _flattened(tensor)[0]:
+    for name in tensor.__tensor_flatten__()[0]:
         yield from _leaves(getattr(tensor, name), (*path, name))
 
 
 def _rebuild_of(
-    tensor: torch.Tensor,
+    tensor: Any,
     path: tuple[str, ...],
     sharded: tuple[tuple[str, ...], torch.Size],
     state: dict[str, torch.Tensor],
@@ -392,7 +351,7 @@ def _rebuild_of(
             return made
 
         return own
-    names, context = _flattened(tensor)
+    names, context = tensor.__tensor_flatten__()
     inner = {name: _rebuild_of(getattr(tensor, name), (*path, name), sharded, state, attributes) for name in names}
     follows, size, stride = tensor.shape == sharded[1], tensor.size(), tensor.stride()
 
@@ -403,11 +362,6 @@ def _rebuild_of(
         return made
 
     return wrapper
-
-
-def _flattened(tensor: Any) -> tuple[list[str], Any]:
-    found: tuple[list[str], Any] = tensor.__tensor_flatten__()
-    return found
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -244,7 +244,7 @@ def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         position, _, fqn = param.fqn.partition(".") if len(handle.modules) > 1 else ("0", "", param.fqn)
         if handle.modules[int(position)] is module:
-            for path, tensor in param.form.state_tensors():
+            for path, tensor in param.form.state.items():
                 yield f"{fqn}.{path}", tensor
 
 

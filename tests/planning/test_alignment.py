@@ -131,7 +131,7 @@ def test_a_tied_parameter_may_be_named_by_any_of_its_names() -> None:
         plan(model, world_size=3, align={name: "tensor"}) for name in ("tokens.weight", "head.weight")
     )
     assert by_first == by_second != plan(model, world_size=3)
-    with pytest.raises(ConfigError, match=r"'tokens.weight' is 'tensor', 'head.weight' is 4"):
+    with pytest.raises(ConfigError, match=r"'tokens.weight': 'tensor', 'head.weight': 4"):
         plan(model, world_size=3, align={"tokens.weight": "tensor", "head.weight": 4})
 
 
@@ -175,13 +175,13 @@ def test_an_align_that_is_none_is_refused_in_a_dict_and_from_a_function(wish: ob
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (Replicate(), "returned a .*Replicate, not a Shard"),
-        (_StridedShard(0, split_factor=2), "returned a .*_StridedShard, not a Shard"),
-        (0, "returned 0, not a Shard"),
-        (Shard, "returned the class Shard, not a Shard"),
+        (Replicate(), "returned a .*Replicate"),
+        (_StridedShard(0, split_factor=2), "returned a .*_StridedShard"),
+        (0, "returned 0"),
+        (Shard, "returned the class Shard"),
         (Shard(2), r"returned Shard\(2\) for a parameter of 2 dims"),
         (Shard(-3), r"returned Shard\(-3\) for a parameter of 2 dims"),
-        (type("ShardPlacementResult", (), {})(), "wants a mesh of its own for one parameter"),
+        (type("ShardPlacementResult", (), {})(), "returned a .*ShardPlacementResult for a parameter of 2 dims"),
     ],
 )
 def test_a_placement_that_cannot_be_had_is_refused_with_the_parameter(placement: Any, message: str) -> None:

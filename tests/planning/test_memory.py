@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import MixedPrecisionPolicy, fully_shard
-from composable.planning.estimate import HandleBytes, Leg, Reduced, peak_of_step
+from composable.planning.estimate import HandleBytes, Reduced, peak_of_step
 from tests.live_bytes import LiveBytes
 from tests.pairwise import pairs_of
 from tests.world import run_threads
@@ -17,7 +17,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def block(*, freed: bool) -> HandleBytes:
-    return HandleBytes(1, 100, 100, (Reduced(100, (Leg(0, 0, 50),)),), freed)
+    return HandleBytes(1, 100, 100, (Reduced(100, 50),), freed)
 
 
 def test_of_freed_handles_two_are_unsharded_and_two_are_reduced() -> None:

@@ -12,13 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable import Link, Links
 from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError
 from composable.ground.contract import contract, get_registry
 from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, mark_replaced, plan
-from composable.planning.options import MeshDimStrategy
 from examples.gpt import GPT, GPTSize
 from examples.gpt import Block as GPTBlock
 from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, TiedAcross, TiedWithin, TinyGPT
@@ -379,7 +377,6 @@ def test_a_plan_for_thousands_of_ranks_takes_no_longer() -> None:
     def make(world_size: int) -> None:
         made = plan(model, policy={GPTBlock}, world_size=world_size, ranks_per_host=8)
         made.peak_bytes_per_rank(), made.digest(), str(made), made.expected_traffic()
-        made.estimate(Links(Link(1e-6, 1e9), Link(1e-6, 1e9)))
 
     # 0.02 s on an idle core, and ten milliseconds more for the groups of 4096 ranks; work per rank would take 500 times.
     assert least_s(lambda: make(4096)) < 10 * least_s(lambda: make(8))
@@ -471,13 +468,12 @@ def test_a_plan_says_how_tensor_parallelism_has_split_a_parameter(one_rank: None
 def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
     module, mesh = nn.Linear(2, 2), init_device_mesh("cpu", (1,))
     module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial()]))
-    with pytest.raises(ConfigError, match="a DTensor placed Partial") as caught:
+    with pytest.raises(ConfigError, match="placed .Partial.* cannot be sharded again") as caught:
         plan(module, world_size=2)
     assert caught.value.at == "parameter 'weight' [2, 2] float32"
 
 
 MODEL, LINEAR = MLP(), nn.Linear(2, 2)
-WHOLE, SHARDED, KEPT = (getattr(ShardingStrategy, name).dims for name in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"))
 
 
 @pytest.mark.parametrize(
@@ -503,18 +499,12 @@ WHOLE, SHARDED, KEPT = (getattr(ShardingStrategy, name).dims for name in ("NO_SH
         ({"reshard_after_forward": 3}, "reshard_after_forward is 3, and 2 ranks share the parameters"),
         ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
         ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
-        ({"policy": "Block"}, "is not a policy"),
+        ({"policy": "Block"}, "policy is 'Block'"),
         ({"policy": {Block}}, "picks nothing"),
         ({"module": [MLP(), MLP()], "policy": {MLPBlock}}, "policy with a list of modules"),
         ({"ignored_modules": [MODEL]}, "has the annotated module itself"),
-        ({"strategy": ShardingStrategy.NO_SHARD}, "NO_SHARD keeps gradients or optimizer state whole"),
-        ({"strategy": ShardingStrategy("NONE", ())}, "NONE keeps gradients or optimizer state whole"),
-        ({"strategy": ShardingStrategy("TWO", SHARDED * 2)}, "TWO shards over 2 mesh dims, and parameters are sharded"),
-        ({"strategy": ShardingStrategy("THREE", WHOLE * 2 + SHARDED)}, "THREE shards over 3 mesh dims"),
-        (
-            {"strategy": ShardingStrategy("ONE", SHARDED), "replicas": 2},
-            "ONE keeps one copy .*\n  fix: pass HYBRID_SHARD,",
-        ),
+        ({"strategy": ShardingStrategy.NO_SHARD}, "NO_SHARD keeps gradients and optimizer state whole"),
+        ({"strategy": "FULL_SHARD", "replicas": 2}, "FULL_SHARD keeps one copy .*\n  fix: pass HYBRID_SHARD or"),
         ({"ignored_params": ["inp.weight"]}, r"ignored_params\[0\] is str"),
         ({"ignored_modules": nn.ModuleList()}, "ignored_modules is one ModuleList"),
         ({"ignored_modules": ["inp"]}, r"ignored_modules\[0\] is str"),
@@ -523,14 +513,3 @@ WHOLE, SHARDED, KEPT = (getattr(ShardingStrategy, name).dims for name in ("NO_SH
 def test_a_wrong_argument_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(**{"module": MODEL, "world_size": 2, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("copies", [(), WHOLE, KEPT])
-def test_any_strategy_that_can_be_run_is_planned_whatever_its_name(
-    copies: tuple[MeshDimStrategy, ...], is_kept: bool
-) -> None:
-    strategy = ShardingStrategy("MINE", (*copies, *(KEPT if is_kept else SHARDED)))
-    made = plan(MLP(layers=1), world_size=2, replicas=1 + len(copies), strategy=strategy)
-    assert made.handles[0].reshard_after_forward is not is_kept
-    assert (made.world_size, made.replicas) == ((4, 1) if copies == KEPT else (2, 1 + len(copies)))

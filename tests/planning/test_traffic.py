@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import ConfigError, HandleOptions, MixedPrecisionPolicy, UsageError, fully_shard, plan
-from composable.planning.estimate import Group, PlannedExchange, groups_of
+from composable.planning.estimate import Senders
 from tests.models import MLP, Block, MLPBlock, TinyGPT
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -34,28 +34,18 @@ def test_bytes_by_class_are_those_of_messages_counted_one_by_one(seed: int) -> N
     hosts = [rng.randrange(rng.randint(1, 4)) for _ in ranks]
     is_direct = rng.random() < 0.5
     passes = 1 if is_direct else rng.randint(1, 2)
-    for groups, size, members in zip(
-        groups_of(hosts, world_size),
-        (world_size, replicas),
-        (
-            [list(ranks[row * world_size : (row + 1) * world_size]) for row in range(replicas)],
-            [list(ranks[column::world_size]) for column in range(world_size)],
-        ),
-        strict=True,
+    for members in (
+        [list(ranks[row * world_size : (row + 1) * world_size]) for row in range(replicas)],
+        [list(ranks[column::world_size]) for column in range(world_size)],
     ):
         slice_bytes = rng.randint(0, 1000)
         sent: Counter[bool] = Counter()
         for group in members:
             for one, other in messages_of(group, is_direct=is_direct, passes=passes):
                 sent[hosts[one] != hosts[other]] += slice_bytes
-        found = PlannedExchange(1, slice_bytes * size, groups, passes, is_direct)
-        assert found.sent_bytes() == (sent.total() / len(ranks), pytest.approx(sent[True] / len(ranks), abs=0.5))
-
-
-def test_groups_that_are_alike_are_counted_once() -> None:
-    sharing, copies = groups_of([rank // 8 for rank in range(4096)], 64)
-    assert sharing == ((Group((8,) * 8, 8), 64),)
-    assert copies == ((Group((1,) * 64, 64), 64),)
+        found = Senders.of([[hosts[rank] for rank in group] for group in members], is_direct=is_direct)
+        expected = sent.total() / len(ranks), pytest.approx(sent[True] / len(ranks), abs=0.5)
+        assert found.sent_bytes(passes * slice_bytes * len(members[0])) == expected
 
 
 def wide() -> nn.Sequential:

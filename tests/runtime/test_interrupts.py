@@ -18,10 +18,9 @@ import torch.distributed as dist
 from composable.comm import Transport
 from composable.comm.transport import transport_class
 from composable.engine import Handle
-from composable.engine.buffer import AccumulatedGradients
+from composable.engine.buffer import AccumulatedGradients, SecondaryShards
 from composable.engine.param import Faces
 from composable.engine.passes import Forwards
-from composable.engine.secondary import SecondaryShards
 from composable.engine.unsharded import Unsharded
 from composable.ground.casts import CastBuffers, LentBuffers
 from composable.replication import Reducer
