@@ -377,7 +377,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         lambda: {"module": sharded()},
         {
             "module": {"plain"},  # left alone
-            **each("recurse writeback rank0_only offload_to_cpu with_grads", SWITCH),
+            **each("recurse writeback rank0_only offload_to_cpu", SWITCH),
         },
     ),
     "ModuleWrapPolicy": (ModuleWrapPolicy, dict, {"module_classes": set()}),

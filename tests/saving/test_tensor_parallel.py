@@ -226,7 +226,7 @@ def test_a_wrong_global_shape_is_named_on_every_rank_and_nothing_is_loaded(call:
     texts = run_threads(load_misfit, 4, call)
     assert texts == [
         "the state dict does not fit the model, and nothing was loaded\n"
-        "    Of the wrong kind or shape: blocks.1.up.weight has shape [4, 6], not [7, 6]"
+        "    Not alike: blocks.1.up.weight has shape [4, 6], not [7, 6]"
     ] * len(texts)
 
 
