@@ -225,7 +225,7 @@ def _make_whole(handle: Handle) -> None:
     while buffers:
         flat = buffers.pop(0)
         # On every rank.
-        values = collect_blocks([param.ragged for param in flat.params], dst=None)
+        values = collect_blocks([param.ragged for param in flat.params])
         for param, value in zip(flat.params, values or (), strict=True):
             # Where the policy keeps gradients in low precision, the plain parameter has none of that.
             held, grad = param.sharded.grad, None

@@ -281,7 +281,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         lambda: {"model": sharded()},
         {
             "model": set(),
-            **each("max_bytes bucket_bytes", {"None", "3"}),
+            "bucket_bytes": {"None", "3"},
             **each("dtype device names", OPTIONAL),
             "rank0_only": SWITCH,
         },
@@ -309,14 +309,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     ),
     "save_checkpoint": (
         lambda **arguments: save_checkpoint(**arguments).wait(),
-        lambda: {"folder": "run", "step": 1, "model": sharded(), "discard_later": True},
+        lambda: {"folder": "run", "step": 3, "model": sharded()},
         {
             "folder": {"text"},
             **each("step keep", {"3"}),
             "model": {"plain"},
             "optimizer": EMPTY,
             "extra": {"None", "3", "-1", "1.5", "nan", "text", "[]", "[1]", "{}", "tensor", "True"},
-            **each("discard_later asynchronous", SWITCH),
+            **each("asynchronous", SWITCH),
         },
     ),
     "load_checkpoint": (

@@ -21,7 +21,7 @@ from composable.comm import Ranks
 from composable.dtensor.gather import confirm_layout, is_parameter
 from composable.dtensor.spec import slice_full, spec_of_placements
 from composable.dtensor.tensor import RaggedDTensor
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import DeviceMesh, Placement, replace_body
 from composable.planning import RaggedShard
 
@@ -95,29 +95,30 @@ def _messages(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
 def collect_blocks(
     tensors: Sequence[RaggedDTensor],
     *,
-    dst: int | None,
+    taker: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the blocks of ``tensors`` on rank ``dst``, dense and independent of each other: fresh, or ``out``.
+    """Return the blocks of ``tensors`` on one rank, or on every rank; others get ``None``.
 
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
     Args:
         tensors: Of one shard group, any shapes and dtypes; none on the meta device. Blocks: [block_shape] of each.
-        dst: Rank in the shard group that gets the values, the others get ``None``; ``None``: every rank.
+        taker: The global number of the rank that gets the values; ``None``: every rank. Where it is in another copy
+            of the shards, nothing is done.
         dtype: Of the values of floating-point tensors; default: the tensors' own.
         device: Of the values; default: the tensors' own.
         out: Where the values go, on ranks that get them: contiguous tensors of the right shapes, whose dtypes and
             devices count instead of ``dtype`` and ``device``. On others ``None``.
     """
-    if not tensors:
+    ranks = tensors[0]._spec.layout.ranks if tensors else None
+    if ranks is None or taker not in (None, *ranks.numbers):
         return None
-    layout = tensors[0]._spec.layout
-    takers = range(layout.ranks.size) if dst is None else (dst,)
+    takers = range(ranks.size) if taker is None else (ranks.numbers.index(taker),)
     fulls: list[torch.Tensor] | None = None
-    if layout.rank in takers:
+    if ranks.rank in takers:
         if out is None:
             fulls = [
                 tensor._spec.layout.empty_block(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
@@ -132,15 +133,15 @@ def collect_blocks(
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
             own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
-    exchange = PieceExchange(layout.ranks)
+    exchange = PieceExchange(ranks)
     exchange.send(
         [tensor._local_tensor.detach().reshape(-1) for tensor in tensors],
-        [taker for taker in takers if taker != layout.rank],
+        [taker for taker in takers if taker != ranks.rank],
     )
     if fulls is not None:
         flat = [tensor._spec.layout.flat(full) for tensor, full in zip(tensors, fulls, strict=True)]
-        for owner in range(layout.ranks.size):
-            if owner != layout.rank:
+        for owner in range(ranks.size):
+            if owner != ranks.rank:
                 pieces = _pieces_of(owner, tensors, flat)
                 exchange.receive(pieces, [tensor.dtype for tensor in tensors], owner)
     exchange.run()
@@ -275,12 +276,13 @@ def _with_ragged_target(original: Any) -> Any:
         # torch leaves the pieces as they are and calls them ragged.
         if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
             return original(tensor, device_mesh, placements, **options)
-        if device_mesh is not None and device_mesh != tensor.device_mesh:
-            raise ConfigError("redistribute changes placements, not the mesh", fix="pass placements only")
-        if options.get("forward_dtype") or options.get("backward_dtype"):
-            raise ConfigError("redistribute to ragged bounds does not cast", fix="cast with .to() first")
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise UsageError("a cut at ragged bounds has no gradient", fix="call detach() first, or use no_grad()")
+        other_mesh = device_mesh is not None and device_mesh != tensor.device_mesh
+        casts = options.get("forward_dtype") or options.get("backward_dtype")
+        if other_mesh or casts or (torch.is_grad_enabled() and tensor.requires_grad):
+            raise UsageError(
+                "redistribute to ragged bounds changes placements only: no mesh, no dtype, and without a gradient",
+                fix="pass placements only, of a tensor after detach() or in no_grad()",
+            )
         return _distribute(tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
 
     return redistribute

@@ -8,7 +8,6 @@ one copy know the others by these only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from composable.comm import Grid, ModelRanks, Ranks
 from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
 from composable.engine import handle_of
 
-__all__ = ["by_grid", "collect_at", "collect_whole", "spread_from", "spread_whole"]
+__all__ = ["by_grid", "collect_whole", "spread_from", "spread_whole"]
 
 
 def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTensor]]]:
@@ -27,24 +26,6 @@ def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTe
         grid = Grid(ranks, None, ranks) if handle is None else handle.grid
         found.setdefault(ranks, (grid, []))[1].append(tensor)
     return list(found.values())
-
-
-def collect_at(
-    tensors: Sequence[RaggedDTensor], grid: Grid, taker: int | None, **options: Any
-) -> list[torch.Tensor] | None:
-    """Return the blocks of ``tensors``, in full shape, on one rank or every rank; others get ``None``. Collective.
-
-    Args:
-        tensors: Of one shard group.
-        grid: The ranks of their annotation.
-        taker: The rank that gets them; ``None``: every rank.
-        **options: Of ``collect_blocks``.
-    """
-    if taker is None:
-        return collect_blocks(tensors, dst=None, **options)
-    if taker not in grid.shard.numbers:
-        return None  # Another copy gives them.
-    return collect_blocks(tensors, dst=grid.shard.numbers.index(taker), **options)
 
 
 def spread_from(
@@ -73,7 +54,6 @@ def spread_from(
 
 def collect_whole(
     tensors: Sequence[RaggedDTensor],
-    grid: Grid,
     ranks: ModelRanks,
     dst: int | None,
     *,
@@ -85,7 +65,6 @@ def collect_whole(
 
     Args:
         tensors: Of one shard group; none on the meta device.
-        grid: The ranks of their annotation.
         ranks: Of the model.
         dst: Which of ``ranks.everyone`` gets them; ``None``: each.
         dtype: Of the values of floating-point tensors; default: the tensors' own.
@@ -95,14 +74,14 @@ def collect_whole(
     head = None if dst is None else ranks.in_column(dst)
     taker = None if head is None else ranks.everyone.numbers[head]
     if not ranks.others:
-        return collect_at(tensors, grid, taker, dtype=dtype, device=device, out=out)
+        return collect_blocks(tensors, taker=taker, dtype=dtype, device=device, out=out)
     # Of a tensor of which another column gives the blocks, this one gathers nothing.
     given = [
         index for index, tensor in enumerate(tensors) if dst is None or head in _givers(tensor, ranks, dst).values()
     ]
     # Into ``out`` values are cast last.
     cast = {} if out is not None else {"dtype": dtype, "device": device}
-    blocks = dict(zip(given, collect_at([tensors[index] for index in given], grid, taker, **cast) or ()))
+    blocks = dict(zip(given, collect_blocks([tensors[index] for index in given], taker=taker, **cast) or ()))
     takers = ranks.team_of(ranks.rank) if dst is None else [dst]
     arrived = _exchange_blocks(tensors, blocks, ranks, takers)
     if ranks.rank not in takers:

@@ -7,7 +7,6 @@ verifies first and then reads in place: beside the model's own tensors it needs 
 """
 
 import atexit
-import errno
 import logging
 import os
 import pickle
@@ -37,7 +36,7 @@ from composable.errors import ComposableError, ConfigError, UsageError, place_of
 from composable.ground.names import as_path, check_bool, check_module, described
 from composable.saving import contents, run_folder
 from composable.saving.entries import names_on_all
-from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest, PartialCheckpoint
+from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -73,7 +72,7 @@ class SaveHandle:
 
     def _run_in_background(self, write: Callable[[], Path]) -> None:
         call_before_destroy(_wait_for_all)
-        _SAVES.open.add(self)
+        _OPEN.add(self)
         # Python waits for threads like this one before it ends, and lets them start others. A pool at that time raises.
         Thread(target=self._run, args=(write,), name="save_checkpoint", daemon=False).start()
 
@@ -84,7 +83,7 @@ class SaveHandle:
             self._result.set_exception(error)
             if isinstance(error, Exception):
                 return
-        _SAVES.open.discard(self)
+        _OPEN.discard(self)
 
     def is_done(self) -> bool:
         """Say whether ``wait`` would return, or raise, at once."""
@@ -100,29 +99,19 @@ class SaveHandle:
             UsageError: Writing failed; earlier checkpoints are as they were. On every rank.
         """
         self._result.exception()
-        _SAVES.open.discard(self)
+        _OPEN.discard(self)
         return self._result.result()
 
 
-class _Saves:
-    """The saves in the background of this process.
-
-    Attributes:
-        last: The last one of each model.
-        open: Those that are under way, or have failed and nobody was told.
-    """
-
-    def __init__(self) -> None:
-        self.last: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()
-        self.open: set[SaveHandle] = set()
-
-
-_SAVES = _Saves()
+# Saves in the background of this process: the last one of each model.
+_LAST: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()
+# Those that are under way, or have failed and nobody was told.
+_OPEN: set[SaveHandle] = set()
 
 
 def _wait_for_all() -> None:
     world = Ranks.of_world()
-    for handle in list(_SAVES.open):
+    for handle in list(_OPEN):
         if handle._beside == world:
             handle._result.exception()
 
@@ -130,11 +119,11 @@ def _wait_for_all() -> None:
 @atexit.register
 def _fail_if_lost() -> None:
     """End the process with an error where a save failed and nobody was told. Its threads have ended before."""
-    for handle in _SAVES.open:
+    for handle in _OPEN:
         error = UsageError(handle._lost, at=handle._place, fix="call wait() on what save_checkpoint returns")
         error.__cause__ = handle._result.exception() if handle._result.done() else None
         sys.excepthook(UsageError, error, None)
-    if _SAVES.open:
+    if _OPEN:
         # An exception would be printed here, and the process would end as if nothing had happened.
         logging.shutdown()
         sys.stdout.flush()
@@ -143,8 +132,8 @@ def _fail_if_lost() -> None:
 
 def _settle(model: nn.Module) -> SaveHandle | None:
     """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
-    previous = _SAVES.last.get(model)
-    if previous in _SAVES.open:
+    previous = _LAST.get(model)
+    if previous in _OPEN:
         previous.wait()
     return previous
 
@@ -157,7 +146,6 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep: int = 2,
-    discard_later: bool = False,
     asynchronous: bool = False,
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
@@ -176,8 +164,6 @@ def save_checkpoint(
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
             tuples and dicts of them. Rank 0's is saved.
         keep: Checkpoints to leave in the folder, this one included.
-        discard_later: Remove checkpoints of later steps, from a continuation that was abandoned for this one, once
-            this one is on disk. Without it they are an error.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
             save of the model waits for it, and raises what it raised.
 
@@ -195,49 +181,39 @@ def save_checkpoint(
     with ranks.agreed():
         optimizers = _checked(model, optimizer)
         run = as_path("folder", folder)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigError(f"step is {step!r}", fix="pass the number of optimizer steps done")
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ConfigError(f"keep is {keep!r}", fix="keep at least one checkpoint")
-        check_bool("discard_later", discard_later)
+        for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
         check_bool("asynchronous", asynchronous)
         previous = _settle(model)
-    arguments = {"folder": str(folder), "step": step, "keep": keep}
-    arguments |= {"discard_later": discard_later, "asynchronous": asynchronous}
+    arguments = {"folder": str(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
     names, _ = names_on_all(ranks, model, optimizers, [f"{name}={value!r}" for name, value in arguments.items()])
     with ranks.agreed():
         state = contents.state_to_save(model, optimizers, names)
         packed = None if extra is None else contents.as_data(extra, "extra")
         if asynchronous:
             state = contents.staged(state)
-    # On the first rank: where the checkpoint goes.
-    begun: list[PartialCheckpoint] = []
-
-    def begin() -> Path:
-        begun.append(PartialCheckpoint.begin(run, step, keep=keep, discard_later=discard_later))
-        return begun[0].folder
+    partial = _on_first(ranks, lambda: run_folder.begin(run, step), f"cannot write to {folder}")
+    writers = _writers(ranks, previous) if asynchronous else ranks
 
     def publish(sums: dict[str, FileSum]) -> Path:
-        sums[METADATA] = run_folder.sum_file(begun[0].folder / METADATA)
+        sums[METADATA] = run_folder.sum_file(partial / METADATA)
         if packed is not None:
-            sums[EXTRA] = run_folder.write_summed(begun[0].folder / EXTRA, packed)
-        return begun[0].publish(Manifest(step, sums, names))
-
-    partial = _on_first(ranks, begin, f"cannot write to {folder}")
-    writers = _writers(ranks, previous) if asynchronous else ranks
+            sums[EXTRA] = run_folder.write_summed(partial / EXTRA, packed)
+        return run_folder.publish(partial, Manifest(step, sums, names), keep=keep)
 
     def write() -> Path:
         try:
             return _write(writers, partial, state, publish)
         except BaseException as error:
-            for one in begun:
+            if ranks.rank == 0:
                 # After an error no rank writes any more: all have told how it went.
-                one.leave(remove=isinstance(error, Exception))
+                run_folder.abandon(partial, remove=isinstance(error, Exception))
             raise
 
     handle = SaveHandle(writers, ranks, f"the save of step {step} to {run}")
     if asynchronous:
-        _SAVES.last[model] = handle
+        _LAST[model] = handle
         handle._run_in_background(write)
     else:
         handle._result.set_result(write())
@@ -361,11 +337,11 @@ class _SummingWriter(FileSystemWriter):
         return written
 
 
-def _write(ranks: Ranks, partial: Path, state: dict[str, Any], publish: Callable[[dict[str, FileSum]], Path]) -> Path:
+def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[[dict[str, FileSum]], Path]) -> Path:
     """Write this rank's part; return when the checkpoint of all ranks has its final name. Collective."""
-    what = f"{partial} was not written to its end; earlier checkpoints are as they were"
+    what = f"{folder} was not written to its end; earlier checkpoints are as they were"
     with _as_ours(what):
-        writer = _SummingWriter(partial)
+        writer = _SummingWriter(folder)
         if ranks.group is None:
             _write_alone(state, writer)
         else:
@@ -416,15 +392,8 @@ def _as_ours(what: str) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, ComposableError):
             raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
-        raise _failure(what, f"rank {rank}", cause) from cause
+        # Of torch's text about a pickle, the part that advises to trust it is left out.
+        text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
+        raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {text}") from cause
     except OSError as error:
-        raise _failure(what, place_of_rank(), error) from error
-
-
-def _failure(what: str, place: str, cause: BaseException) -> UsageError:
-    fix = None
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, fix = f"no space left: {what}", "free some, keep fewer checkpoints, or save to another disk"
-    # Of torch's text about a pickle, the part that advises to trust it is left out.
-    text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
-    return UsageError(what, at=f"{place}: {type(cause).__name__}: {text}", fix=fix)
+        raise UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error

@@ -236,9 +236,9 @@ def gather_values(
     """
     into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
     whole: dict[int, torch.Tensor] = {}
-    for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
+    for _, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
         targets = [into[id(tensor)] for tensor in alike] if out is not None else None
-        fulls = collect_whole(alike, grid, ranks, dst, dtype=dtype, device=device, out=targets)
+        fulls = collect_whole(alike, ranks, dst, dtype=dtype, device=device, out=targets)
         whole.update(zip(map(id, alike), fulls or ()))
     has_values = dst in (None, ranks.rank)
     for tensor in tensors:

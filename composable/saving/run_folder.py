@@ -1,9 +1,8 @@
 """The folder that a run's checkpoints lie in: whole or invisible at every moment, and written by one process at a time.
 
 A checkpoint is written under a name that readers ignore, synced, and only then renamed to
-``step-NNNNNN``: the name is the promise that it is whole. The ``latest`` pointer is replaced by a
-rename too, and older checkpoints are renamed away before they are removed. So a kill at any moment
-leaves whole checkpoints under such names, and nothing else.
+``step-NNNNNN``: the name is the promise that it is whole. Older checkpoints are renamed away before they are removed.
+So a kill at any moment leaves whole checkpoints under such names, and nothing else.
 
 A folder is ours if its ``checkpoint.json`` lists every file in it; no other is replaced or removed. Length and CRC-32
 of each file are noted there, which find accidents. Nothing here communicates: one process writes the names, all may
@@ -32,9 +31,11 @@ __all__ = [
     "METADATA",
     "FileSum",
     "Manifest",
-    "PartialCheckpoint",
+    "abandon",
+    "begin",
     "find_damage",
     "find_folder",
+    "publish",
     "read_manifest",
     "sum_file",
     "sync_folder",
@@ -152,11 +153,6 @@ def find_folder(path: Path) -> Path:
     """Return the checkpoint that ``path`` is, or the latest one in the run that it is; raises where there is none."""
     if (path / _MANIFEST).is_file() or _kind_of(path) == "step":
         return path
-    pointer = path / "latest"
-    if pointer.is_file():
-        latest = path / Path(pointer.read_text().strip()).name
-        if _kind_of(latest) == "step" and latest.is_dir():
-            return latest
     # A kill may have come between two renames.
     whole = [one for one in [*_named(path, "replaced"), *_named(path, "step")] if (one / _MANIFEST).is_file()]
     if not whole:
@@ -221,84 +217,69 @@ def _lock(run: Path) -> set[Path]:
     return _WRITTEN[run.resolve()]
 
 
-@dataclass(frozen=True)
-class PartialCheckpoint:
-    """A checkpoint that is being written, under a name that readers ignore.
+def begin(run: Path, step: int) -> Path:
+    """Make an empty folder for a checkpoint in that of the run, and tidy up there what a kill has left.
 
-    Attributes:
-        folder: Where its files go.
-        keep: Checkpoints to leave once it is whole, it and those of later steps included.
-        discard_later: Remove checkpoints of later steps then.
-        in_use: What this process writes in the folder of the run; this one is among them.
+    Raises where another run writes here, or the checkpoint would take something from somebody.
     """
-
-    folder: Path
-    keep: int
-    discard_later: bool
-    in_use: set[Path]
-
-    @staticmethod
-    def begin(run: Path, step: int, *, keep: int, discard_later: bool) -> "PartialCheckpoint":
-        """Make an empty folder in that of the run, and tidy up there what a kill has left.
-
-        Raises where another run writes here, or the checkpoint would take something from somebody.
-        """
-        with _GUARD:
-            in_use = _lock(run)
-            _check_step(run, step, discard_later=discard_later)
-            _tidy(run, in_use)
-            folder = _hidden(run, "partial", step)
-            folder.mkdir()
-            in_use.add(folder)
-        return PartialCheckpoint(folder, keep, discard_later, in_use)
-
-    def publish(self, manifest: Manifest) -> Path:
-        """Give the folder, whose files are written and synced, its final name, then remove what is older."""
-        run, whole = self.folder.parent, self.folder.parent / f"step-{manifest.step:06d}"
-        with _GUARD:
-            lengths = {path.name: path.stat().st_size for path in self.folder.iterdir()}
-            gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
-            if gone:
-                raise ConfigError(
-                    f"{self.folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
-                    fix="save to a folder that all ranks see under one name",
-                )
-            write_summed(self.folder / _MANIFEST, manifest.as_bytes())
-            sync_folder(self.folder)
-            # All bytes are written before the first name changes: a full disk stops nothing half-way.
-            write_summed(run / ".latest", whole.name.encode())
-            if whole.exists():
-                whole.rename(_hidden(run, "replaced", manifest.step))
-            self.folder.rename(whole)
-            os.replace(run / ".latest", run / "latest")
-            sync_folder(run)
-            others = [path for path in _named(run, "step") if path != whole and _is_ours(path)]
-            earlier = [path for path in others if _step_of(path) < manifest.step]
-            later = [path for path in others if _step_of(path) > manifest.step]
-            # A name that promises a whole checkpoint goes before its files do.
-            for path in earlier[: max(0, len(earlier) - (self.keep - 1))] + (later if self.discard_later else []):
-                path.rename(_hidden(run, "removed", _step_of(path)))
-            self.in_use.discard(self.folder)
-            _tidy(run, self.in_use)
-        return whole
-
-    def leave(self, *, remove: bool) -> None:
-        """End a save that did not come to its end."""
-        with _GUARD:
-            self.in_use.discard(self.folder)
-            if remove:
-                shutil.rmtree(self.folder, ignore_errors=True)
+    with _GUARD:
+        in_use = _lock(run)
+        _check_step(run, step)
+        _tidy(run)
+        folder = _hidden(run, "partial", step)
+        folder.mkdir()
+        in_use.add(folder)
+    return folder
 
 
-def _check_step(run: Path, step: int, *, discard_later: bool) -> None:
+def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
+    """Give a folder, whose files are written and synced, its final name, then remove what is older.
+
+    Args:
+        folder: What ``begin`` gave.
+        manifest: Of the checkpoint.
+        keep: Checkpoints to leave, this one included.
+    """
+    run, whole = folder.parent, folder.parent / f"step-{manifest.step:06d}"
+    with _GUARD:
+        lengths = {path.name: path.stat().st_size for path in folder.iterdir()}
+        gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
+        if gone:
+            raise ConfigError(
+                f"{folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
+                fix="save to a folder that all ranks see under one name",
+            )
+        write_summed(folder / _MANIFEST, manifest.as_bytes())
+        sync_folder(folder)
+        if whole.exists():
+            whole.rename(_hidden(run, "replaced", manifest.step))
+        folder.rename(whole)
+        sync_folder(run)
+        earlier = [path for path in _named(run, "step") if _step_of(path) < manifest.step and _is_ours(path)]
+        # A name that promises a whole checkpoint goes before its files do.
+        for path in earlier[: max(0, len(earlier) - (keep - 1))]:
+            path.rename(_hidden(run, "removed", _step_of(path)))
+        _WRITTEN[run.resolve()].discard(folder)
+        _tidy(run)
+    return whole
+
+
+def abandon(folder: Path, *, remove: bool) -> None:
+    """End a save that did not come to its end."""
+    with _GUARD:
+        _WRITTEN[folder.parent.resolve()].discard(folder)
+        if remove:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_step(run: Path, step: int) -> None:
     """Raise unless a checkpoint of ``step`` may be written to ``run`` without taking anything from anybody."""
     later = [path.name for path in _named(run, "step") if _step_of(path) > step and (path / _MANIFEST).is_file()]
-    if later and not discard_later:
+    if later:
         raise ConfigError(
             f"{run} holds checkpoints of later steps than {step}: {', '.join(later)}",
             at=place_of_rank(),
-            fix="load_checkpoint first, to go on from the latest; save to another folder, to begin anew; or pass "
-            "discard_later=True, to remove them",
+            fix="load_checkpoint first, to go on from the latest; or save to another folder; or remove them",
         )
     whole = run / f"step-{step:06d}"
     if (whole.exists() or whole.is_symlink()) and not _is_ours(whole):
@@ -313,12 +294,12 @@ def _hidden(run: Path, kind: str, step: int) -> Path:
     return run / f".{kind}-{step:06d}-{secrets.token_hex(4)}"
 
 
-def _tidy(run: Path, in_use: set[Path]) -> None:
+def _tidy(run: Path) -> None:
     """Remove what is under names that nobody reads."""
     for hidden in _named(run, "partial", "removed", "replaced"):
         whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
         if _kind_of(hidden) == "replaced" and not whole.exists():
             # A kill came between the two renames of `publish`: what was to be replaced is still the checkpoint.
             hidden.rename(whole)
-        elif hidden not in in_use:
+        elif hidden not in _WRITTEN[run.resolve()]:
             shutil.rmtree(hidden)

@@ -7,32 +7,27 @@ are computed with in another dtype, they are copies, of which one handle passes 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 import _traversal_utils
 from composable.comm import Ranks
-from composable.dtensor import RaggedDTensor, slice_block
+from composable.dtensor import RaggedDTensor, collect_blocks, slice_block
 from composable.engine import Handle, Lent, Scheduler, attach
 from composable.errors import UsageError, place_of_rank
-from composable.features import collect_at, spread_from
+from composable.features import spread_from
 from composable.ground.names import check_bool, check_module, describe_module, list_text
 from composable.saving.entries import agreed_by, ranks_along
 
 __all__ = ["unshard_params"]
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     writeback: bool
     rank0_only: bool
     offload_to_cpu: bool
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check_bool(field.name, getattr(self, field.name))
 
     @property
     def copies(self) -> bool:
@@ -55,12 +50,11 @@ def unshard_params(
     arguments. Outside of forward and backward. In the block ``parameters()``,
     ``state_dict()`` and ``load_state_dict()`` are those of the plain module. Change values in place.
 
-    Gradients stay as they are: ``param.grad.full_tensor()`` gives one in full, outside of the block.
-
     Without ``rank0_only`` and ``offload_to_cpu`` the module may run in the block,
     without communication; where a mixed precision policy casts parameters, under ``torch.no_grad()`` only.
     Nothing is cast in the block. Calls may nest with equal options; the
-    outermost one gathers and writes back.
+    outermost one gathers and writes back. Gradients stay as they are: outside of the block
+    ``param.grad.full_tensor()`` gives one in full.
 
     An exception in the block restores the values from before it; with ``writeback`` on every rank, which raises too.
 
@@ -80,6 +74,8 @@ def unshard_params(
     check_module("module", module)
     check_bool("recurse", recurse)
     options = _Options(writeback, rank0_only, offload_to_cpu)
+    for name, value in options._asdict().items():
+        check_bool(name, value)
     found = _find(module, recurse=recurse, options=options)
     shown = [_Shown(handle, scheduler, options) for handle, scheduler in found]
     try:
@@ -165,7 +161,7 @@ class _Shown:
         if self.is_copied:
             taker = self.ranks.numbers[0] if options.rank0_only else None
             device = torch.device("cpu") if options.offload_to_cpu else self.ranks.device
-            copies = collect_at([param.ragged for param in self.params], handle.grid, taker, device=device)
+            copies = collect_blocks([param.ragged for param in self.params], taker=taker, device=device)
             self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, copies or ())]
             for param, stand_in in zip(self.params, self._placed):
                 param.place(stand_in)
