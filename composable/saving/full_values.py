@@ -170,8 +170,9 @@ def load_full_state_dict(
         entries = entries_now(model)
     # Of several names for one tensor the last counts, as in torch.
     last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
-    pairs = ((key, _read(held, key, entries.values[key])) for key in last.values() if held is not None)
-    _spread_batches(batches(pairs, limit), entries.tensors(), ranks, src)
+    planned = batches([(key, entries.values[key]) for key in last.values()], limit) if held is not None else ()
+    read = ([(key, _read(held, key, tensor)) for key, tensor in batch] for batch in planned)
+    _spread_batches(read, entries.tensors(), ranks, src)
     _load_the_rest(model, entries, given, held, ranks.everyone, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
 
@@ -389,7 +390,7 @@ def load_full_params(
     """Load pairs of FQN and full tensor that one rank produces, in any order: the inverse of ``iter_full_params``.
 
     Collective: all ranks that share the model, between steps. ``src`` holds no more values at once than the
-    largest handle has, or one; the other ranks never hold a full value of a sharded parameter.
+    largest handle has, and one; the other ranks never hold a full value of a sharded parameter.
 
     Args:
         model: As for ``full_state_dict``.

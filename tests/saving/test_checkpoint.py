@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, replicate
@@ -342,39 +341,13 @@ def fail_where_one_rank_waits(run: Path) -> None:
             with pytest.raises(UsageError, match="No space left"):
                 handle.wait()
         for said in told(following):
-            assert said.startswith("UsageError: no space left: "), said
+            assert "No space left on device" in said, said
     save_checkpoint(run, 3, model)
     assert find_checkpoint(run).step == 3
 
 
 def test_a_failed_write_that_one_rank_waited_for_is_an_error_on_every_rank(tmp_path: Path) -> None:
     run_ranks(fail_where_one_rank_waits, 2, tmp_path)
-
-
-def save_async_with_torch(folder: Path) -> None:
-    model = make("nested")
-    trained = optimizers(model, "adamw")
-    train(model, trained, range(2))
-    for param in model.parameters():
-        trained[0].state.setdefault(param, {})
-    states, optimizer_states = get_state_dict(model, trained)
-    expected = snapshot(model, trained)
-    # As docs/checkpoints.md says: on the default group its messages would meet those of the training.
-    group = dist.new_group(backend="gloo")
-    future = dcp.async_save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder, process_group=group)
-    with torch.no_grad():
-        for optimizer in trained:
-            for param, state in optimizer.state.items():
-                for value in [param, *state.values()]:
-                    value.fill_(7)
-    future.result()  # type: ignore[union-attr]
-    state: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
-    dcp.load(state, checkpoint_id=folder)
-    assert_equal(snapshot(model, trained), expected)
-
-
-def test_torchs_async_save_copies_before_training_goes_on(tmp_path: Path) -> None:
-    run_ranks(save_async_with_torch, 3, tmp_path)
 
 
 # -- damage
