@@ -131,14 +131,7 @@ def _givers(tensor: RaggedDTensor, ranks: ModelRanks, rank: int) -> dict[tuple[i
 def _exchange_blocks(
     tensors: Sequence[RaggedDTensor], blocks: Mapping[int, torch.Tensor], ranks: ModelRanks, takers: Sequence[int]
 ) -> dict[int, dict[tuple[int, ...], torch.Tensor]]:
-    """Send this rank's ``blocks`` to those of ``takers`` that want them, and return what it gets, by place.
-
-    Args:
-        tensors: Of one shard group.
-        blocks: By the numbers of their tensors; on other ranks than those that hold them: none.
-        ranks: Of the model.
-        takers: Of one team.
-    """
+    """Send this rank's ``blocks``, by number of their tensors, to ``takers``; return what it gets, by place."""
     exchange = PieceExchange(ranks.everyone)
     arrived: dict[int, dict[tuple[int, ...], torch.Tensor]] = {index: {} for index in blocks}
     for taker in takers if blocks else ():

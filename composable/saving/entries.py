@@ -192,24 +192,18 @@ class Entries:
     Attributes:
         values: Every entry by key, in the plain model's order: parameters and buffers themselves, ties as one object.
         metadata: Module versions, which torch keeps beside the entries.
-        unlisted: Parameters that no entry has, since a module's own hook took them out or renamed them, by FQN.
     """
 
     values: dict[str, Any]
     metadata: Any
-    unlisted: dict[str, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the entries that are tensors, of any shapes."""
         return {key: value for key, value in self.values.items() if isinstance(value, torch.Tensor)}
 
-    def settable(self) -> dict[str, torch.Tensor]:
-        """Return what values may be loaded into: tensors of any shapes, and parameters that no entry has."""
-        return {**self.tensors(), **self.unlisted}
-
     def first_names(self) -> dict[int, str]:
         """Return the first key of each tensor, by its id."""
-        return {id(tensor): key for key, tensor in reversed(self.settable().items())}
+        return {id(tensor): key for key, tensor in reversed(self.tensors().items())}
 
     def unique(self) -> dict[str, torch.Tensor]:
         """Return the entries that are tensors, of any shapes, each under the first of its keys."""
@@ -222,21 +216,16 @@ class Entries:
 
     def batch_bytes(self) -> int:
         """Return how many bytes of full values may be under way at once; the same on all ranks with these entries."""
-        return max(largest_handle_bytes(self.settable().values()), _LEAST_BATCH_BYTES)
-
-    def keys(self) -> set[str]:
-        """Return the keys of entries and the FQNs of parameters that no entry has."""
-        return {*self.values, *self.unlisted}
+        return max(largest_handle_bytes(self.tensors().values()), _LEAST_BATCH_BYTES)
 
     def picked(self, names: Names | None) -> "Entries":
         """Return those that ``names`` wants; raises where it makes no sense, or wants none."""
-        wanted = _pick(names, {**self.values, **self.unlisted})
-        values, unlisted = ({key: one[key] for key in one if key in wanted} for one in (self.values, self.unlisted))
-        return Entries(values, self.metadata, unlisted)
+        wanted = _pick(names, self.values)
+        return Entries({key: self.values[key] for key in self.values if key in wanted}, self.metadata)
 
     def described(self, wanted: Collection[str]) -> Iterator[str]:
         """Yield a line for each: what it is, and whether it is among the keys ``wanted``."""
-        for key, value in {**self.values, **self.unlisted}.items():
+        for key, value in self.values.items():
             kind = "no tensor"
             if isinstance(value, torch.Tensor):
                 name = type(value).__name__ if isinstance(value, DTensor) else "tensor"
@@ -268,11 +257,7 @@ def _pick(names: Names | None, known: Collection[str]) -> set[str]:
 def entries_now(model: nn.Module) -> Entries:
     """Return the entries of ``model`` as they are; compares nothing."""
     values = model.state_dict(keep_vars=True)
-    listed = {id(value) for value in values.values()}
-    unlisted: dict[str, torch.Tensor] = {
-        fqn: param for fqn, param in model.named_parameters() if id(param) not in listed
-    }
-    return Entries(dict(values), getattr(values, "_metadata", None), unlisted)
+    return Entries(dict(values), getattr(values, "_metadata", None))
 
 
 @contextmanager
@@ -305,11 +290,11 @@ def entries_for(
                 fix=META_FIX,
             )
         yield model_ranks, entries
-    homes = map(ranks_of_param, everything.settable().values())
+    homes = map(ranks_of_param, everything.tensors().values())
     has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
     # What is on other ranks, such as experts, may have other names on each of these.
     compared = entries if has_others else everything
-    text = "\n".join([f"options {options!r}", *compared.described(entries.keys())])
+    text = "\n".join([f"options {options!r}", *compared.described(entries.values)])
     ranks.compare(
         text,
         shown=text,
@@ -339,7 +324,7 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
         )
     tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
     if len(found) > 1 and names is not None:
-        tensors = entries_now(model).picked(names).settable().values()
+        tensors = entries_now(model).picked(names).tensors().values()
         homes = map(ranks_of_param, tensors)
         found = {home.numbers: home for home in homes if home is not None}
     if len(found) != 1:

@@ -310,7 +310,7 @@ def iter_full_params(
     names: Names | None = None,
     bucket_bytes: int | None = None,
 ) -> Iterator[Any]:
-    """Yield every parameter by FQN, in full, in the order of the plain model's ``named_parameters()``.
+    """Yield every parameter of the state dict by FQN, in full, in the order of the plain ``named_parameters()``.
 
     Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop
     early, all at the same parameter; of a rank that stops alone the others are told when it waits for them elsewhere.
@@ -416,7 +416,7 @@ def load_full_params(
     unexpected: list[str] = []
     given = pairs if ranks.rank == src and pairs is not None else ()
     checked = _checked_pairs(given, entries, unexpected, strict=strict)
-    arrived = _spread_batches(batches(checked, entries.batch_bytes()), entries.settable(), ranks, src)
+    arrived = _spread_batches(batches(checked, entries.batch_bytes()), entries.tensors(), ranks, src)
     missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
     Differences(missing=tuple(missing)).check(strict=strict, loaded="what came was loaded")
     return IncompatibleKeys(missing, ranks.everyone.object_of(src, unexpected))
@@ -426,7 +426,7 @@ def _checked_pairs(
     pairs: Iterable[tuple[str, torch.Tensor]], entries: Entries, unexpected: list[str], *, strict: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield pairs that fit; ``unexpected`` gets the names of those that fit nowhere, with ``strict`` an error."""
-    targets = entries.settable()
+    targets = entries.tensors()
     seen: set[str] = set()
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
         match pair:
