@@ -276,8 +276,7 @@ GLOBALS = {
     "ground.ownership.CHANGES": "numbers to compare, in place of looking again",
     "ground.ownership._REGISTRATIONS": "torch's registration hooks are of the process",
     "ground.torch_hooks._ENDINGS": "backwards are of the process",
-    "saving.checkpoint._LAST": "saves that end after the call",
-    "saving.checkpoint._OPEN": "saves that end after the call",
+    "saving.checkpoint._SAVES": "saves that end after the call",
     "saving.run_folder._WRITTEN": "a process has one lock of a file",
     "testing.simulation._SIMULATIONS": "torch is changed for one at a time",
 }

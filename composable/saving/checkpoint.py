@@ -72,7 +72,7 @@ class SaveHandle:
 
     def _run_in_background(self, write: Callable[[], Path]) -> None:
         call_before_destroy(_wait_for_all)
-        _OPEN.add(self)
+        _SAVES.open.add(self)
         # Python waits for threads like this one before it ends, and lets them start others. A pool at that time raises.
         Thread(target=self._run, args=(write,), name="save_checkpoint", daemon=False).start()
 
@@ -83,7 +83,7 @@ class SaveHandle:
             self._result.set_exception(error)
             if isinstance(error, Exception):
                 return
-        _OPEN.discard(self)
+        _SAVES.open.discard(self)
 
     def is_done(self) -> bool:
         """Say whether ``wait`` would return, or raise, at once."""
@@ -99,19 +99,29 @@ class SaveHandle:
             UsageError: Writing failed; earlier checkpoints are as they were. On every rank.
         """
         self._result.exception()
-        _OPEN.discard(self)
+        _SAVES.open.discard(self)
         return self._result.result()
 
 
-# Saves in the background of this process: the last one of each model.
-_LAST: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()
-# Those that are under way, or have failed and nobody was told.
-_OPEN: set[SaveHandle] = set()
+class _Saves:
+    """The saves in the background of this process.
+
+    Attributes:
+        last: The last one of each model.
+        open: Those that are under way, or have failed and nobody was told.
+    """
+
+    def __init__(self) -> None:
+        self.last: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()
+        self.open: set[SaveHandle] = set()
+
+
+_SAVES = _Saves()
 
 
 def _wait_for_all() -> None:
     world = Ranks.of_world()
-    for handle in list(_OPEN):
+    for handle in list(_SAVES.open):
         if handle._beside == world:
             handle._result.exception()
 
@@ -119,11 +129,11 @@ def _wait_for_all() -> None:
 @atexit.register
 def _fail_if_lost() -> None:
     """End the process with an error where a save failed and nobody was told. Its threads have ended before."""
-    for handle in _OPEN:
+    for handle in _SAVES.open:
         error = UsageError(handle._lost, at=handle._place, fix="call wait() on what save_checkpoint returns")
         error.__cause__ = handle._result.exception() if handle._result.done() else None
         sys.excepthook(UsageError, error, None)
-    if _OPEN:
+    if _SAVES.open:
         # An exception would be printed here, and the process would end as if nothing had happened.
         logging.shutdown()
         sys.stdout.flush()
@@ -132,8 +142,8 @@ def _fail_if_lost() -> None:
 
 def _settle(model: nn.Module) -> SaveHandle | None:
     """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
-    previous = _LAST.get(model)
-    if previous in _OPEN:
+    previous = _SAVES.last.get(model)
+    if previous in _SAVES.open:
         previous.wait()
     return previous
 
@@ -213,7 +223,7 @@ def save_checkpoint(
 
     handle = SaveHandle(writers, ranks, f"the save of step {step} to {run}")
     if asynchronous:
-        _LAST[model] = handle
+        _SAVES.last[model] = handle
         handle._run_in_background(write)
     else:
         handle._result.set_result(write())
