@@ -10,14 +10,13 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import forward_in_place
 from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of
-from composable.comm import Grid, Ranks, compare_in_each
+from composable.comm import Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
-from composable.engine import Handle, ShardedParam, attach, handle_of, waits_for_copies
+from composable.engine import Handle, attach, handle_of, waits_for_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.fsdp_module import remove_mixin
 from composable.ground.contract import check_not_joined, get_registry, remove_annotation, remove_member
@@ -60,8 +59,8 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
 
     Raises:
         UsageError: Nothing there is annotated; a forward or backward is running, or torch's ``Join``; or a handle owns
-            parameters inside and outside of what is to be undone: the message names its modules; or parameters are on
-            another device than the ranks talk on, such as meta; or the ``forward`` of a checkpointed module was
+            parameters inside and outside of what is to be undone: the message names its modules; or parameters are
+            on another device than the ranks talk on, such as meta; or the ``forward`` of a checkpointed module was
             replaced. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
         ConfigError: ``module`` is no module, or ``recurse`` no bool.
@@ -124,12 +123,6 @@ class _Removal:
         for one in states:
             one.abandon_step()
         for handle in self._handles:
-            if handle.accumulated.is_unsynced and (handle.comms.hook or handle.comms.all_reduce_hook) is not None:
-                raise _untimely(
-                    "gradients that no_sync kept wait for a hook that reduces or changes them",
-                    handle.described,
-                    "call reduce_gradients() on the model first",
-                )
             if handle.accumulated.awaits_copies:
                 raise waits_for_copies("unannotate", handle.described)
             attach(handle)
@@ -180,12 +173,16 @@ class _Removal:
 
     def run(self) -> None:
         """Change the modules: what can fail came before. Collective."""
+        for state in self._sharded:
+            if any(handle.accumulated.is_unsynced for handle in state._handles):
+                state.lazy_init()
         for root in {state.root: None for state in self._sharded if state.root is not None}:
+            root.scheduler.backwards.reduce_kept()
             root.close()
         for state in self._sharded:
             handles = self._part.handles_of(state)
             for handle in handles:
-                _make_whole(handle, state.grid)
+                _make_whole(handle)
             self._take_off(state, handles)
         for annotation in self._replicated:
             annotation.close()
@@ -221,38 +218,22 @@ def _untimely(while_: str, place: str, fix: str) -> UsageError:
     return UsageError(f"unannotate while {while_}", at=f"{place_of_rank()}, {place}", fix=fix)
 
 
-def _make_whole(handle: Handle, grid: Grid) -> None:
+def _make_whole(handle: Handle) -> None:
     """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
-    has_kept_gradients, buffers = handle.accumulated.is_unsynced, list(handle.buffers)
-    divisor = handle.comms.divide_factor or grid.divisor
+    buffers = list(handle.buffers)
     handle.close()
     while buffers:
         flat = buffers.pop(0)
         # On every rank.
-        values = collect_blocks([param.ragged for param in flat.params], dst=None)
+        values = collect_blocks([param.ragged for param in flat.params])
         for param, value in zip(flat.params, values or (), strict=True):
-            grad = _full_gradient(param, grid, divisor, has_kept=has_kept_gradients)
+            # Where the policy keeps gradients in low precision, the plain parameter has none of that.
+            held, grad = param.sharded.grad, None
+            if isinstance(held, RaggedDTensor):
+                grad = held.gather_block().to(param.sharded.dtype)
+            elif isinstance(held, DTensor):
+                grad = param.layout.block_of(held.full_tensor()).to(param.sharded.dtype)
             param.place(param.plain_copy(value, None if grad is None else param.around_grad(grad)))
             param.sharded.grad = None
             mark_replaced(param.sharded, handle.from_root(param.fqn), *param.owners[0])
             leave_alone(module for module, _ in param.owners)
-
-
-def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept: bool) -> torch.Tensor | None:
-    """Return the block of the gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
-    sharded, leaf = param.sharded, param.unsharded
-    # Where the policy keeps gradients in low precision, the plain parameter has none of that.
-    held = sharded.grad
-    full = None
-    if isinstance(held, RaggedDTensor):
-        full = held.gather_block().to(sharded.dtype)
-    elif isinstance(held, DTensor):
-        full = param.layout.block_of(held.full_tensor()).to(sharded.dtype)
-    if not has_kept or not sharded.requires_grad or not sharded.numel():
-        return full
-    kept = torch.zeros(param.shape, dtype=sharded.dtype, device=sharded.device)
-    if leaf is not None and leaf.grad is not None:
-        kept.copy_(param.block_of_grad(leaf.grad))
-    real = torch.view_as_real(kept) if kept.is_complex() else kept
-    real.copy_(grid.everyone.reduce(real, ReduceOp.SUM).div_(divisor))
-    return kept if full is None else full.add_(kept)

@@ -293,7 +293,7 @@ def resumed_checkpoint(args: argparse.Namespace) -> SavedCheckpoint | None:
         return find_checkpoint(Path(args.resume))
     if args.out is not None:
         return find_checkpoint(args.out)
-    runs = sorted(path.parent for path in RUNS.glob("*/latest"))
+    runs = sorted(path.parent for path in RUNS.glob("*/step-*"))
     if not runs:
         raise FileNotFoundError(f"no run with a checkpoint under {RUNS}/: pass --resume DIR")
     return find_checkpoint(runs[-1])
@@ -351,8 +351,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
                 progress.note(f"step {done}: held-back loss {line['held_back_loss']:.3f} nats per byte")
         if args.checkpoint_every and (done % args.checkpoint_every == 0 or done == settings.steps):
             options = {"keep": args.keep, "asynchronous": args.async_checkpoints}
-            # A run that was resumed from an older checkpoint takes the place of what came after that.
-            trainer.save(run, done, extra, discard_later=checkpoint is not None, **options)
+            trainer.save(run, done, extra, **options)
     trainer.wait_for_save()
     if log is not None and progress is not None:
         progress.close()

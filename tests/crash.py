@@ -29,8 +29,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from composable.saving.files import find_damage
-from composable.saving.run_folder import find_folder, read_manifest
+from composable.saving.run_folder import find_damage, find_folder, read_manifest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

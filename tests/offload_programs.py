@@ -289,7 +289,6 @@ def show_unsharded(bench: Bench) -> None:
     bench.backward(model)
     for options in (
         {},
-        {"with_grads": True},
         {"rank0_only": True},
         {"rank0_only": True, "offload_to_cpu": True, "writeback": False},
     ):

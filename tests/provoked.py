@@ -183,11 +183,6 @@ def checkpoint_with_reentrance(_: str) -> None:
         model(inputs().requires_grad_()).sum().backward()
 
 
-def load_another_model(folder: str) -> None:
-    save_checkpoint(folder, 1, fully_shard(make_model()))
-    load_checkpoint(folder, fully_shard(make_model(outputs=3)))
-
-
 def load_what_was_damaged(folder: str) -> None:
     model = fully_shard(make_model())
     path = Path(save_checkpoint(folder, 1, model).wait()) / "__0_0.distcp"

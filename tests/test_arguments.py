@@ -153,7 +153,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "full_state_dict": (lambda: {"model": sharded()}, "model dst device: ; dtype names: None"),
     "iter_full_params": (
         lambda: {"model": sharded()},
-        "model: ; max_bytes bucket_bytes: None 3; dtype device names: None; rank0_only: True",
+        "model: ; bucket_bytes: None 3; dtype device names: None; rank0_only: True",
     ),
     "BucketLayout": (dict, "buffer:"),
     "load_full_params": (
@@ -173,8 +173,8 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "model: ; path: text; max_shard_bytes: 3; dtype names: None",
     ),
     "save_checkpoint": (
-        lambda: {"folder": "run", "step": 1, "model": sharded(), "discard_later": True},
-        "folder: text; step keep: 3; model: plain; optimizer: None [] {}; discard_later asynchronous: True;"
+        lambda: {"folder": "run", "step": 1, "model": sharded()},
+        "folder: text; step keep: 3; model: plain; optimizer: None [] {}; asynchronous: True;"
         "extra: None 3 -1 1.5 nan text [] [1] {} tensor True",
     ),
     "register_fsdp_forward_method": (

@@ -128,7 +128,6 @@ def test_a_deferred_second_leg_is_one_all_reduce_of_each_shard(shape: tuple[int,
         ("clip", "with gradients that are not complete"),
         ("copy", "deepcopy while gradients wait for the all-reduce that set_requires_all_reduce(False) left out"),
         ("unannotate", "unannotate while gradients wait for the all-reduce"),
-        ("show", "unshard_params(with_grads=True) while gradients wait for the all-reduce"),
     ],
 )
 @on_ranks(4)
@@ -141,7 +140,6 @@ def test_gradients_that_wait_for_their_all_reduce_are_not_used_and_not_lost(then
         "clip": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "copy": lambda: copy.deepcopy(model),
         "unannotate": lambda: unannotate(model),
-        "show": lambda: unshard_params(model, with_grads=True).__enter__(),
     }
     text = ""
     model.set_requires_all_reduce(False)

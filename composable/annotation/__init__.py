@@ -1,6 +1,5 @@
 """What an annotated module remembers and does: states, roots, hooks, copies, checks."""
 
-from composable.annotation.checks import notice_hook_states
 from composable.annotation.copies import AnnotatedPart, copy_module
 from composable.annotation.hooks import call_as_forward, register_fully_shard_hooks
 from composable.annotation.root import FullyShardState, Root, handle_of_module, model_ranks_of, sharded_state_of
@@ -13,7 +12,6 @@ __all__ = [
     "copy_module",
     "handle_of_module",
     "model_ranks_of",
-    "notice_hook_states",
     "register_fully_shard_hooks",
     "sharded_state_of",
 ]

@@ -5,7 +5,7 @@ since. Modules that an annotation ignores are the user's own. A frozen parameter
 every rank holds it whole.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -42,7 +42,6 @@ __all__ = [
     "check_on_device",
     "check_ready",
     "notice_experts",
-    "notice_hook_states",
     "notice_offload",
     "notice_plan",
     "notice_unset",
@@ -265,10 +264,3 @@ def notice_experts(handles: Sequence[Handle], leaders: Mapping[Handle, Sequence[
             f"once: only the root is annotated around them\n  at:  {place_of_rank()}, {others[0].described}"
             "\n  fix: annotate the blocks around them, before the root"
         )
-
-
-def notice_hook_states(notices: Iterable[str], ranks: Ranks) -> None:
-    """Log which states of communication hooks are not in a checkpoint, or not loaded; on the first rank."""
-    if ranks.rank == 0:
-        for notice in notices:
-            warn_once(notice)

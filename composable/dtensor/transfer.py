@@ -10,10 +10,9 @@ torch's own ``distribute_tensor`` and ``redistribute`` are taught the placement;
 torch unchanged.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import tensor as dtensor
@@ -22,7 +21,7 @@ from composable.comm import Ranks
 from composable.dtensor.gather import confirm_layout, is_parameter
 from composable.dtensor.spec import slice_full, spec_of_placements
 from composable.dtensor.tensor import RaggedDTensor
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import DeviceMesh, Placement, replace_body
 from composable.planning import RaggedShard
 
@@ -45,34 +44,31 @@ class PieceExchange:
         self._receives: list[tuple[torch.Tensor, int]] = []
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def send(self, pieces: Sequence[torch.Tensor], peers: Iterable[int]) -> None:
-        """Send flat tensors [numel] of any dtypes, in one message to each peer."""
-        peers = list(peers)
-        if not peers:
-            return
-        if len(pieces) == 1:
-            message = pieces[0].to(self._device_type).contiguous().view(torch.uint8)
-        else:
-            spans, total = _spans(pieces, [piece.dtype for piece in pieces])
-            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
-            for piece, (start, stop) in zip(pieces, spans, strict=True):
-                message[start:stop].view(piece.dtype).copy_(piece)
-        self._sends += [(message, peer) for peer in peers]
+    def send(self, pieces: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
+        """Send flat tensors [numel] of any dtypes to each peer: large ones by themselves, small ones in one message."""
+        for which, spans in _messages(pieces, [piece.dtype for piece in pieces]) if peers else ():
+            if len(which) == 1:
+                message = pieces[which[0]].to(self._device_type).contiguous().view(torch.uint8)
+            else:
+                message = torch.empty(spans[-1].stop, dtype=torch.uint8, device=self._device_type)
+                for index, span in zip(which, spans, strict=True):
+                    message[span].view(pieces[index].dtype).copy_(pieces[index])
+            self._sends += [(message, peer) for peer in peers]
 
     def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
-        """Receive one message into flat tensors [numel]; ``dtypes`` are those it was sent in."""
-        only = targets[0]
-        if len(targets) == 1 and only.dtype == dtypes[0] and only.device.type == self._device_type:
-            # As bytes: not every backend knows every dtype.
-            message = only.view(torch.uint8)
-        else:
-            spans, total = _spans(targets, dtypes)
-            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
-            self._arrivals += [
-                (target, message[start:stop].view(dtype))
-                for target, dtype, (start, stop) in zip(targets, dtypes, spans, strict=True)
-            ]
-        self._receives.append((message, peer))
+        """Receive flat tensors [numel] into ``targets``; ``dtypes`` are those they are sent in."""
+        for which, spans in _messages(targets, dtypes):
+            only = targets[which[0]]
+            if len(which) == 1 and only.dtype == dtypes[which[0]] and only.device.type == self._device_type:
+                # As bytes: not every backend knows every dtype.
+                message = only.view(torch.uint8)
+            else:
+                message = torch.empty(spans[-1].stop, dtype=torch.uint8, device=self._device_type)
+                self._arrivals += [
+                    (targets[index], message[span].view(dtypes[index]))
+                    for index, span in zip(which, spans, strict=True)
+                ]
+            self._receives.append((message, peer))
 
     def run(self) -> None:
         """Exchange the messages and put what arrived in its place."""
@@ -81,51 +77,48 @@ class PieceExchange:
             target.copy_(piece)
 
 
-def _spans(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[tuple[int, int]], int]:
-    """Return the bytes ``[start, stop)`` of each piece in a message, and the message's length."""
+def _messages(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Iterator[tuple[list[int], list[slice]]]:
+    """Yield which pieces travel in each message, and their bytes in it; those without elements are not sent."""
     sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
-    if len(sizes) == 1:
-        return [(0, sizes[0])], sizes[0]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // _PACKED_ALIGN) * _PACKED_ALIGN)
-    return [(start, start + size) for (start, _), size in zip(pairwise(starts), sizes)], starts[-1]
-
-
-class _SentPiece(NamedTuple):
-    """Elements ``[lo, hi)`` of tensor number ``which``, held by one owner."""
-
-    which: int
-    lo: int
-    hi: int
+    for index, size in enumerate(sizes):
+        if size >= _PACKED_BYTES:
+            yield [index], [slice(0, size)]
+    small = [index for index, size in enumerate(sizes) if 0 < size < _PACKED_BYTES]
+    spans: list[slice] = []
+    for index in small:
+        start = -(-spans[-1].stop // _PACKED_ALIGN) * _PACKED_ALIGN if spans else 0
+        spans.append(slice(start, start + sizes[index]))
+    if small:
+        yield small, spans
 
 
 def collect_blocks(
     tensors: Sequence[RaggedDTensor],
     *,
-    dst: int | None,
+    taker: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the blocks of ``tensors`` on rank ``dst``, dense and independent of each other: fresh, or ``out``.
+    """Return the blocks of ``tensors`` on one rank, or on every rank; others get ``None``.
 
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
     Args:
         tensors: Of one shard group, any shapes and dtypes; none on the meta device. Blocks: [block_shape] of each.
-        dst: Rank in the shard group that gets the values, the others get ``None``; ``None``: every rank.
+        taker: The global number of the rank that gets the values; ``None``: every rank. Where it is in another copy
+            of the shards, nothing is done.
         dtype: Of the values of floating-point tensors; default: the tensors' own.
         device: Of the values; default: the tensors' own.
         out: Where the values go, on ranks that get them: contiguous tensors of the right shapes, whose dtypes and
             devices count instead of ``dtype`` and ``device``. On others ``None``.
     """
-    if not tensors:
+    ranks = tensors[0]._spec.layout.ranks if tensors else None
+    if ranks is None or taker not in (None, *ranks.numbers):
         return None
-    layout = tensors[0]._spec.layout
-    takers = range(len(layout.bounds) - 1) if dst is None else (dst,)
+    takers = range(ranks.size) if taker is None else (ranks.numbers.index(taker),)
     fulls: list[torch.Tensor] | None = None
-    if layout.rank in takers:
+    if ranks.rank in takers:
         if out is None:
             fulls = [
                 tensor._spec.layout.empty_block(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
@@ -140,18 +133,17 @@ def collect_blocks(
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
             own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
-    flat = [tensor._spec.layout.flat(full) for tensor, full in zip(tensors, fulls or (), strict=fulls is not None)]
-    exchange = PieceExchange(layout.ranks)
-    for owner in range(len(layout.bounds) - 1):
-        if fulls is None and owner != layout.rank:
-            continue
-        for parcel in _parcels(tensors, owner):
-            if owner == layout.rank:
-                locals_ = [tensors[piece.which]._local_tensor.detach().reshape(-1) for piece in parcel]
-                exchange.send(locals_, [taker for taker in takers if taker != owner])
-            elif fulls is not None:
-                targets = [flat[piece.which][piece.lo : piece.hi] for piece in parcel]
-                exchange.receive(targets, [tensors[piece.which].dtype for piece in parcel], owner)
+    exchange = PieceExchange(ranks)
+    exchange.send(
+        [tensor._local_tensor.detach().reshape(-1) for tensor in tensors],
+        [taker for taker in takers if taker != ranks.rank],
+    )
+    if fulls is not None:
+        flat = [tensor._spec.layout.flat(full) for tensor, full in zip(tensors, fulls, strict=True)]
+        for owner in range(ranks.size):
+            if owner != ranks.rank:
+                pieces = _pieces_of(owner, tensors, flat)
+                exchange.receive(pieces, [tensor.dtype for tensor in tensors], owner)
     exchange.run()
     if fulls is None or out is None:
         return fulls
@@ -176,26 +168,26 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
         return
     layout = tensors[0]._spec.layout
     exchange = PieceExchange(layout.ranks)
+    # `.data` leaves the version counter alone: nothing that autograd saved is changed.
+    own = [tensor._local_tensor.data.view(-1) for tensor in tensors]
     if layout.rank == src and values is not None:
-        fulls = [
-            tensor._spec.layout.flat(values(index).detach()) if tensor.numel() else None
-            for index, tensor in enumerate(tensors)
-        ]
-        for owner in range(len(layout.bounds) - 1):
-            for parcel in _parcels(tensors, owner):
-                pieces = [full[piece.lo : piece.hi] for piece in parcel if (full := fulls[piece.which]) is not None]
-                if owner == src:
-                    for piece, value in zip(parcel, pieces, strict=True):
-                        _own_piece(tensors[piece.which]).copy_(value)
-                else:
-                    dtypes = [tensors[piece.which].dtype for piece in parcel]
-                    cast = [value.to(dtype) for value, dtype in zip(pieces, dtypes, strict=True)]
-                    exchange.send(cast, [owner])
+        flat = [tensor._spec.layout.flat(values(index).detach()) for index, tensor in enumerate(tensors)]
+        for owner in range(layout.ranks.size):
+            pieces = _pieces_of(owner, tensors, flat)
+            if owner == src:
+                for target, piece in zip(own, pieces, strict=True):
+                    target.copy_(piece)
+            else:
+                exchange.send([piece.to(target.dtype) for target, piece in zip(own, pieces, strict=True)], [owner])
     else:
-        for parcel in _parcels(tensors, layout.rank):
-            targets = [_own_piece(tensors[piece.which]) for piece in parcel]
-            exchange.receive(targets, [target.dtype for target in targets], src)
+        exchange.receive(own, [target.dtype for target in own], src)
     exchange.run()
+
+
+def _pieces_of(owner: int, tensors: Sequence[RaggedDTensor], flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what a rank of the shard group holds of each block [numel]; views."""
+    bounds = [tensor._spec.layout.bounds[owner : owner + 2] for tensor in tensors]
+    return [block[lo:hi] for block, (lo, hi) in zip(flat, bounds, strict=True)]
 
 
 def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -203,26 +195,6 @@ def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None or not tensor.is_floating_point() or getattr(tensor, "_composable_holds_bytes", False):
         return tensor.dtype
     return dtype
-
-
-def _own_piece(tensor: RaggedDTensor) -> torch.Tensor:
-    # `.data` leaves the version counter alone: nothing that autograd saved is changed.
-    return tensor._local_tensor.data.view(-1)
-
-
-def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_SentPiece]]:
-    """Return what each message from or to ``owner`` holds: one large piece, or all small ones."""
-    parcels: list[list[_SentPiece]] = []
-    small: list[_SentPiece] = []
-    for index, tensor in enumerate(tensors):
-        lo, hi = tensor._spec.layout.bounds[owner : owner + 2]
-        if lo == hi:
-            continue
-        if (hi - lo) * tensor.dtype.itemsize < _PACKED_BYTES:
-            small.append(_SentPiece(index, lo, hi))
-        else:
-            parcels.append([_SentPiece(index, lo, hi)])
-    return [*parcels, small] if small else parcels
 
 
 # -- torch's functions that take placements
@@ -304,12 +276,13 @@ def _with_ragged_target(original: Any) -> Any:
         # torch leaves the pieces as they are and calls them ragged.
         if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
             return original(tensor, device_mesh, placements, **options)
-        if device_mesh is not None and device_mesh != tensor.device_mesh:
-            raise ConfigError("redistribute changes placements, not the mesh", fix="pass placements only")
-        if options.get("forward_dtype") or options.get("backward_dtype"):
-            raise ConfigError("redistribute to ragged bounds does not cast", fix="cast with .to() first")
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise UsageError("a cut at ragged bounds has no gradient", fix="call detach() first, or use no_grad()")
+        other_mesh = device_mesh is not None and device_mesh != tensor.device_mesh
+        casts = options.get("forward_dtype") or options.get("backward_dtype")
+        if other_mesh or casts or (torch.is_grad_enabled() and tensor.requires_grad):
+            raise UsageError(
+                "redistribute to ragged bounds changes placements only: no mesh, no dtype, and without a gradient",
+                fix="pass placements only, of a tensor after detach() or in no_grad()",
+            )
         return _distribute(tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
 
     return redistribute

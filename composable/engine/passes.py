@@ -569,7 +569,7 @@ class Forwards:
 
 
 def _lent(handle: Handle) -> UsageError:
-    fix = "leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads"
+    fix = "leave the context first, or enter it without rank0_only and offload_to_cpu"
     if handle.lent is Lent.WHOLE:
         fix = "leave the context first, or call the module under torch.no_grad(): it is shown in full precision"
     return UsageError(

@@ -7,8 +7,7 @@ the shards of others, a block is taken from one copy and given to all. Ranks are
 one copy know the others by these only.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,7 +15,7 @@ from composable.comm import Grid, ModelRanks, Ranks
 from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
 from composable.engine import handle_of
 
-__all__ = ["by_grid", "collect_at", "collect_whole", "copy_to_replicas", "spread_from", "spread_whole"]
+__all__ = ["by_grid", "collect_whole", "spread_from", "spread_whole"]
 
 
 def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTensor]]]:
@@ -27,24 +26,6 @@ def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTe
         grid = Grid(ranks, None, ranks) if handle is None else handle.grid
         found.setdefault(ranks, (grid, []))[1].append(tensor)
     return list(found.values())
-
-
-def collect_at(
-    tensors: Sequence[RaggedDTensor], grid: Grid, taker: int | None, **options: Any
-) -> list[torch.Tensor] | None:
-    """Return the blocks of ``tensors``, in full shape, on one rank or every rank; others get ``None``. Collective.
-
-    Args:
-        tensors: Of one shard group.
-        grid: The ranks of their annotation.
-        taker: The rank that gets them; ``None``: every rank.
-        **options: Of ``collect_blocks``.
-    """
-    if taker is None:
-        return collect_blocks(tensors, dst=None, **options)
-    if taker not in grid.shard.numbers:
-        return None  # Another copy gives them.
-    return collect_blocks(tensors, dst=grid.shard.numbers.index(taker), **options)
 
 
 def spread_from(
@@ -60,31 +41,19 @@ def spread_from(
     """
     if giver in grid.shard.numbers:
         spread_blocks(tensors, values, src=grid.shard.numbers.index(giver))
-    if grid.replicas is not None:
-        copy_to_replicas([tensor._local_tensor.data for tensor in tensors], grid, giver)
-
-
-def copy_to_replicas(pieces: Sequence[torch.Tensor], grid: Grid, giver: int) -> None:
-    """Overwrite ``pieces``, of any shapes, on ranks that hold copies by those of the copy that ``giver`` is in."""
-    replicas = grid.replicas
-    if replicas is None:
+    if grid.replicas is None:
         return
     source = grid.replica_of(giver)
-    for piece in pieces:
+    for piece in (tensor._local_tensor.data for tensor in tensors):
         # What rests in host memory travels where the ranks talk.
-        moved = piece.to(replicas.device).contiguous()
-        replicas.broadcast(moved, source)
-        if moved is not piece and source != replicas.rank:
+        moved = piece.to(grid.replicas.device).contiguous()
+        grid.replicas.broadcast(moved, source)
+        if moved is not piece and source != grid.replicas.rank:
             piece.copy_(moved)
-
-
-# Blocks below this many bytes travel together: a message costs as much as copying this much.
-_PACKED_BYTES = 128 * 2**10
 
 
 def collect_whole(
     tensors: Sequence[RaggedDTensor],
-    grid: Grid,
     ranks: ModelRanks,
     dst: int | None,
     *,
@@ -96,7 +65,6 @@ def collect_whole(
 
     Args:
         tensors: Of one shard group; none on the meta device.
-        grid: The ranks of their annotation.
         ranks: Of the model.
         dst: Which of ``ranks.everyone`` gets them; ``None``: each.
         dtype: Of the values of floating-point tensors; default: the tensors' own.
@@ -106,30 +74,30 @@ def collect_whole(
     head = None if dst is None else ranks.in_column(dst)
     taker = None if head is None else ranks.everyone.numbers[head]
     if not ranks.others:
-        return collect_at(tensors, grid, taker, dtype=dtype, device=device, out=out)
+        return collect_blocks(tensors, taker=taker, dtype=dtype, device=device, out=out)
     # Of a tensor of which another column gives the blocks, this one gathers nothing.
     given = [
         index for index, tensor in enumerate(tensors) if dst is None or head in _givers(tensor, ranks, dst).values()
     ]
-    whole = [index for index in given if not tensors[index]._spec.layout.splits]
-    parts = [index for index in given if tensors[index]._spec.layout.splits]
-    into = [out[index] for index in whole] if out is not None else None
-    values = collect_at([tensors[index] for index in whole], grid, taker, dtype=dtype, device=device, out=into)
-    fulls = dict(zip(whole, values or ()))
     # Into ``out`` values are cast last.
     cast = {} if out is not None else {"dtype": dtype, "device": device}
-    blocks = dict(zip(parts, collect_at([tensors[index] for index in parts], grid, taker, **cast) or ()))
+    blocks = dict(zip(given, collect_blocks([tensors[index] for index in given], taker=taker, **cast) or ()))
     takers = ranks.team_of(ranks.rank) if dst is None else [dst]
-    arrived = _exchange_blocks({index: tensors[index] for index in parts}, blocks, ranks, takers)
+    arrived = _exchange_blocks(tensors, blocks, ranks, takers)
     if ranks.rank not in takers:
         return None
+    fulls = []
     for index, block in blocks.items():
         layout = tensors[index]._spec.layout
-        full = fulls[index] = layout.empty_full(block.dtype, block.device) if out is None else out[index]
+        if out is None and not layout.splits:
+            fulls.append(block)
+            continue
+        full = layout.empty_full(block.dtype, block.device) if out is None else out[index]
         layout.block_of(full).copy_(block)
         for places, other in arrived[index].items():
             _part_of(full, layout, places).copy_(other)
-    return [fulls[index] for index in range(len(tensors))]
+        fulls.append(full)
+    return fulls
 
 
 def spread_whole(
@@ -161,23 +129,15 @@ def _givers(tensor: RaggedDTensor, ranks: ModelRanks, rank: int) -> dict[tuple[i
 
 
 def _exchange_blocks(
-    tensors: Mapping[int, RaggedDTensor], blocks: Mapping[int, torch.Tensor], ranks: ModelRanks, takers: Sequence[int]
+    tensors: Sequence[RaggedDTensor], blocks: Mapping[int, torch.Tensor], ranks: ModelRanks, takers: Sequence[int]
 ) -> dict[int, dict[tuple[int, ...], torch.Tensor]]:
-    """Send this rank's ``blocks`` to those of ``takers`` that want them, and return what it gets, by place.
-
-    Args:
-        tensors: By the same keys; of those whose blocks this column holds.
-        blocks: On other ranks than those that hold them: none.
-        ranks: Of the model.
-        takers: Of one team.
-    """
+    """Send this rank's ``blocks``, by number of their tensors, to ``takers``; return what it gets, by place."""
     exchange = PieceExchange(ranks.everyone)
     arrived: dict[int, dict[tuple[int, ...], torch.Tensor]] = {index: {} for index in blocks}
     for taker in takers if blocks else ():
         if taker != ranks.rank:
             sent = [index for index in blocks if ranks.rank in _givers(tensors[index], ranks, taker).values()]
-            for parcel in _parcels([blocks[index].reshape(-1) for index in sent]):
-                exchange.send(parcel, [taker])
+            exchange.send([blocks[index].reshape(-1) for index in sent], [taker])
             continue
         for giver in ranks.team_of(taker):
             expected = []
@@ -188,8 +148,7 @@ def _exchange_blocks(
                     room = torch.empty(layout.block_at(places)[1], dtype=block.dtype, device=block.device)
                     arrived[index][places] = room
                     expected.append(room.view(-1))
-            for parcel in _parcels(expected):
-                exchange.receive(parcel, [piece.dtype for piece in parcel], giver)
+            exchange.receive(expected, [piece.dtype for piece in expected], giver)
     exchange.run()
     return arrived
 
@@ -199,27 +158,22 @@ def _blocks_from(
 ) -> list[torch.Tensor]:
     """Return this rank's blocks of values that only rank ``src``, of the same team, has."""
     exchange = PieceExchange(ranks.everyone)
+    layouts = [tensor._spec.layout for tensor in tensors]
     if ranks.rank != src or values is None:
-        blocks = [
-            torch.empty(tensor._spec.layout.block_shape, dtype=tensor.dtype, device=ranks.everyone.device)
-            for tensor in tensors
-        ]
-        for parcel in _parcels([block.view(-1) for block in blocks]):
-            exchange.receive(parcel, [piece.dtype for piece in parcel], src)
-        exchange.run()
-        return blocks
-    fulls = [values(index).detach().reshape(tensor.shape) for index, tensor in enumerate(tensors)]
-    for one in ranks.team_of(src):
-        if one != src:
-            parts = [
-                _part_of(full, layout, ranks.places_along(layout.split_ranks, one))
-                for full, layout in zip(fulls, [tensor._spec.layout for tensor in tensors], strict=True)
-            ]
-            cast = [part.to(tensor.dtype).reshape(-1) for part, tensor in zip(parts, tensors, strict=True)]
-            for parcel in _parcels(cast):
-                exchange.send(parcel, [one])
+        device = ranks.everyone.device
+        blocks = [torch.empty(one._spec.layout.block_shape, dtype=one.dtype, device=device) for one in tensors]
+        exchange.receive([block.view(-1) for block in blocks], [block.dtype for block in blocks], src)
+    else:
+        fulls = [values(index).detach().reshape(tensor.shape) for index, tensor in enumerate(tensors)]
+        for one in ranks.team_of(src):
+            if one != src:
+                places = [ranks.places_along(layout.split_ranks, one) for layout in layouts]
+                parts = map(_part_of, fulls, layouts, places)
+                cast = [part.to(tensor.dtype).reshape(-1) for part, tensor in zip(parts, tensors, strict=True)]
+                exchange.send(cast, [one])
+        blocks = [layout.block_of(full) for layout, full in zip(layouts, fulls, strict=True)]
     exchange.run()
-    return [tensor._spec.layout.block_of(full) for tensor, full in zip(tensors, fulls, strict=True)]
+    return blocks
 
 
 def _part_of(full: torch.Tensor, layout: RaggedLayout, places: Sequence[int]) -> torch.Tensor:
@@ -227,13 +181,3 @@ def _part_of(full: torch.Tensor, layout: RaggedLayout, places: Sequence[int]) ->
     for dim, (start, length) in enumerate(zip(*layout.block_at(places), strict=True)):
         full = full.narrow(dim, start, length)
     return full
-
-
-def _parcels(pieces: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield what each message holds: one large piece, or all small ones; what has no elements is not sent."""
-    small = [piece for piece in pieces if 0 < piece.nbytes < _PACKED_BYTES]
-    for piece in pieces:
-        if piece.nbytes >= _PACKED_BYTES:
-            yield [piece]
-    if small:
-        yield small

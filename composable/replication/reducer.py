@@ -61,10 +61,6 @@ class Reducer(GradientAverager):
             return "a module of before unannotate cannot run"
         return ""
 
-    def expect_order(self, order: Sequence[int]) -> None:
-        """Let the buckets of the next backward follow ``order``, equal on all ranks; no backward is running."""
-        self.exchange.arrangement.expect(order)
-
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return the nearest of ``registrations``.
 

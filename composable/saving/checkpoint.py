@@ -2,13 +2,11 @@
 
 What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its
 ``get_state_dict``; torch alone reads it too. Around it: the folder that is whole or invisible
-(``run_folder.py``), and checks of bytes and names before anything is changed (``files.py``, ``contents.py``). Loading
-verifies first and then reads in place: beside the model's own tensors it needs memory for the state of optimizers and
-hooks only.
+(``run_folder.py``), and checks of bytes and names before anything is changed (``contents.py``). Loading
+verifies first and then reads in place: beside the model's own tensors it needs memory for the state of optimizers only.
 """
 
 import atexit
-import errno
 import logging
 import os
 import pickle
@@ -28,17 +26,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from composable.annotation import notice_hook_states
 from composable.comm import Ranks, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.ground.names import as_path, check_bool, check_module, described
-from composable.saving import contents, files, run_folder
+from composable.saving import contents, run_folder
 from composable.saving.entries import names_on_all
-from composable.saving.run_folder import EXTRA, Manifest, PartialCheckpoint
+from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -158,18 +156,14 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep: int = 2,
-    discard_later: bool = False,
     asynchronous: bool = False,
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
-    So are the states of communication hooks in the model, as each rank has them: those with ``state_dict()`` and
-    ``load_state_dict()``.
-
     Collective: all ranks, with equal arguments. The folder must be one that all ranks see. A kill at any moment
     leaves whole checkpoints only; the one before stays until this one is on disk. Only what ``save_checkpoint`` wrote
-    is ever removed or replaced. One run writes to a folder at a time: from the first save until the model is gone, or
-    the process of the first rank ends.
+    is ever removed or replaced. One run writes to a folder at a time: from its first save until the process of the
+    first rank ends.
 
     Args:
         folder: Of the run; made if need be.
@@ -180,8 +174,6 @@ def save_checkpoint(
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
             tuples and dicts of them. Rank 0's is saved.
         keep: Checkpoints to leave in the folder, this one included.
-        discard_later: Remove checkpoints of later steps, from a continuation that was abandoned for this one, once
-            this one is on disk. Without it they are an error.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
             save of the model waits for it, and raises what it raised.
 
@@ -199,48 +191,34 @@ def save_checkpoint(
     with ranks.agreed():
         optimizers = _checked(model, optimizer)
         run = as_path("folder", folder)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigError(f"step is {step!r}", fix="pass the number of optimizer steps done")
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ConfigError(f"keep is {keep!r}", fix="keep at least one checkpoint")
-        check_bool("discard_later", discard_later)
+        for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
         check_bool("asynchronous", asynchronous)
         previous = _settle(model)
-        hooks, notices = contents.find_hook_states(model)
-    arguments = {"folder": str(folder), "step": step, "keep": keep}
-    arguments |= {"discard_later": discard_later, "asynchronous": asynchronous}
-    lines = [f"{name}={value!r}" for name, value in arguments.items()]
-    names, _ = names_on_all(ranks, model, optimizers, [*lines, *(f"{one.name} has a state" for one in hooks)])
+    arguments = {"folder": str(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
+    names, _ = names_on_all(ranks, model, optimizers, [f"{name}={value!r}" for name, value in arguments.items()])
     with ranks.agreed():
         state = contents.state_to_save(model, optimizers, names)
-        packed = None if extra is None else files.as_data(extra, "extra")
-        if hooks:
-            state["hooks"] = {str(ranks.rank): {one.name: one.packed() for one in hooks}}
+        packed = None if extra is None else contents.as_data(extra, "extra")
         if asynchronous:
             state = contents.staged(state)
-    notice_hook_states(notices, ranks)
-    # On the first rank: where the checkpoint goes.
-    begun: list[PartialCheckpoint] = []
-
-    def begin() -> Path:
-        begun.append(PartialCheckpoint.begin(run, step, model, keep=keep, discard_later=discard_later))
-        return begun[0].folder
-
-    def publish(sums: dict[str, files.FileSum]) -> Path:
-        if packed is not None:
-            sums[EXTRA] = files.write_summed(begun[0].folder / EXTRA, packed)
-        return begun[0].publish(Manifest(step, sums, names))
-
-    partial = _on_first(ranks, begin, f"cannot write to {folder}")
+    partial = _on_first(ranks, lambda: run_folder.begin(run, step), f"cannot write to {folder}")
     writers = _writers(ranks, previous) if asynchronous else ranks
+
+    def publish(sums: dict[str, FileSum]) -> Path:
+        sums[METADATA] = run_folder.sum_file(partial / METADATA)
+        if packed is not None:
+            sums[EXTRA] = run_folder.write_summed(partial / EXTRA, packed)
+        return run_folder.publish(partial, Manifest(step, sums, names), keep=keep)
 
     def write() -> Path:
         try:
             return _write(writers, partial, state, publish)
         except BaseException as error:
-            for one in begun:
+            if ranks.rank == 0:
                 # After an error no rank writes any more: all have told how it went.
-                one.leave(remove=isinstance(error, Exception))
+                run_folder.abandon(partial, remove=isinstance(error, Exception))
             raise
 
     handle = SaveHandle(writers, ranks, f"the save of step {step} to {run}")
@@ -262,9 +240,9 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
     """
     folder = run_folder.find_folder(as_path("path", path))
     manifest = run_folder.read_manifest(folder)
-    damage = files.find_damage(folder, {name: saved for name, saved in manifest.files.items() if name == EXTRA})
-    if damage:
-        raise _damaged(folder, damage, run_folder.older_whole(folder))
+    _check_undamaged(
+        folder, run_folder.find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
+    )
     return _read(folder, manifest)
 
 
@@ -273,9 +251,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 
     Collective: all ranks. The bytes of all files and the names of all values are checked first, the ranks sharing
     the reading; then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved. Whatever the
-    files hold, no code of theirs is run, and nothing outside of the checkpoint's folder is read. States of
-    communication hooks come back where ranks, cuts and buckets are those that were saved; elsewhere they are left
-    as they are, with a warning.
+    files hold, no code of theirs is run.
 
     Args:
         path: A run's folder, whose latest checkpoint is loaded, or a checkpoint's. Rank 0's counts.
@@ -288,16 +264,14 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 
     Raises:
         ConfigError: There is no checkpoint; a file is missing, truncated, changed or no data; names or shapes in the
-            model, or classes, groups or settings of optimizers, are not those that were saved. The message lists all
+            model, or classes or groups of optimizers, are not those that were saved. The message lists all
             differences. On every rank, and nothing has been changed.
-        UsageError: A parameter on the meta device, the files changed while they were read, or a hook's state refuses
-            what it saved.
+        UsageError: A parameter on the meta device, or the files changed while they were read.
     """
     ranks = Ranks.of_world()
     with ranks.agreed():
         optimizers = _checked(model, optimizer)
         _settle(model)
-        hooks, _ = contents.find_hook_states(model)
 
     def find() -> tuple[Path, Manifest]:
         found = run_folder.find_folder(as_path("path", path))
@@ -308,20 +282,19 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     failure = f"{folder} was not loaded to its end"
     names, elsewhere = names_on_all(ranks, model, optimizers)
     with ranks.agreed(), _as_ours(failure):
-        file_bytes = {name: saved.bytes for name, saved in manifest.files.items()}
-        metadata = files.read_metadata(folder / run_folder.METADATA, file_bytes)
-        contents.check_fit(folder, metadata, manifest.optimizers, model, names, elsewhere)
-        flat = contents.targets(metadata, model, optimizers, ranks.rank)
+        reader = contents.DataReader(folder)
+        metadata = reader.read_metadata()
+        contents.check_fit(metadata, manifest.optimizers, model, names, elsewhere)
+        flat = contents.targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
     with _as_ours(failure), warnings.catch_warnings():
         # There may be no process group: a single process is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(flat, storage_reader=files.CheckedReader(folder, metadata), planner=contents.DataPlanner(folder))
+        load(flat, storage_reader=reader, planner=contents.DataPlanner(folder))
     try:
         contents.apply(flat, metadata, model, optimizers)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
-    notice_hook_states(contents.load_hook_states(folder, metadata, flat, hooks, ranks), ranks)
     return checkpoint
 
 
@@ -357,20 +330,33 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
     return make_host_ranks()
 
 
-def _write(
-    ranks: Ranks, partial: Path, state: dict[str, Any], publish: Callable[[dict[str, files.FileSum]], Path]
-) -> Path:
+class _SummingWriter(FileSystemWriter):
+    """Writes the files of a rank, and notes in ``sums`` what is in them."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "torch.futures.Future[list[WriteResult]]":
+        """Write and sync what ``plan`` lists."""
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch says what became of its archive; behind that is why.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+        names = {result.storage_data.relative_path for result in written.value()}
+        self.sums = {name: run_folder.sum_file(Path(self.path) / name) for name in names}
+        return written
+
+
+def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[[dict[str, FileSum]], Path]) -> Path:
     """Write this rank's part; return when the checkpoint of all ranks has its final name. Collective."""
-    what = f"{partial} was not written to its end; earlier checkpoints are as they were"
+    what = f"{folder} was not written to its end; earlier checkpoints are as they were"
     with _as_ours(what):
-        written = files.SummedFiles()
-        writer = FileSystemWriter(partial)
-        writer.fs = written
+        writer = _SummingWriter(folder)
         if ranks.group is None:
             _write_alone(state, writer)
         else:
             save(state, storage_writer=writer, process_group=ranks.group)
-        sums = {name: saved for part in ranks.objects(written.sums) for name, saved in part.items()}
+        sums = {name: saved for part in ranks.objects(writer.sums) for name, saved in part.items()}
         return _on_first(ranks, lambda: publish(sums), what)
 
 
@@ -391,22 +377,20 @@ def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
 def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
     """Read all files, each on one rank, and raise on every rank where one is not what was written."""
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    damage = [line for lines in ranks.objects(files.find_damage(folder, mine)) for line in lines]
+    damage = ranks.objects(run_folder.find_damage(folder, mine))
+    _check_undamaged(folder, [line for lines in damage for line in lines])
+
+
+def _check_undamaged(folder: Path, damage: list[str]) -> None:
     if damage:
-        raise _damaged(
-            folder, damage, _on_first(ranks, lambda: run_folder.older_whole(folder), f"cannot read {folder.parent}")
-        )
+        fix = "load an older checkpoint of the run, or restore this one from a copy"
+        raise ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
 def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
     has_extra = EXTRA in manifest.files
-    extra = files.read_data(folder / EXTRA, str(folder / EXTRA)) if has_extra else None
+    extra = contents.read_data(folder / EXTRA, str(folder / EXTRA)) if has_extra else None
     return SavedCheckpoint(folder, manifest.step, extra)
-
-
-def _damaged(folder: Path, damage: list[str], older: Path | None) -> ConfigError:
-    fix = f"load {older} instead: it is whole" if older else "restore it from a copy: no older checkpoint is whole"
-    return ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
 @contextmanager
@@ -418,15 +402,8 @@ def _as_ours(what: str) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, ComposableError):
             raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
-        raise _failure(what, f"rank {rank}", cause) from cause
+        # Of torch's text about a pickle, the part that advises to trust it is left out.
+        text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
+        raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {text}") from cause
     except OSError as error:
-        raise _failure(what, place_of_rank(), error) from error
-
-
-def _failure(what: str, place: str, cause: BaseException) -> UsageError:
-    fix = None
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, fix = f"no space left: {what}", "free some, keep fewer checkpoints, or save to another disk"
-    # Of torch's text about a pickle, the part that advises to trust it is left out.
-    text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
-    return UsageError(what, at=f"{place}: {type(cause).__name__}: {text}", fix=fix)
+        raise UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error

@@ -9,10 +9,11 @@ wrappers add, so a name means the same at every number of ranks and in plain tor
 model, such as experts: a name means one thing, whichever rank wrote it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,25 +27,21 @@ from composable.dtensor import RaggedDTensor
 from composable.engine import META_FIX, handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry, managing_state
-from composable.ground.names import check_module, count_text, describe_module, described, list_text, plain_fqn
+from composable.ground.names import check_module, describe_module, described, list_text, plain_fqn
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 
 __all__ = [
     "Entries",
-    "GroupNames",
     "Names",
     "OptimizerNames",
     "agreed_by",
     "batches",
     "check_bytes",
     "check_float",
-    "describe_optimizer",
     "entries_for",
     "entries_now",
-    "group_differences",
     "largest_handle_bytes",
-    "names_by_alias",
     "names_of_params",
     "names_on_all",
     "optimizer_differences",
@@ -53,29 +50,12 @@ __all__ = [
 ]
 
 
-# What torch's schedulers and averagers write into a group: there or not, it is the same optimizer.
-_SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
-
-
-@dataclass(frozen=True)
-class GroupNames:
-    """One param group: the FQNs of its parameters and the names of its settings, such as ``lr``."""
-
-    params: tuple[str, ...]
-    settings: tuple[str, ...]
-
-    @staticmethod
-    def of(group: Mapping[str, object], params: Sequence[str]) -> "GroupNames":
-        """Describe a param group whose parameters have the names ``params``."""
-        return GroupNames(tuple(params), tuple(sorted(group.keys() - _SCHEDULED - {"params"})))
-
-
 @dataclass(frozen=True)
 class OptimizerNames:
-    """The name of an optimizer's class, and its groups in order."""
+    """The name of an optimizer's class, and for each of its groups the FQNs of the parameters."""
 
     kind: str
-    groups: tuple[GroupNames, ...]
+    groups: tuple[tuple[str, ...], ...]
 
 
 def names_of_params(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -83,76 +63,18 @@ def names_of_params(model: nn.Module) -> dict[torch.Tensor, str]:
     return {param: plain_fqn(name) for name, param in model.named_parameters()}
 
 
-def names_by_alias(model: nn.Module) -> dict[str, str]:
-    """Return the name that a parameter goes by for each name that it has."""
-    names = names_of_params(model)
-    return {plain_fqn(name): names[param] for name, param in model.named_parameters(remove_duplicate=False)}
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> OptimizerNames:
-    """Describe ``optimizer``.
-
-    Args:
-        optimizer: Of parameters of one model.
-        names: What ``names_of_params`` gave for it.
-
-    Raises:
-        ConfigError: It holds a parameter that the model does not have.
-    """
-    kind = type(optimizer).__name__
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        strangers = sum(param not in names for param in group["params"])
-        if strangers:
-            raise ConfigError(
-                f"{strangers} of {len(group['params'])} parameters in group {index} of {kind} are not the model's",
-                fix="make the optimizer from model.parameters(), after the model was annotated",
-            )
-        groups.append(GroupNames.of(group, [names[param] for param in group["params"]]))
-    return OptimizerNames(kind, tuple(groups))
-
-
-def group_differences(saved: Sequence[GroupNames], current: Sequence[GroupNames], source: str) -> list[str]:
-    """Return a line for each thing in which the groups differ; the order within a group is no difference.
-
-    Args:
-        saved: The groups in ``source``.
-        current: The groups of the optimizer that is to be loaded.
-        source: How messages name where ``saved`` is from.
-    """
-    lines = []
-    if len(saved) != len(current):
-        lines.append(
-            f"{count_text(len(saved), 'param group')} in {source}, {count_text(len(current), 'param group')} here"
-        )
-    nothing = GroupNames((), ())
-    for index in range(max(len(saved), len(current))):
-        there = saved[index] if index < len(saved) else nothing
-        here = current[index] if index < len(current) else nothing
-        lines += _one_sided(f"group {index}", there.params, here.params, source)
-        if there is not nothing and here is not nothing:
-            lines += _one_sided(f"settings of group {index}", there.settings, here.settings, source)
-    return lines
-
-
-def _one_sided(subject: str, there: Sequence[str], here: Sequence[str], source: str) -> list[str]:
-    both = {*there} & {*here}
-    sides = {f"in {source}": [name for name in there if name not in both]}
-    sides["here"] = [name for name in here if name not in both]
-    return [f"{subject}: only {side}: {', '.join(names)}" for side, names in sides.items() if names]
-
-
 def optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[OptimizerNames]) -> list[str]:
-    """Return a line for each thing in which optimizers differ from those in a checkpoint."""
-    if len(saved) != len(current):
-        kinds = [", ".join(one.kind for one in each) or "no optimizer" for each in (saved, current)]
-        return [f"the checkpoint holds {kinds[0]}; here: {kinds[1]}"]
+    """Return a line for each thing in which optimizers differ; the order within a group is no difference."""
+    kinds = [", ".join(f"{one.kind} with {len(one.groups)} param groups" for one in each) for each in (saved, current)]
+    if kinds[0] != kinds[1]:
+        return [f"the checkpoint holds {kinds[0] or 'no optimizer'}; here: {kinds[1] or 'no optimizer'}"]
     lines = []
-    for index, (there, here) in enumerate(zip(saved, current)):
-        name = "optimizer" if len(current) == 1 else f"optimizer {index}"
-        if there.kind != here.kind:
-            lines.append(f"{name} is {there.kind} in the checkpoint, {here.kind} here")
-        lines += [f"{name}, {line}" for line in group_differences(there.groups, here.groups, "the checkpoint")]
+    for there, here in zip(saved, current, strict=True):
+        for index, (names, own) in enumerate(zip(there.groups, here.groups, strict=True)):
+            both = {*names} & {*own}
+            for side, listed in (("in the checkpoint", names), ("here", own)):
+                only = [name for name in listed if name not in both]
+                lines += [f"group {index} of {there.kind}: only {side}: {', '.join(only)}"] if only else []
     return lines
 
 
@@ -169,34 +91,23 @@ def names_on_all(
     with ranks.agreed():
         mine = _describe_optimizers(model, optimizers)
         homes = _homes(model)
-    is_alike = ranks.are_alike("\n".join(f"{name} {home}" for name, home in homes.items()))
-    every = [homes] if is_alike else ranks.objects(homes)
-    _check_one_each(every)
-    shared = frozenset.intersection(*map(frozenset, every))
-    elsewhere = frozenset().union(*every) - homes.keys()
-    lines = [*arguments]
-    for index, one in enumerate(mine):
-        lines.append(f"optimizer {index} is {one.kind}, of {len(one.groups)} groups")
-        for group in one.groups:
-            params = tuple(name for name in group.params if is_alike or name in shared)
-            lines.append(f"a group of optimizer {index}: {GroupNames(params, group.settings)}")
-    text = "\n".join(lines)
+    text = "\n".join([*arguments, *(f"{one.kind} with {len(one.groups)} param groups" for one in mine)])
     ranks.compare(
         text,
         shown=text,
         what="the ranks call save_checkpoint or load_checkpoint with different arguments",
         fix="make the call with equal arguments on all ranks",
     )
-    if is_alike:
-        return mine, elsewhere
+    is_alike = ranks.are_alike(repr((mine, homes)))
+    every = [(mine, homes)] if is_alike else ranks.objects((mine, homes))
+    _check_one_each([of_rank for _, of_rank in every])
     merged = []
-    for told in zip(*ranks.objects(mine), strict=True):
-        of_groups = zip(*(one.groups for one in told), strict=True)
-        groups = [
-            replace(of_ranks[0], params=tuple(dict.fromkeys(name for one in of_ranks for name in one.params)))
-            for of_ranks in of_groups
-        ]
-        merged.append(OptimizerNames(told[0].kind, tuple(groups)))
+    for told in zip(*(of_rank for of_rank, _ in every), strict=True):
+        groups = zip(*(one.groups for one in told), strict=True)
+        united = tuple(tuple(dict.fromkeys(name for names in group for name in names)) for group in groups)
+        merged.append(OptimizerNames(told[0].kind, united))
+    _check_optimized(merged, every)
+    elsewhere = frozenset(name for _, of_rank in every for name in of_rank) - homes.keys()
     return tuple(merged), elsewhere
 
 
@@ -204,12 +115,31 @@ def _describe_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Opti
     # Modules that were unsharded by hand show their sharded parameters again, which the optimizers hold.
     model.state_dict(keep_vars=True)
     names = names_of_params(model)
-    described = tuple(describe_optimizer(optimizer, names) for optimizer in optimizers)
-    params = [name for optimizer in described for group in optimizer.groups for name in group.params]
-    twice = sorted({name for name in params if params.count(name) > 1}) if len(params) > len(set(params)) else []
-    if twice:
-        raise ConfigError(f"in two param groups or optimizers: {', '.join(twice)}", fix="give each parameter one place")
-    return described
+    if any(param not in names for one in optimizers for group in one.param_groups for param in group["params"]):
+        raise ConfigError(
+            "an optimizer has parameters that are not the model's",
+            at=place_of_rank(),
+            fix="make the optimizer from model.parameters(), after the model was annotated",
+        )
+    groups = [[tuple(names[param] for param in group["params"]) for group in one.param_groups] for one in optimizers]
+    return tuple(OptimizerNames(type(one).__name__, tuple(each)) for one, each in zip(optimizers, groups, strict=True))
+
+
+def _check_optimized(
+    merged: Sequence[OptimizerNames], every: Sequence[tuple[Sequence[OptimizerNames], Mapping[str, object]]]
+) -> None:
+    """Raise unless each parameter is in one place of the optimizers, on every rank that has it."""
+    names = [name for one in merged for group in one.groups for name in group]
+    torn = {name for name, count in Counter(names).items() if count > 1}
+    for optimizers, homes in every:
+        own = {name for one in optimizers for group in one.groups for name in group}
+        torn |= (homes.keys() & names) - own
+    if torn:
+        raise ConfigError(
+            f"in two param groups or optimizers, or on some ranks only: {list_text(sorted(torn))}",
+            at=place_of_rank(),
+            fix="give each parameter one place, alike on every rank",
+        )
 
 
 def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -262,24 +192,18 @@ class Entries:
     Attributes:
         values: Every entry by key, in the plain model's order: parameters and buffers themselves, ties as one object.
         metadata: Module versions, which torch keeps beside the entries.
-        unlisted: Parameters that no entry has, since a module's own hook took them out or renamed them, by FQN.
     """
 
     values: dict[str, Any]
     metadata: Any
-    unlisted: dict[str, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the entries that are tensors, of any shapes."""
         return {key: value for key, value in self.values.items() if isinstance(value, torch.Tensor)}
 
-    def settable(self) -> dict[str, torch.Tensor]:
-        """Return what values may be loaded into: tensors of any shapes, and parameters that no entry has."""
-        return {**self.tensors(), **self.unlisted}
-
     def first_names(self) -> dict[int, str]:
         """Return the first key of each tensor, by its id."""
-        return {id(tensor): key for key, tensor in reversed(self.settable().items())}
+        return {id(tensor): key for key, tensor in reversed(self.tensors().items())}
 
     def unique(self) -> dict[str, torch.Tensor]:
         """Return the entries that are tensors, of any shapes, each under the first of its keys."""
@@ -292,21 +216,16 @@ class Entries:
 
     def batch_bytes(self) -> int:
         """Return how many bytes of full values may be under way at once; the same on all ranks with these entries."""
-        return max(largest_handle_bytes(self.settable().values()), _LEAST_BATCH_BYTES)
-
-    def keys(self) -> set[str]:
-        """Return the keys of entries and the FQNs of parameters that no entry has."""
-        return {*self.values, *self.unlisted}
+        return max(largest_handle_bytes(self.tensors().values()), _LEAST_BATCH_BYTES)
 
     def picked(self, names: Names | None) -> "Entries":
         """Return those that ``names`` wants; raises where it makes no sense, or wants none."""
-        wanted = _pick(names, {**self.values, **self.unlisted})
-        values, unlisted = ({key: one[key] for key in one if key in wanted} for one in (self.values, self.unlisted))
-        return Entries(values, self.metadata, unlisted)
+        wanted = _pick(names, self.values)
+        return Entries({key: self.values[key] for key in self.values if key in wanted}, self.metadata)
 
     def described(self, wanted: Collection[str]) -> Iterator[str]:
         """Yield a line for each: what it is, and whether it is among the keys ``wanted``."""
-        for key, value in {**self.values, **self.unlisted}.items():
+        for key, value in self.values.items():
             kind = "no tensor"
             if isinstance(value, torch.Tensor):
                 name = type(value).__name__ if isinstance(value, DTensor) else "tensor"
@@ -317,44 +236,28 @@ class Entries:
 def _pick(names: Names | None, known: Collection[str]) -> set[str]:
     if names is None:
         return set(known)
-    if callable(names) and not isinstance(names, type | nn.Module):
+    if callable(names):
         picked = {fqn for fqn in known if names(fqn)}
-    elif isinstance(names, Collection) and not isinstance(names, str | bytes):
-        for name in names:
-            if not isinstance(name, str):
-                _refuse_names(name)
-        picked = set(names)
-        unknown = [name for name in names if name not in known]
+    else:
+        is_collection = isinstance(names, Collection) and not isinstance(names, str)
+        unknown = [name for name in names if name not in known] if is_collection else [names]
         if unknown:
             raise ConfigError(
-                f"names has what the model does not have: {list_text(unknown)}",
+                f"names is or holds what the model's state_dict() does not have: {list_text(unknown, write=described)}",
                 at=place_of_rank(),
-                fix="pass FQNs as the model's state_dict() has them",
+                fix="pass a function of an FQN, such as lambda fqn: 'lora_' in fqn, or a list or set of FQNs",
             )
-    else:
-        _refuse_names(names)
+        picked = set(names)
     if not picked:
-        fix = f"pick some of its entries: {list_text(known)}" if known else "leave names out: it has no entries"
+        fix = f"pick some of its entries: {list_text(known)}"
         raise ConfigError("names picks nothing of the model", at=place_of_rank(), fix=fix)
     return picked
-
-
-def _refuse_names(value: object) -> NoReturn:
-    raise ConfigError(
-        f"names is or holds {described(value)}",
-        at=place_of_rank(),
-        fix="pass a function of an FQN, such as lambda fqn: 'lora_' in fqn, or a list or set of FQNs",
-    )
 
 
 def entries_now(model: nn.Module) -> Entries:
     """Return the entries of ``model`` as they are; compares nothing."""
     values = model.state_dict(keep_vars=True)
-    listed = {id(value) for value in values.values()}
-    unlisted: dict[str, torch.Tensor] = {
-        fqn: param for fqn, param in model.named_parameters() if id(param) not in listed
-    }
-    return Entries(dict(values), getattr(values, "_metadata", None), unlisted)
+    return Entries(dict(values), getattr(values, "_metadata", None))
 
 
 @contextmanager
@@ -387,11 +290,11 @@ def entries_for(
                 fix=META_FIX,
             )
         yield model_ranks, entries
-    homes = map(ranks_of_param, everything.settable().values())
+    homes = map(ranks_of_param, everything.tensors().values())
     has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
     # What is on other ranks, such as experts, may have other names on each of these.
     compared = entries if has_others else everything
-    text = "\n".join([f"options {options!r}", *compared.described(entries.keys())])
+    text = "\n".join([f"options {options!r}", *compared.described(entries.values)])
     ranks.compare(
         text,
         shown=text,
@@ -421,7 +324,7 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
         )
     tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
     if len(found) > 1 and names is not None:
-        tensors = entries_now(model).picked(names).settable().values()
+        tensors = entries_now(model).picked(names).tensors().values()
         homes = map(ranks_of_param, tensors)
         found = {home.numbers: home for home in homes if home is not None}
     if len(found) != 1:
@@ -505,8 +408,7 @@ def check_float(dtype: torch.dtype | None) -> None:
         raise ConfigError(f"dtype is {dtype!r}", fix=fix)
 
 
-def check_bytes(name: str, value: object, *, or_none: bool = False) -> None:
+def check_bytes(name: str, value: object) -> None:
     """Raise unless ``value`` is a positive number."""
-    if not (value is None and or_none) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        fix = f"pass a positive number of bytes{', or None' if or_none else ''}"
-        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a positive number of bytes")

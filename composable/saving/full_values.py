@@ -8,8 +8,7 @@ they are gathered into the message's own buffer. Sharded state dicts are torch's
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
-from composable.ground.names import bytes_text, check_bool, check_device, described
+from composable.ground.names import check_bool, check_device, described
 from composable.saving.entries import (
     Entries,
     Names,
@@ -171,10 +170,9 @@ def load_full_state_dict(
         entries = entries_now(model)
     # Of several names for one tensor the last counts, as in torch.
     last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
-    for batch in batches([(key, entries.values[key]) for key in last.values()], limit):
-        with ranks.everyone.agreed():
-            values = None if held is None else [_read(held, key, tensor) for key, tensor in batch]
-        _spread_values([tensor for _, tensor in batch], values, ranks, src)
+    planned = batches([(key, entries.values[key]) for key in last.values()], limit) if held is not None else ()
+    read = ([(key, _read(held, key, tensor)) for key, tensor in batch] for batch in planned)
+    _spread_batches(read, entries.tensors(), ranks, src)
     _load_the_rest(model, entries, given, held, ranks.everyone, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
 
@@ -239,9 +237,9 @@ def gather_values(
     """
     into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
     whole: dict[int, torch.Tensor] = {}
-    for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
+    for _, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
         targets = [into[id(tensor)] for tensor in alike] if out is not None else None
-        fulls = collect_whole(alike, grid, ranks, dst, dtype=dtype, device=device, out=targets)
+        fulls = collect_whole(alike, ranks, dst, dtype=dtype, device=device, out=targets)
         whole.update(zip(map(id, alike), fulls or ()))
     has_values = dst in (None, ranks.rank)
     for tensor in tensors:
@@ -256,6 +254,22 @@ def gather_values(
                 device or value.device, cast_dtype(value, dtype), copy=True, memory_format=torch.contiguous_format
             )
     return [whole.pop(id(tensor)) for tensor in tensors] if has_values else None
+
+
+def _spread_batches(
+    read: Iterator[list[tuple[str, torch.Tensor]]], targets: Mapping[str, torch.Tensor], ranks: ModelRanks, src: int
+) -> set[int]:
+    """Load the pairs that ``src`` reads, batch by batch; return the ids of the targets that had values. Collective."""
+    arrived: set[int] = set()
+    while True:
+        with ranks.everyone.agreed():
+            batch = next(read, [])
+        keys = ranks.everyone.object_of(src, [key for key, _ in batch])
+        if not keys:
+            return arrived
+        tensors = [targets[key] for key in keys]
+        _spread_values(tensors, [value for _, value in batch] if ranks.rank == src else None, ranks, src)
+        arrived |= set(map(id, tensors))
 
 
 def _spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None, ranks: ModelRanks, src: int) -> None:
@@ -287,57 +301,33 @@ def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, ranks: Ran
 # -- parameter by parameter
 
 
-@overload
 def iter_full_params(
     model: nn.Module,
     *,
-    max_bytes: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    rank0_only: bool = False,
-    names: Names | None = None,
-    bucket_bytes: None = None,
-) -> Iterator[tuple[str, torch.Tensor | None]]: ...
-@overload
-def iter_full_params(
-    model: nn.Module,
-    *,
-    max_bytes: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    rank0_only: bool = False,
-    names: Names | None = None,
-    bucket_bytes: int,
-) -> "Iterator[ParamBucket]": ...
-def iter_full_params(
-    model: nn.Module,
-    *,
-    max_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     rank0_only: bool = False,
     names: Names | None = None,
     bucket_bytes: int | None = None,
 ) -> Iterator[Any]:
-    """Yield every parameter by FQN, in full, in the order of the plain model's ``named_parameters()``.
+    """Yield every parameter of the state dict by FQN, in full, in the order of the plain ``named_parameters()``.
 
     Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop
     early, all at the same parameter; of a rank that stops alone the others are told when it waits for them elsewhere.
     Between steps of the iteration the model may be used; values are those of the time when their batch was gathered.
+    Beside what the caller keeps, and the bucket that is filled, at most twice the bytes of the largest handle are
+    allocated.
 
     Args:
         model: As for ``full_state_dict``.
-        max_bytes: How much may be allocated at once beside what the caller keeps, or one parameter where
-            that is larger. Parameters share exchanges up to half of it. Default: twice the largest handle.
         dtype: Of floating-point values; default: each parameter's own.
         device: Of the values; default: each parameter's own, and of buckets the mesh's.
         rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or
             buckets whose buffer is ``None``.
         names: Which parameters, as for ``full_state_dict``. Asked at the call, before anything is gathered.
         bucket_bytes: Yield buckets of at most this many bytes; a larger parameter, which is never split, gets a
-            bucket of its own. Beside the bucket that is filled, and those that the caller keeps, at most half of
-            ``max_bytes`` is allocated, by default the bytes of the largest handle. The variable of a ``for`` loop
-            keeps a bucket until the next one is there, unless it is deleted.
+            bucket of its own. The variable of a ``for`` loop keeps a bucket until the next one is there, unless it
+            is deleted.
 
     Yields:
         FQN, as in ``state_dict()``, and a fresh tensor of the parameter's shape that nobody else holds. A tied
@@ -347,14 +337,14 @@ def iter_full_params(
     Raises:
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``, all of them at the call.
     """
-    options = ("iter_full_params", max_bytes, dtype, rank0_only, bucket_bytes)
+    options = ("iter_full_params", dtype, rank0_only, bucket_bytes)
     with entries_for(model, names, *options) as (ranks, entries):
         check_float(dtype)
-        check_bytes("max_bytes", max_bytes, or_none=True)
-        check_bytes("bucket_bytes", bucket_bytes, or_none=True)
+        if bucket_bytes is not None:
+            check_bytes("bucket_bytes", bucket_bytes)
         check_bool("rank0_only", rank0_only)
         check_device("device", device, or_none=True)
-    limit = entries.batch_bytes() if max_bytes is None else max(max_bytes // 2, 1)
+    limit = entries.batch_bytes()
     target = None if device is None else torch.device(device)
     dst = 0 if rank0_only else None
     params = _named_params(model, entries)
@@ -400,7 +390,7 @@ def load_full_params(
     """Load pairs of FQN and full tensor that one rank produces, in any order: the inverse of ``iter_full_params``.
 
     Collective: all ranks that share the model, between steps. ``src`` holds no more values at once than the
-    largest handle has, or one; the other ranks never hold a full value of a sharded parameter.
+    largest handle has, and one; the other ranks never hold a full value of a sharded parameter.
 
     Args:
         model: As for ``full_state_dict``.
@@ -423,61 +413,35 @@ def load_full_params(
     with entries_for(model, names, "load_full_params", src, strict) as (ranks, entries):
         ranks.everyone.check_member("src", src)
         check_bool("strict", strict)
-    settable = entries.settable()
-    is_source = ranks.rank == src
     unexpected: list[str] = []
-    read = _checked_batches(pairs if is_source and pairs is not None else (), entries, unexpected, strict=strict)
-    arrived: set[int] = set()
-    while True:
-        with ranks.everyone.agreed():
-            batch = next(read, [])
-        keys = ranks.everyone.object_of(src, [key for key, _ in batch])
-        if not keys:
-            break
-        targets = [settable[key] for key in keys]
-        _spread_values(targets, [value for _, value in batch] if is_source else None, ranks, src)
-        arrived |= set(map(id, targets))
+    given = pairs if ranks.rank == src and pairs is not None else ()
+    checked = _checked_pairs(given, entries, unexpected, strict=strict)
+    arrived = _spread_batches(batches(checked, entries.batch_bytes()), entries.tensors(), ranks, src)
     missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
     Differences(missing=tuple(missing)).check(strict=strict, loaded="what came was loaded")
     return IncompatibleKeys(missing, ranks.everyone.object_of(src, unexpected))
 
 
-def _checked_batches(
+def _checked_pairs(
     pairs: Iterable[tuple[str, torch.Tensor]], entries: Entries, unexpected: list[str], *, strict: bool
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield pairs that fit, in batches; of two names of one tensor in a batch the later pair counts.
-
-    ``unexpected`` gets the names of those that fit nowhere; with ``strict`` they are an error.
-    """
-    targets, max_bytes = entries.settable(), entries.batch_bytes()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield pairs that fit; ``unexpected`` gets the names of those that fit nowhere, with ``strict`` an error."""
+    targets = entries.tensors()
     seen: set[str] = set()
-    batch: dict[int, tuple[str, torch.Tensor]] = {}
-    total = 0
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
-        key, value = _checked_pair(pair)
-        if key in seen:
-            raise ConfigError(f"{key!r} comes twice", at=place_of_rank(), fix="give each FQN once")
-        seen.add(key)
+        match pair:
+            case (str(key), torch.Tensor() as value) if key not in seen:
+                seen.add(key)
+            case _:
+                fix = "pass (FQN, tensor) pairs, each FQN once"
+                raise ConfigError(f"pairs is or holds {described(pair)}", at=place_of_rank(), fix=fix)
         expected = {key: targets[key]} if key in targets else {}
         differences = find_differences(expected, [key], {key: value}.__getitem__)
         differences.check(strict=strict, loaded="only what came before was loaded")
-        if differences.unexpected:
+        if key in targets:
+            yield key, value
+        else:
             unexpected.append(key)
-            continue
-        batch[id(targets[key])] = (key, value)
-        total += value.nbytes
-        if total >= max_bytes:
-            yield list(batch.values())
-            batch, total = {}, 0
-    yield list(batch.values())
-
-
-def _checked_pair(pair: object) -> tuple[str, torch.Tensor]:
-    match pair:
-        case (str(key), torch.Tensor() as value):
-            return key, value
-    fix = "pass (FQN, tensor) pairs, as dict.items() has"
-    raise ConfigError(f"pairs is or holds {described(pair)}", at=place_of_rank(), fix=fix)
 
 
 # -- packed in buckets
@@ -519,17 +483,10 @@ class BucketLayout:
         Raises:
             ConfigError: ``buffer`` is something else.
         """
-        is_tensor = isinstance(buffer, torch.Tensor)
-        if (
-            not is_tensor
-            or buffer.dtype != torch.uint8
-            or buffer.shape != (self.nbytes,)
-            or not buffer.is_contiguous()
-            or buffer.storage_offset() % 16
-        ):
-            what = f"a tensor {list(buffer.shape)} {buffer.dtype} of {bytes_text(buffer.nbytes)}" if is_tensor else None
+        is_fit = isinstance(buffer, torch.Tensor) and buffer.dtype == torch.uint8 and buffer.shape == (self.nbytes,)
+        if not is_fit or not buffer.is_contiguous() or buffer.storage_offset() % 16:
             raise ConfigError(
-                f"buffer is {what or described(buffer)}, and the bucket has {self.nbytes} bytes",
+                f"buffer is not the {self.nbytes} bytes of the bucket, but {described(buffer)}",
                 at=place_of_rank(),
                 fix="pass a contiguous uint8 tensor of the layout's nbytes, cut at a multiple of 16",
             )
@@ -578,11 +535,8 @@ def _fill_bucket(
     buffer: torch.Tensor | None = None
     views: dict[str, torch.Tensor] = {}
     if dst in (None, ranks.rank):
-        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         # The same bytes on every rank, and nothing of what the memory held before.
-        for slot, following in pairwise(layout.slots):
-            if slot.stop < following.offset:
-                buffer[slot.stop : following.offset].zero_()
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         views = layout.views(buffer)
     for batch in batches([(slot.fqn, params[slot.fqn]) for slot in layout.slots], max_bytes):
         out = None if buffer is None else [views[fqn] for fqn, _ in batch]

@@ -5,7 +5,7 @@ and one error lists every key that is missing, unexpected or of another shape. t
 dicts, ``set_model_state_dict`` and its kin, learn to check as well, and to cut values as our parameters are cut.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -25,15 +25,6 @@ from composable.ground.frames import is_strict_load
 from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
 from composable.ground.torch_hooks import around_state_dict
 from composable.ground.torch_private import dcp_state_dict, module_load, state_dict_utils
-from composable.saving.entries import (
-    GroupNames,
-    agreed_by,
-    describe_optimizer,
-    group_differences,
-    names_by_alias,
-    names_of_params,
-    ranks_along,
-)
 
 __all__ = [
     "Differences",
@@ -68,7 +59,7 @@ class Differences:
 
     def check(self, *, strict: bool, loaded: str = "nothing was loaded") -> None:
         """Raise the one error that lists them all; without ``strict`` only what fits nowhere counts."""
-        lists = {"Of the wrong kind or shape": self.unfit}
+        lists = {"Not alike": self.unfit}
         if strict:
             # In torch's words, which trainers look for.
             names = {"Missing key(s) in state_dict": self.missing, "Unexpected key(s) in state_dict": self.unexpected}
@@ -273,15 +264,11 @@ def _load_state(
 
 
 def teach_torch_to_load() -> None:
-    """Make torch's loading of full state dicts cut ``RaggedDTensor``s, and check before it loads; once.
-
-    It loads optimizers whose groups differ in part, or wrongly. Models without such parameters are loaded as before.
-    """
+    """Make torch's loading of full state dicts cut ``RaggedDTensor``s, and check models before it loads; once."""
     if not hasattr(dcp_state_dict._load_model_state_dict, _MARK):
         state_dict_utils._distribute_tensors = _with_ragged_values(state_dict_utils._distribute_tensors)
         for name in ("_distribute_state_dict", "_broadcast_state_dict"):
             setattr(dcp_state_dict, name, _with_ragged_scalars(getattr(dcp_state_dict, name)))
-        dcp_state_dict._load_optim_state_dict = _with_compared_groups(dcp_state_dict._load_optim_state_dict)
         dcp_state_dict._load_model_state_dict = _with_check(dcp_state_dict._load_model_state_dict)
         setattr(dcp_state_dict._load_model_state_dict, _MARK, True)
 
@@ -344,71 +331,3 @@ def _cut_into(target: Any, full: torch.Tensor) -> Any:
         return RaggedDTensor.wrap(piece.detach().clone(), target._spec.cast(piece.dtype))
     target._local_tensor.detach().copy_(piece)
     return target
-
-
-def _with_compared_groups(original: Any) -> Any:
-    """Wrap what loads optimizer state by FQN. Without ``strict`` and without ragged parameters it is torch's own."""
-
-    @wraps(original)
-    def load_optim_state_dict(
-        model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: dict[str, Any], info: Any
-    ) -> None:
-        meshes = [param.device_mesh for param in model.parameters() if isinstance(param, RaggedDTensor)]
-        if info.handle_optim and info.strict and meshes:
-            # With `broadcast_from_rank0` torch talks to all ranks, and the dict is on the first.
-            is_sent = info.broadcast_from_rank0
-            dims = [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
-            with agreed_by([Ranks.of_world()] if is_sent else ranks_along(dims)):
-                lines = _optimizer_differences(model, optimizers, state_dict) if state_dict else []
-                if lines:
-                    raise ConfigError(
-                        "\n  - ".join(["the optimizer state dict does not fit:", *lines]),
-                        fix="make the optimizer as it was, or pass StateDictOptions(strict=False)",
-                    )
-        original(model, optimizers, state_dict, info)
-
-    return load_optim_state_dict
-
-
-def _optimizer_differences(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: Mapping[str, Any]
-) -> list[str]:
-    """Return a line for each thing in which ``optimizers`` differ from a state dict of torch, keyed by FQN.
-
-    Args:
-        model: Has the parameters.
-        optimizers: Of which ``state_dict`` may hold more: groups of other parameters of the model are left alone.
-        state_dict: Nested or flattened.
-    """
-    names, aliases = names_of_params(model), names_by_alias(model)
-    lines = []
-    for optimizer in optimizers:
-        current = describe_optimizer(optimizer, names).groups
-        own = {name for group in current for name in group.params}
-        saved: list[GroupNames] = []
-        if "state" not in state_dict:
-            with_state = {key.rpartition(".")[0].removeprefix("state.") for key in state_dict} & own
-            for group in current:
-                # It does not say how its own groups were cut: of each of ours, what it has.
-                has = {
-                    name: [key for key in group.settings if f"param_groups.{name}.{key}" in state_dict]
-                    for name in group.params
-                }
-                params = [name for name in group.params if has[name] or not group.settings]
-                settings = [key for key in group.settings if all(key in has[name] for name in params)]
-                saved.append(GroupNames(tuple(params), tuple(settings)))
-        elif all(isinstance(key, int) for key in state_dict["state"]) and state_dict["state"]:
-            continue  # by position, not by FQN
-        else:
-            with_state = {aliases.get(name, name) for name in state_dict["state"]}
-            for group in state_dict["param_groups"]:
-                params = [aliases.get(name, name) for name in group["params"]]
-                is_of_another = params and all(name in aliases and name not in own for name in params)
-                saved += [] if is_of_another else [GroupNames.of(group, params)]
-        lines += group_differences(saved, current, "the state dict")
-        trained = [name for param, name in names.items() if name in own and param.requires_grad]
-        without = [name for name in trained if name not in with_state] if with_state else []
-        strangers = sorted(with_state - set(names.values()))
-        lines += [f"no state for: {', '.join(without)}"] if without else []
-        lines += [f"state for what is not in the model: {', '.join(strangers)}"] if strangers else []
-    return lines

@@ -1,12 +1,12 @@
 """The folder that a run's checkpoints lie in: whole or invisible at every moment, and written by one process at a time.
 
 A checkpoint is written under a name that readers ignore, synced, and only then renamed to
-``step-NNNNNN``: the name is the promise that it is whole. The ``latest`` pointer is replaced by a
-rename too, and older checkpoints are renamed away before they are removed. So a kill at any moment
-leaves whole checkpoints under such names, and nothing else.
+``step-NNNNNN``: the name is the promise that it is whole. Older checkpoints are renamed away before they are removed.
+So a kill at any moment leaves whole checkpoints under such names, and nothing else.
 
-A folder is ours if its ``checkpoint.json`` says so, whatever its name, and only files that are listed there are
-removed. Nothing here communicates: one process writes the names, all may read.
+A folder is ours if its ``checkpoint.json`` lists every file in it; no other is replaced or removed. Length and CRC-32
+of each file are noted there, which find accidents. Nothing here communicates: one process writes the names, all may
+read.
 """
 
 import errno
@@ -17,32 +17,96 @@ import re
 import secrets
 import shutil
 import socket
-import time
 import zlib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
-from weakref import WeakSet, finalize
-
-from torch import nn
 
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.saving.entries import GroupNames, OptimizerNames
-from composable.saving.files import FileSum, check_inside, file_name, find_damage, sync_folder, write_summed
+from composable.saving.entries import OptimizerNames
 
-__all__ = ["EXTRA", "METADATA", "Manifest", "PartialCheckpoint", "find_folder", "older_whole", "read_manifest"]
+__all__ = [
+    "EXTRA",
+    "METADATA",
+    "FileSum",
+    "Manifest",
+    "abandon",
+    "begin",
+    "find_damage",
+    "find_folder",
+    "publish",
+    "read_manifest",
+    "sum_file",
+    "sync_folder",
+    "write_summed",
+]
 
 EXTRA = "extra.pt"
 METADATA = ".metadata"
 _MANIFEST = "checkpoint.json"
 _LOCK = "writer.lock"
-_FORMAT = 1
-# What a file that is no manifest makes Python raise.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_FORMAT = 2
 # Names of a whole checkpoint, of one that is being written, of one that another of its step replaces, of one that goes.
 # What readers do not see has in its name what nobody else has, so that it says who wrote it.
 _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
+
+
+# -- files
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Length and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+
+def sum_file(path: Path) -> FileSum:
+    """Read a file and return its length and checksum."""
+    crc32 = length = 0
+    chunk = memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            crc32 = zlib.crc32(chunk[:count], crc32)
+            length += count
+    return FileSum(length, crc32)
+
+
+def write_summed(path: Path, content: bytes) -> FileSum:
+    """Write and sync a file."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(content), zlib.crc32(content))
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
+    """Read ``files`` and return a line for each that is not what was written."""
+    lines = []
+    for name, saved in files.items():
+        path = folder / name
+        try:
+            found = sum_file(path)
+        except OSError as error:
+            lines.append(f"{path} cannot be read: {error.strerror}")
+            continue
+        if found.bytes != saved.bytes:
+            lines.append(f"{path} has {found.bytes:,} bytes; {saved.bytes:,} were written")
+        elif found != saved:
+            lines.append(f"{path} has changed: its {found.bytes:,} bytes are not those that were written")
+    return lines
 
 
 # -- what a checkpoint says about itself
@@ -64,91 +128,36 @@ class Manifest:
 
     def as_bytes(self) -> bytes:
         """Return the contents of ``checkpoint.json``."""
-        body = {"format": _FORMAT, **asdict(self)}
-        return json.dumps({"crc32": zlib.crc32(_canonical(body)), "checkpoint": body}, indent=1).encode()
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
 
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, sort_keys=True).encode()
-
-
-def _parse_manifest(folder: Path) -> Manifest:
-    """Return what ``folder`` says of itself; raises one of ``_UNREADABLE`` where it cannot be believed."""
+def read_manifest(folder: Path) -> Manifest:
+    """Return what the checkpoint ``folder`` says about itself; raises where it cannot be read."""
     path = folder / _MANIFEST
-    check_inside(folder, path)
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    document = json.loads(path.read_bytes())
-    body = document["checkpoint"]
-    if document["crc32"] != zlib.crc32(_canonical(body)):
-        raise ValueError("its contents changed after it was written")
-    if body["format"] != _FORMAT:
-        raise ValueError(f"it has format {body['format']}, this version reads {_FORMAT}")
-    files = {
-        file_name(name): FileSum(int(saved["bytes"]), int(saved["crc32"])) for name, saved in body["files"].items()
-    }
-    if METADATA not in files or _MANIFEST in files:
-        raise ValueError(f"it lists no {METADATA}, or itself")
-    optimizers = []
-    for saved in body["optimizers"]:
-        groups = [
-            GroupNames(tuple(map(str, one["params"])), tuple(map(str, one["settings"]))) for one in saved["groups"]
-        ]
-        optimizers.append(OptimizerNames(str(saved["kind"]), tuple(groups)))
-    return Manifest(int(body["step"]), files, tuple(optimizers))
-
-
-# -- reading
+    try:
+        body = json.loads(path.read_bytes())
+        if body["format"] != _FORMAT:
+            raise ValueError(f"it has format {body['format']}, this version reads {_FORMAT}")
+        files = {Path(name).name: FileSum(**saved) for name, saved in body["files"].items()}
+        optimizers = [OptimizerNames(one["kind"], tuple(map(tuple, one["groups"]))) for one in body["optimizers"]]
+        return Manifest(int(body["step"]), files, tuple(optimizers))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}",
+            at=place_of_rank(),
+            fix="load a checkpoint that save_checkpoint wrote to its end, such as an older one of the run",
+        ) from error
 
 
 def find_folder(path: Path) -> Path:
     """Return the checkpoint that ``path`` is, or the latest one in the run that it is; raises where there is none."""
-    if _kind_of(path) == "step" or (path / _MANIFEST).is_file():
-        if path.is_dir():
-            return path
-        raise ConfigError(f"there is no checkpoint {path}", fix=_instead(path))
-    pointer = path / "latest"
-    if pointer.is_file():
-        latest = path / pointer.read_text(errors="replace").strip()
-        if _kind_of(latest) == "step" and latest.parent == path and latest.is_dir():
-            return latest
-    whole = _readable(path)
+    if (path / _MANIFEST).is_file() or _kind_of(path) == "step":
+        return path
+    # A kill may have come between two renames.
+    whole = [one for one in [*_named(path, "replaced"), *_named(path, "step")] if (one / _MANIFEST).is_file()]
     if not whole:
         raise ConfigError(f"no checkpoint in {path}", fix="pass a run's folder or one of its step-NNNNNN folders")
-    return whole[-1]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint ``folder`` says about itself; raises where that is nothing to be believed."""
-    try:
-        return _parse_manifest(folder)
-    except FileNotFoundError:
-        reason = "is missing: the checkpoint was not written to its end, or not by save_checkpoint"
-    except _UNREADABLE as error:
-        reason = f"cannot be read: {getattr(error, 'what', error)}"
-    raise ConfigError(f"{folder / _MANIFEST} {reason}", fix=_instead(folder))
-
-
-def older_whole(folder: Path) -> Path | None:
-    """Return the newest checkpoint before ``folder`` whose files are all as written; reads them."""
-    for candidate in reversed(_readable(folder.parent)):
-        if candidate == folder or 0 <= _step_of(folder) <= _step_of(candidate):
-            continue
-        try:
-            # Not read_manifest, which would look for an older one for each that cannot be read.
-            manifest = _parse_manifest(candidate)
-        except _UNREADABLE:
-            continue
-        if not find_damage(candidate, manifest.files):
-            return candidate
-    return None
-
-
-def _instead(folder: Path) -> str:
-    older = older_whole(folder)
-    if older is None:
-        return f"there is no older whole checkpoint in {folder.parent}: restore this one from a copy"
-    return f"load {older} instead: it is whole"
+    return max(whole, key=_step_of)
 
 
 def _kind_of(path: Path) -> str | None:
@@ -166,216 +175,118 @@ def _named(run: Path, *kinds: str) -> list[Path]:
     return sorted((path for path in run.iterdir() if _kind_of(path) in kinds), key=_step_of) if run.is_dir() else []
 
 
-def _readable(run: Path) -> list[Path]:
-    """Return what claims to be a checkpoint of ``run``, oldest step first."""
-    claims = [*_named(run, "replaced"), *_named(run, "step")]  # the final name wins
-    by_step = {_step_of(path): path for path in claims if (path / _MANIFEST).is_file()}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _own_manifest(folder: Path) -> Manifest | None:
-    """Return what ``folder`` says about itself if ``save_checkpoint`` wrote it, as its name says."""
-    if folder.is_symlink():
-        return None
+def _is_ours(folder: Path) -> bool:
+    """Say whether ``save_checkpoint`` wrote all that is in ``folder``."""
     try:
-        manifest = _parse_manifest(folder)
-    except _UNREADABLE:
-        return None
-    return manifest if manifest.step == _step_of(folder) else None
-
-
-# -- who may write
-
-
-@dataclass(frozen=True)
-class _RunLock:
-    """The right of this process to write to one folder, for as long as a model that it saved there is alive.
-
-    The system lets go of the lock on ``writer.lock`` when the process ends, however it ends, so a run that was killed
-    stops nobody.
-
-    Attributes:
-        descriptor: Of the file. A process has one descriptor of a file: to close any ends its lock.
-        models: Those that were saved.
-        partials: Folders that saves of this process are writing now.
-    """
-
-    descriptor: int
-    models: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    partials: set[Path] = field(default_factory=set)
-
-
-class _RunLocks(dict[tuple[int, int, int], _RunLock]):
-    """By process, since a fork has a copy of the table but not the lock, and by file, which may have many names.
-
-    Attributes:
-        guard: Held by who reads or changes locks or names in the folder of a run: saves of several models may end at
-            once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guard = Lock()
-
-
-_LOCKS = _RunLocks()
-
-
-def _acquire(run: Path) -> _RunLock:
-    """Return this process's right to write to ``run``, which is made if need be; raises where another run has it."""
-    run.mkdir(parents=True, exist_ok=True)
-    path = run / _LOCK
-    held = _LOCKS.get(_key(os.stat(path, follow_symlinks=False))) if path.exists() else None
-    if held is not None:
-        return held
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    try:
-        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-        if holder and not holder.startswith("process "):
-            raise ConfigError(f"{path} was not written by save_checkpoint", fix="move it away")
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Else this disk keeps no locks.
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                fix = "save to another folder, or end the other run first"
-                at = f"{place_of_rank()}; there: {holder or 'nobody says who'}"
-                raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}".encode(), 0)
-        return _LOCKS.setdefault(_key(os.fstat(descriptor)), _RunLock(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _key(found: os.stat_result) -> tuple[int, int, int]:
-    return os.getpid(), found.st_dev, found.st_ino
-
-
-def _let_go() -> None:
-    """Give up folders of which no model is alive that was saved there, and to which nothing is being written."""
-    for key, lock in list(_LOCKS.items()):
-        if key[0] == os.getpid() and not list(lock.models) and not lock.partials:
-            os.close(_LOCKS.pop(key).descriptor)
-
-
-def _a_model_is_gone() -> None:
-    # The collector may call this in a thread that has the guard; then whoever saves next lets go.
-    if _LOCKS.guard.acquire(blocking=False):
-        try:
-            _let_go()
-        finally:
-            _LOCKS.guard.release()
+        listed = {*read_manifest(folder).files, _MANIFEST}
+    except ConfigError:
+        return False
+    return not folder.is_symlink() and listed.issuperset(path.name for path in folder.iterdir())
 
 
 # -- writing
 
 
-@dataclass(frozen=True)
-class PartialCheckpoint:
-    """A checkpoint that is being written, under a name that readers ignore.
+# Folders that this process has locked for the rest of its life, with the partial checkpoints that it writes there now.
+_WRITTEN: dict[Path, set[Path]] = {}
+# Held by who reads or changes names in the folder of a run: saves of several models may end at once.
+_GUARD = Lock()
 
-    Attributes:
-        folder: Where its files go.
-        keep: Checkpoints to leave once it is whole, it and those of later steps included.
-        discard_later: Remove checkpoints of later steps then.
+
+def _lock(run: Path) -> set[Path]:
+    """Take the right to write to ``run``, which is made if need be, and return what this process writes there now.
+
+    The system lets go of the lock when the process ends, however it ends, so a run that was killed stops nobody.
     """
-
-    folder: Path
-    keep: int
-    discard_later: bool
-    lock: _RunLock
-
-    @staticmethod
-    def begin(run: Path, step: int, model: nn.Module, *, keep: int, discard_later: bool) -> "PartialCheckpoint":
-        """Make an empty folder in that of the run, and tidy up there what a kill has left.
-
-        Raises where another run writes here, or the checkpoint would take something from somebody.
-        """
-        with _LOCKS.guard:
-            _let_go()
-            lock = _acquire(run)
-            try:
-                _check_step(run, step, discard_later=discard_later)
-                _tidy(run, lock.partials)
-                folder = _hidden(run, "partial", step)
-                folder.mkdir()
-            except BaseException:
-                _let_go()
-                raise
-            if model not in lock.models:
-                lock.models.add(model)
-                finalize(model, _a_model_is_gone)
-            lock.partials.add(folder)
-        return PartialCheckpoint(folder, keep, discard_later, lock)
-
-    def publish(self, manifest: Manifest) -> Path:
-        """Give the folder, whose files are written and synced, its final name, then remove what is older."""
-        run, whole = self.folder.parent, self.folder.parent / f"step-{manifest.step:06d}"
-        with _LOCKS.guard:
-            lengths = {path.name: path.stat().st_size for path in self.folder.iterdir()}
-            gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
-            if gone:
-                raise ConfigError(
-                    f"{self.folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
-                    fix="save to a folder that all ranks see under one name",
-                )
-            write_summed(self.folder / _MANIFEST, manifest.as_bytes())
-            sync_folder(self.folder)
-            # All bytes are written before the first name changes: a full disk stops nothing half-way.
-            write_summed(run / ".latest", whole.name.encode())
-            if whole.exists():
-                whole.rename(_hidden(run, "replaced", manifest.step))
-            self.folder.rename(whole)
-            os.replace(run / ".latest", run / "latest")
-            sync_folder(run)
-            others = [path for path in _named(run, "step") if path != whole and _own_manifest(path) is not None]
-            earlier = [path for path in others if _step_of(path) < manifest.step]
-            later = [path for path in others if _step_of(path) > manifest.step]
-            # A name that promises a whole checkpoint goes before its files do.
-            for path in earlier[: max(0, len(earlier) - (self.keep - 1))] + (later if self.discard_later else []):
-                path.rename(_hidden(run, "removed", _step_of(path)))
-            self.lock.partials.discard(self.folder)
-            _tidy(run, self.lock.partials)
-            _let_go()
-        return whole
-
-    def leave(self, *, remove: bool) -> None:
-        """End a save that did not come to its end."""
-        with _LOCKS.guard:
-            self.lock.partials.discard(self.folder)
-            if remove:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            _let_go()
+    run.mkdir(parents=True, exist_ok=True)
+    if run.resolve() not in _WRITTEN:
+        descriptor = os.open(run / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Else this disk keeps no locks.
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+                os.close(descriptor)
+                fix = "save to another folder, or end the other run first"
+                at = f"{place_of_rank()}; there: {holder}"
+                raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        _WRITTEN[run.resolve()] = set()
+    return _WRITTEN[run.resolve()]
 
 
-def _check_step(run: Path, step: int, *, discard_later: bool) -> None:
+def begin(run: Path, step: int) -> Path:
+    """Make an empty folder for a checkpoint in that of the run, and tidy up there what a kill has left.
+
+    Raises where another run writes here, or the checkpoint would take something from somebody.
+    """
+    with _GUARD:
+        in_use = _lock(run)
+        _check_step(run, step)
+        _tidy(run)
+        folder = _hidden(run, "partial", step)
+        folder.mkdir()
+        in_use.add(folder)
+    return folder
+
+
+def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
+    """Give a folder, whose files are written and synced, its final name, then remove what is older.
+
+    Args:
+        folder: What ``begin`` gave.
+        manifest: Of the checkpoint.
+        keep: Checkpoints to leave, this one included.
+    """
+    run, whole = folder.parent, folder.parent / f"step-{manifest.step:06d}"
+    with _GUARD:
+        lengths = {path.name: path.stat().st_size for path in folder.iterdir()}
+        gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
+        if gone:
+            raise ConfigError(
+                f"{folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
+                fix="save to a folder that all ranks see under one name",
+            )
+        write_summed(folder / _MANIFEST, manifest.as_bytes())
+        sync_folder(folder)
+        if whole.exists():
+            whole.rename(_hidden(run, "replaced", manifest.step))
+        folder.rename(whole)
+        sync_folder(run)
+        earlier = [path for path in _named(run, "step") if _step_of(path) < manifest.step and _is_ours(path)]
+        # A name that promises a whole checkpoint goes before its files do.
+        for path in earlier[: max(0, len(earlier) - (keep - 1))]:
+            path.rename(_hidden(run, "removed", _step_of(path)))
+        _WRITTEN[run.resolve()].discard(folder)
+        _tidy(run)
+    return whole
+
+
+def abandon(folder: Path, *, remove: bool) -> None:
+    """End a save that did not come to its end."""
+    with _GUARD:
+        _WRITTEN[folder.parent.resolve()].discard(folder)
+        if remove:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_step(run: Path, step: int) -> None:
     """Raise unless a checkpoint of ``step`` may be written to ``run`` without taking anything from anybody."""
-    later = [path.name for path in _named(run, "step") if _step_of(path) > step and _own_manifest(path) is not None]
-    if later and not discard_later:
+    later = [path.name for path in _named(run, "step") if _step_of(path) > step and (path / _MANIFEST).is_file()]
+    if later:
         raise ConfigError(
             f"{run} holds checkpoints of later steps than {step}: {', '.join(later)}",
             at=place_of_rank(),
-            fix="load_checkpoint first, to go on from the latest; save to another folder, to begin anew; or pass "
-            "discard_later=True, to remove them",
+            fix="load_checkpoint first, to go on from the latest; or save to another folder; or remove them",
         )
     whole = run / f"step-{step:06d}"
-    if not (whole.exists() or whole.is_symlink()):
-        return
-    manifest = _own_manifest(whole)
-    if manifest is None:
+    if (whole.exists() or whole.is_symlink()) and not _is_ours(whole):
         raise ConfigError(
-            f"{whole} is there already, and is no whole checkpoint of save_checkpoint",
+            f"{whole} is there already, with what save_checkpoint did not write",
             at=place_of_rank(),
             fix="move it away, or save to another folder",
-        )
-    others = sorted({path.name for path in whole.iterdir()} - {*manifest.files, _MANIFEST})
-    if others:
-        raise ConfigError(
-            f"{whole} would be replaced, and holds what save_checkpoint did not write: {', '.join(others)}",
-            at=place_of_rank(),
-            fix="move that away, or save to another folder",
         )
 
 
@@ -383,20 +294,12 @@ def _hidden(run: Path, kind: str, step: int) -> Path:
     return run / f".{kind}-{step:06d}-{secrets.token_hex(4)}"
 
 
-def _tidy(run: Path, in_use: set[Path]) -> None:
-    """Remove what is under names that nobody reads, as far as it was written here; other files get their name back."""
-    for hidden in _named(run, "removed", "replaced"):
-        if hidden.is_symlink() or not hidden.is_dir():
-            continue
-        manifest, whole = _own_manifest(hidden), hidden.with_name(f"step-{_step_of(hidden):06d}")
-        # Where a kill came between the two renames of `publish`, what was to be replaced is still the checkpoint.
-        is_over = _kind_of(hidden) == "removed" or whole.exists()
-        for name in [*manifest.files, _MANIFEST] if manifest is not None and is_over else []:
-            (hidden / name).unlink(missing_ok=True)
-        if not any(hidden.iterdir()):
-            hidden.rmdir()
-        elif not whole.exists():
+def _tidy(run: Path) -> None:
+    """Remove what is under names that nobody reads."""
+    for hidden in _named(run, "partial", "removed", "replaced"):
+        whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
+        if _kind_of(hidden) == "replaced" and not whole.exists():
+            # A kill came between the two renames of `publish`: what was to be replaced is still the checkpoint.
             hidden.rename(whole)
-    for partial in _named(run, "partial"):
-        if partial not in in_use:
-            shutil.rmtree(partial)
+        elif hidden not in _WRITTEN[run.resolve()]:
+            shutil.rmtree(hidden)

@@ -13,16 +13,16 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.names import as_path, check_bool
+from composable.ground.names import as_path, check_bool, list_text
 from composable.saving.entries import (
     Entries,
     Names,
@@ -33,8 +33,8 @@ from composable.saving.entries import (
     entries_now,
     ranks_of,
 )
-from composable.saving.files import check_inside, file_name, sync_folder
 from composable.saving.full_values import IncompatibleKeys, gather_values, load_full_state_dict
+from composable.saving.run_folder import sync_folder, write_summed
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -96,23 +96,25 @@ def save_safetensors(
     # Of several names for one tensor only the first is written.
     values, first = entries.unique(), entries.first_names()
     aliases = {key: first[id(one)] for key, one in entries.tensors().items() if key not in values}
+    cpu = torch.device("cpu")
     with ExitStack() as stack:
         writer: _Writer | None = None
-        with ranks.agreed(), _telling(path):
-            _check_entries(entries, values, dtype)
+        with ranks.agreed():
+            _check_entries(entries, dtype)
             if ranks.rank == 0:
                 target = as_path("path", path)
                 limit = None if target.suffix == ".safetensors" else max_shard_bytes
-                writer = stack.enter_context(_writing(target, _plan_files(values, aliases, dtype, limit)))
+                writer = _Writer(target, _plan_files(values, aliases, dtype, limit))
+                stack.callback(writer.close)
+                writer.begin()
         for batch in batches(values.items(), entries.batch_bytes()):
-            cpu = torch.device("cpu")
             fulls = gather_values([tensor for _, tensor in batch], model_ranks, 0, dtype=dtype, device=cpu)
-            with ranks.agreed(), _telling(path):
-                if writer is not None:
-                    writer.write(dict(zip([key for key, _ in batch], fulls or (), strict=True)))
+            with ranks.agreed():
+                if writer is not None and fulls is not None:
+                    writer.write(dict(zip([key for key, _ in batch], fulls, strict=True)))
             # Before the next ones are gathered.
             del fulls
-        with ranks.agreed(), _telling(path):
+        with ranks.agreed():
             if writer is not None:
                 writer.publish()
 
@@ -157,10 +159,11 @@ def load_safetensors(
 
 @dataclass(frozen=True)
 class _File:
-    """One file that is planned: where each value's bytes go, counted from its begin, and what is before them."""
+    """One file that is planned: where the bytes of each value begin, how many all have, and what is before them."""
 
     name: str
-    spans: dict[str, tuple[int, int]]
+    starts: dict[str, int]
+    nbytes: int
     header: bytes
 
 
@@ -191,103 +194,83 @@ def _plan_files(
             header[key] = {"dtype": _DTYPES[kind], "shape": list(tensor.shape), "data_offsets": [start, stop]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        begin = 8 + len(text)
-        spans = {key: (begin + header[key]["data_offsets"][0], begin + header[key]["data_offsets"][1]) for key in keys}
-        files.append(_File(name, spans, len(text).to_bytes(8, "little") + text))
+        starts = {key: 8 + len(text) + header[key]["data_offsets"][0] for key in keys}
+        files.append(_File(name, starts, stop, len(text).to_bytes(8, "little") + text))
     return files
 
 
-@contextmanager
-def _writing(target: Path, files: list[_File]) -> "Iterator[_Writer]":
-    """Give a writer whose temporary files are gone afterwards, whatever happens."""
-    held = sorted(map(str, target.glob("model*.safetensors*"))) if target.suffix != ".safetensors" else []
-    if held:
-        raise ConfigError(f"{target} holds weights already: {held[0]}", fix="pass a new folder, or remove them")
-    folder = target.with_name(f".partial-{target.name}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    writer = _Writer(folder, target, files)
-    try:
-        for file in files:
-            writer.opened[file.name] = (folder / file.name).open("wb")
-            writer.opened[file.name].write(file.header)
-        yield writer
-    finally:
-        writer.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
 class _Writer:
     """Writes values into files of a hidden folder, which get their names at the end."""
 
-    folder: Path
-    target: Path
-    files: list[_File]
-    opened: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, target: Path, files: list[_File]) -> None:
+        self._target = target
+        self._folder = target.with_name(f".partial-{target.name}")
+        self._files = files
+        self._opened: dict[str, BinaryIO] = {}
+
+    def begin(self) -> None:
+        """Make the files, with what is before the values; raises where the target has weights."""
+        is_file = self._target.suffix == ".safetensors"
+        held = [] if is_file else sorted(map(str, self._target.glob("model*.safetensors*")))
+        if held:
+            raise ConfigError(
+                f"{self._target} holds weights already: {held[0]}", fix="pass a new folder, or remove them"
+            )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        for file in self._files:
+            self._opened[file.name] = (self._folder / file.name).open("wb")
+            self._opened[file.name].write(file.header)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        for file in self.files:
-            for key in file.spans.keys() & values.keys():
-                self.opened[file.name].seek(file.spans[key][0])
-                if values[key].nbytes:
-                    # The format knows no strides. By address: numpy, torch's other way to the bytes, may be missing.
-                    value = values[key].contiguous()
-                    self.opened[file.name].write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
-
-    def close(self) -> None:
-        for file in self.opened.values():
-            with suppress(OSError):  # What was published is on disk: this is a disk that has refused before.
-                file.close()
+        """Put values, on the host, in their places."""
+        for file in self._files:
+            for key in file.starts.keys() & values.keys():
+                self._opened[file.name].seek(file.starts[key])
+                # The format knows no strides. By address: numpy, torch's other way to the bytes, may be missing.
+                value = values[key].contiguous()
+                if value.nbytes:
+                    self._opened[file.name].write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
 
     def publish(self) -> None:
         """Make the files durable, then visible under their names."""
-        for file in self.opened.values():
+        for file in self._opened.values():
             file.flush()
             os.fsync(file.fileno())
-        self.close()
-        if self.target.suffix == ".safetensors":
-            (self.folder / _SINGLE).replace(self.target)
-            sync_folder(self.target.parent)
+        if self._target.suffix == ".safetensors":
+            (self._folder / _SINGLE).replace(self._target)
+            sync_folder(self._target.parent)
             return
-        self.target.mkdir(parents=True, exist_ok=True)
-        names = [file.name for file in self.files]
+        self._target.mkdir(parents=True, exist_ok=True)
+        names = [file.name for file in self._files]
         if len(names) > 1:
-            spans = [span for file in self.files for span in file.spans.values()]
             content = {
-                "metadata": {"total_size": sum(stop - start for start, stop in spans)},
-                "weight_map": {key: file.name for file in self.files for key in file.spans},
+                "metadata": {"total_size": sum(file.nbytes for file in self._files)},
+                "weight_map": {key: file.name for file in self._files for key in file.starts},
             }
-            (self.folder / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            write_summed(self._folder / _INDEX, json.dumps(content, indent=2, sort_keys=True).encode())
             # Last: a folder without it is no checkpoint.
             names.append(_INDEX)
         for name in names:
-            (self.folder / name).rename(self.target / name)
-        sync_folder(self.target)
+            (self._folder / name).rename(self._target / name)
+        sync_folder(self._target)
+
+    def close(self) -> None:
+        """Remove what was not published."""
+        for file in self._opened.values():
+            with suppress(OSError):  # A disk that has refused before.
+                file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@contextmanager
-def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say which path it was that could not be written: a full disk names none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-
-
-def _check_entries(entries: Entries, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    others = [key for key, value in entries.values.items() if not isinstance(value, torch.Tensor)]
-    if others:
+def _check_entries(entries: Entries, dtype: torch.dtype | None) -> None:
+    tensors = entries.tensors()
+    unfit = [key for key in entries.values if key not in tensors or cast_dtype(tensors[key], dtype) not in _DTYPES]
+    if unfit:
         raise ConfigError(
-            f"safetensors files hold tensors only, and these are none: {', '.join(others)}",
-            fix="use full_state_dict and torch.save",
-        )
-    unknown = [f"{key} {value.dtype}" for key, value in values.items() if cast_dtype(value, dtype) not in _DTYPES]
-    if unknown:
-        raise ConfigError(
-            f"safetensors has no name for the dtype of {', '.join(unknown)}", fix="cast it, or use torch.save"
+            f"no tensors, or of dtypes that safetensors has no name for: {list_text(unfit)}",
+            at=place_of_rank(),
+            fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
         )
 
 
@@ -320,8 +303,14 @@ def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
         raise ConfigError(
             "the safetensors library is not installed", fix="pip install 'torch-composable[safetensors]'"
         ) from error
+    index = path / _INDEX
+    paths = [path / _SINGLE if path.is_dir() else path]
+    if index.is_file():
+        with _naming(index):
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            paths = [path / Path(name).name for name in sorted(names)]
     places: dict[str, tuple[Path, Any, str]] = {}
-    for one in _find_files(path):
+    for one in paths:
         with _naming(one):
             file = stack.enter_context(library.safe_open(str(one), framework="pt", device="cpu"))
             places |= {key: (one, file, key) for key in file.keys()}  # noqa: SIM118  # no mapping
@@ -332,27 +321,6 @@ def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
     return _Files(places)
 
 
-def _find_files(path: Path) -> list[Path]:
-    index = path / _INDEX
-    if index.is_file():
-        with _naming(index):
-            names = sorted({file_name(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        paths = [path / name for name in names]
-    else:
-        paths = [path / _SINGLE if path.is_dir() else path]
-    absent = [str(one) for one in paths if not one.is_file()]
-    if absent:
-        raise ConfigError(
-            f"there is no file {', '.join(absent)}",
-            at=place_of_rank(),
-            fix=f"pass a .safetensors file, or a folder with {_SINGLE} or {_INDEX}",
-        )
-    if path.is_dir():
-        for one in paths:
-            check_inside(path, one)
-    return paths
-
-
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Make an error in reading one that names the file."""
@@ -360,5 +328,7 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}", at=place_of_rank(), fix="fetch or write it again"
+            f"{path} cannot be read: {error}",
+            at=place_of_rank(),
+            fix=f"pass a whole .safetensors file, or a folder with {_SINGLE} or {_INDEX}",
         ) from error

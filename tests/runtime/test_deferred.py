@@ -17,7 +17,6 @@ from composable import (
     get_total_norm,
     no_sync,
     reduce_gradients,
-    unshard_params,
 )
 from tests.models import DIM, MLPBlock, make_model, random_input
 from tests.parity import full
@@ -173,25 +172,6 @@ def test_an_optimizer_in_backward_steps_when_the_last_one_ends() -> None:
     trainer.model.set_is_last_backward(True)
     trainer.backward(1)
     assert len(stepped) == len(list(trainer.model.parameters()))
-
-
-@on_ranks(2)
-def test_gradients_that_are_under_way_are_not_shown() -> None:
-    trainer = Trainer()
-    trainer.model.set_is_last_backward(False)
-    trainer.backward(0)
-    with unshard_params(trainer.model):
-        pass
-    with pytest.raises(UsageError) as caught, unshard_params(trainer.model, with_grads=True):
-        pass
-    trainer.model.finalize_backward()
-    with unshard_params(trainer.model, with_grads=True):
-        pass
-    assert str(caught.value) == (
-        "gradients that wait for the last backward cannot be shown\n"
-        f"  at:  rank {dist.get_rank()}, module MLP\n"
-        "  fix: call finalize_backward() before"
-    )
 
 
 # -- any schedule

@@ -36,13 +36,12 @@ def iterate(names: list[str]) -> None:
     rank = dist.get_rank()
     for name in names:
         model, plain = sharded(name, 1), make_model(name, 1)
-        for max_bytes in (None, 1, 700):
-            pairs = list(iter_full_params(model, max_bytes=max_bytes))
-            assert [fqn for fqn, _ in pairs] == [fqn for fqn, _ in plain.named_parameters()]
-            for (fqn, found), want in zip(pairs, plain.parameters(), strict=True):
-                assert type(found) is torch.Tensor and not found.requires_grad
-                assert found.dtype == want.dtype and torch.equal(found, want), (name, fqn)
-                assert found.untyped_storage().nbytes() == found.nbytes
+        pairs = list(iter_full_params(model))
+        assert [fqn for fqn, _ in pairs] == [fqn for fqn, _ in plain.named_parameters()]
+        for (fqn, found), want in zip(pairs, plain.parameters(), strict=True):
+            assert type(found) is torch.Tensor and not found.requires_grad
+            assert found.dtype == want.dtype and torch.equal(found, want), (name, fqn)
+            assert found.untyped_storage().nbytes() == found.nbytes
         for (_, found), want in zip(
             iter_full_params(model, rank0_only=True, dtype=torch.bfloat16, device="cpu"),
             plain.parameters(),
@@ -52,7 +51,7 @@ def iterate(names: list[str]) -> None:
             assert found is None or torch.equal(found, want.bfloat16())
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(3, NAMES), (1, NAMES[:1]), (4, NAMES[:1])])
+@pytest.mark.parametrize(("world_size", "names"), [(3, NAMES), (1, NAMES[:1])])
 def test_every_parameter_comes_in_full_under_its_name(world_size: int, names: list[str]) -> None:
     run_threads(iterate, world_size, names)
 
@@ -61,7 +60,7 @@ def stop_early() -> None:
     model, plain = sharded("gpt", 1), make_model("gpt", 1)
     expected = dict(plain.named_parameters())
     tokens = random_tokens(0, 4, 8)
-    for fqn, found in iter_full_params(model, max_bytes=10_000):
+    for fqn, found in iter_full_params(model):
         assert found is not None and torch.equal(found, expected[fqn])
         # The model may run between the steps.
         with torch.no_grad():
@@ -132,7 +131,7 @@ def refuse() -> None:
         load([*pairs, ("stranger", torch.ones(2))])
     with pytest.raises(ConfigError, match=r"inp.weight has shape \[9\], not \[8, 8\]"):
         load([("inp.weight", torch.ones(9))], strict=False)
-    with pytest.raises(ConfigError, match=r"'inp\.weight' comes twice"):
+    with pytest.raises(ConfigError, match="pairs is or holds"):
         load([*pairs, pairs[0]])
     with pytest.raises(
         ConfigError, match=r"what came was loaded\n.*Missing key\(s\) in state_dict: .inp.weight., .inp.bias."
@@ -146,8 +145,6 @@ def refuse() -> None:
 
     with pytest.raises(OSError if rank == 0 else DesyncError, match="disk is gone"):
         load(broken())
-    with pytest.raises(ConfigError, match="max_bytes is 0"):
-        iter_full_params(model, max_bytes=0)
     with pytest.raises(ConfigError, match="floating-point"):
         iter_full_params(model, dtype=torch.int8)
     with pytest.raises(UsageError, match="not annotated"):
@@ -226,23 +223,3 @@ def name_what_is_wrapped(how: str, folder: str) -> None:
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_names_are_those_of_the_plain_model_whatever_is_wrapped(how: str, tmp_path: Path) -> None:
     run_threads(name_what_is_wrapped, 2, how, str(tmp_path / "weights"))
-
-
-def look_at_meta() -> None:
-    with torch.device("meta"):
-        plain, model = Tied(), Tied()
-    fully_shard(model, policy={nn.Sequential})
-    found = model.state_dict()
-    assert list(found) == list(plain.state_dict())
-    assert all(value.is_meta and value.shape == plain.state_dict()[fqn].shape for fqn, value in found.items())
-    for call in (full_state_dict, iter_full_params):
-        with pytest.raises(UsageError, match="there are none on the meta device"):
-            call(model)
-    # As trainers do: look, make a mapping of names, load.
-    load_full_state_dict(model, Tied(5).state_dict() if dist.get_rank() == 0 else None)
-    expected = dict(Tied(5).named_parameters())
-    assert all(full is not None and torch.equal(full, expected[fqn]) for fqn, full in iter_full_params(model))
-
-
-def test_the_state_dict_of_a_meta_model_has_meta_tensors() -> None:
-    run_threads(look_at_meta, 2)

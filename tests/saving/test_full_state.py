@@ -366,7 +366,7 @@ def unfit_state(plain: nn.Module) -> dict[str, Any]:
 UNFIT = (
     'Missing key(s) in state_dict: "inp.bias", "blocks.1.up.weight"',
     'Unexpected key(s) in state_dict: "stranger"',
-    "Of the wrong kind or shape: blocks.0.up.weight has shape [3, 5], not [16, 8], out.bias is a str, not a tensor",
+    "Not alike: blocks.0.up.weight has shape [3, 5], not [16, 8], out.bias is a str, not a tensor",
 )
 
 
@@ -433,7 +433,7 @@ def load_another_kind() -> None:
         state["0.weight"] = torch.ones(4, 3, dtype=torch.int64)
         state["1.num_batches_tracked"] = torch.tensor(1.0)
     lines = "0.weight is int64, not float32, 1.num_batches_tracked is float32, not int64"
-    with pytest.raises(StateDictError, match=f"Of the wrong kind or shape: {lines}"):
+    with pytest.raises(StateDictError, match=f"Not alike: {lines}"):
         load_full_state_dict(model, state if rank == 0 else None)
     assert all(torch.equal(a, b) for a, b in zip(before, local_values(model), strict=True))
     # Another floating-point dtype is cast, and another one of integers.

@@ -25,10 +25,9 @@ from composable.saving.entries import largest_handle_bytes
 from composable.saving.full_values import plan_buckets
 from tests.live_bytes import LiveBytes
 from tests.models import Block, TinyGPT, make_model, random_tokens, seeded
-from tests.saving.test_full_state import sharded
 from tests.saving.test_selection import bits
 from tests.storage.test_memory_format import make_model as make_model_in_other_orders
-from tests.world import run_ranks, run_threads, told
+from tests.world import run_ranks, run_threads
 
 # -- planning: no tensors
 
@@ -55,7 +54,7 @@ def test_a_layout_makes_views_of_bytes_and_can_be_pickled() -> None:
         larger[1 : 1 + layout.nbytes],
         None,
     ):
-        with pytest.raises(ConfigError, match=r"buffer is .*, and the bucket has 67 bytes"):
+        with pytest.raises(ConfigError, match="buffer is not the 67 bytes of the bucket"):
             layout.views(wrong)  # type: ignore[arg-type]
 
 
@@ -92,29 +91,10 @@ def count_bytes() -> None:
             # What this rank sends is a part of the handle too.
             assert live.peak <= largest + handle < total, (live.peak, largest, handle)
             assert live.peak >= largest or rank0_only
-    with LiveBytes() as live:
-        for bucket in iter_full_params(model, bucket_bytes=1_000_000, max_bytes=2):
-            del bucket
-    # No small parameters share a message: nothing is copied on the way.
-    assert live.peak <= 1_000_000 + 2 * 160 * 4 * 4, live.peak
 
 
 def test_no_more_than_a_bucket_and_a_handle_is_allocated() -> None:
     run_threads(count_bytes, 2)
-
-
-def disagree() -> None:
-    model = sharded("mlp", 1)
-    for said in told(lambda: iter_full_params(model, bucket_bytes=100 + dist.get_rank())):
-        assert said.startswith("DesyncError: the ranks ask for full values"), said
-    for said in told(lambda: iter_full_params(model, bucket_bytes=None if dist.get_rank() else 100)):  # type: ignore[call-overload]
-        assert said.startswith("DesyncError: the ranks ask for full values"), said
-    for said in told(lambda: iter_full_params(model, bucket_bytes=0 if dist.get_rank() else 100)):
-        assert said.startswith("ConfigError: bucket_bytes is 0"), said
-
-
-def test_other_sizes_on_other_ranks_are_an_error_at_the_call() -> None:
-    run_threads(disagree, 2)
 
 
 def serve(world_size: int) -> None:
@@ -224,7 +204,7 @@ def compare_with_plain(seed: int, folder: str) -> None:
     wanted = {first[id(param)]: param for param in plain.parameters() if id(param) in first}
     rank0_only = rng.random() < 0.3
     has_values = dist.get_rank() == 0 or not rank0_only
-    options: Any = {"names": names, "max_bytes": rng.choice([None, 1, 300]), "rank0_only": rank0_only}
+    options: Any = {"names": names, "rank0_only": rank0_only}
     pairs = list(iter_full_params(model, **options))
     assert [fqn for fqn, _ in pairs] == list(wanted)
     assert not has_values or all(bits(value) == bits(wanted[fqn]) for fqn, value in pairs)
@@ -254,6 +234,6 @@ def compare_with_plain(seed: int, folder: str) -> None:
         assert bits(value) == bits((state if id(tensors[key]) in loaded else other_state)[key]), key
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_models_names_and_buckets_give_what_the_plain_model_has(seed: int, tmp_path: Path) -> None:
     run_threads(compare_with_plain, seed % 3 + 1, seed, str(tmp_path))

@@ -84,8 +84,8 @@ def load_foreign(path: str) -> None:
     for name, message in (
         ("truncated.safetensors", "truncated.safetensors cannot be read"),
         ("text.safetensors", "text.safetensors cannot be read"),
-        ("absent", "there is no file .*absent"),
-        ("half", "there is no file .*model-2"),
+        ("absent", "absent cannot be read"),
+        ("half", "model-2 cannot be read"),
         ("bad", "index.json cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -120,14 +120,14 @@ def refuse(path: str) -> None:
     save_safetensors(model, f"{path}/folder")
     with pytest.raises(ConfigError, match="holds weights already"):
         save_safetensors(model, f"{path}/folder")
-    with pytest.raises(ConfigError, match=r"tensors only, and these are none: counter\._extra_state"):
+    with pytest.raises(ConfigError, match=r"no tensors, .* no name for: 'counter\._extra_state'"):
         save_safetensors(odd(1), f"{path}/odd")
     with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
         save_safetensors(model, f"{path}/other", max_shard_bytes=0)
     strange = nn.Linear(2, 2)
     strange.register_buffer("phase", torch.ones(1, dtype=torch.complex64))
     fully_shard(strange)
-    with pytest.raises(ConfigError, match=r"no name for the dtype of phase torch\.complex64"):
+    with pytest.raises(ConfigError, match="no name for: 'phase'"):
         save_safetensors(strange, f"{path}/strange")
     # A failure while writing leaves what was there.
     target = Path(path, "single.safetensors")
@@ -158,7 +158,7 @@ def fill_the_disk(path: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        with pytest.raises(OSError if rank == 0 else DesyncError, match=f"File too large.*{target}"):
+        with pytest.raises(OSError if rank == 0 else DesyncError, match="File too large"):
             save_safetensors(model, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

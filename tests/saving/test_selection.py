@@ -14,7 +14,6 @@ from torch import nn
 from composable import (
     DesyncError,
     full_state_dict,
-    fully_shard,
     iter_full_params,
     load_full_params,
     load_full_state_dict,
@@ -22,7 +21,7 @@ from composable import (
     save_safetensors,
 )
 from tests.counting import counting_ranks
-from tests.models import make_model, seeded
+from tests.models import make_model
 from tests.saving.test_full_state import sharded
 from tests.world import run_ranks, run_threads, told
 
@@ -129,10 +128,10 @@ def differ(folder: str) -> None:
         with pytest.raises(LookupError if rank == 0 else DesyncError, match=r"no idea of inp\.weight"):
             call(broken)
         for said in told(partial(call, ["inp.weight", "stranger"] if rank == 0 else ["inp.weight"])):
-            assert said.startswith("ConfigError: names has what the model does not have: 'stranger'"), said
+            assert said.startswith("ConfigError: names is or holds what") and "'stranger'" in said, said
         for said in told(partial(call, lambda fqn: False)):
             assert said.startswith("ConfigError: names picks nothing of the model"), said
-        for wrong in ("inp.weight", nn.Linear, 3, [3]):
+        for wrong in ("stranger", 3, [3]):
             for said in told(partial(call, wrong)):
                 assert said.startswith("ConfigError: names is or holds "), said
     assert not Path(folder, "weights").exists()
@@ -140,32 +139,3 @@ def differ(folder: str) -> None:
 
 def test_names_that_differ_between_ranks_are_an_error_before_anything_moves(tmp_path: Path) -> None:
     run_ranks(differ, 2, str(tmp_path))
-
-
-class LeavesOut(nn.Sequential):
-    """Its state dict has no bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = seeded(lambda: nn.Linear(3, 3), 1)
-        self.inner.register_state_dict_post_hook(self.leave_out)
-
-    @staticmethod
-    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        del state[f"{prefix}bias"]
-
-
-def leave_out() -> None:
-    model, plain = fully_shard(LeavesOut()), LeavesOut()
-    assert list(model.state_dict()) == ["inner.weight"]
-    pairs = list(iter_full_params(model))
-    assert [fqn for fqn, _ in pairs] == ["inner.weight", "inner.bias"]
-    assert [fqn for fqn, _ in iter_full_params(model, names=["inner.bias"])] == ["inner.bias"]
-    with torch.no_grad():
-        model.inner.bias.zero_()
-    assert load_full_params(model, pairs) == ([], [])  # type: ignore[arg-type]  # on every rank
-    assert all(bits(value) == bits(plain.get_parameter(fqn)) for fqn, value in iter_full_params(model))  # type: ignore[arg-type]
-
-
-def test_a_parameter_that_the_state_dict_leaves_out_comes_under_its_fqn_and_goes_back() -> None:
-    run_threads(leave_out, 2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from composable import (
     SizePolicy,
     UsageError,
     fully_shard,
-    no_sync,
     replicate,
     unshard_params,
 )
@@ -79,7 +79,7 @@ def read_and_change(name: str) -> None:
         assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(1, "gpt_tied"), (2, "gpt_tied"), *((3, name) for name in NAMES)])
+@pytest.mark.parametrize(("world_size", "name"), [(1, "gpt_tied"), *((2, name) for name in NAMES)])
 def test_full_values_are_shown_and_changes_are_kept(name: str, world_size: int) -> None:
     run_threads(read_and_change, world_size, name)
 
@@ -164,51 +164,6 @@ def test_the_model_runs_and_trains_in_the_block() -> None:
     run_threads(run_inside, 2)
 
 
-def show_gradients(rank0_only: bool, offload_to_cpu: bool) -> None:
-    model, plain = shard("mlp"), make_model("mlp")
-    options: dict[str, Any] = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu, "with_grads": True}
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shows = rank == 0 or not rank0_only
-    args, kwargs = inputs_of(model, 0, rank)
-    loss_of(model(*args, **kwargs)).backward()
-    for every in range(size):
-        args, kwargs = inputs_of(plain, 0, every)
-        (loss_of(plain(*args, **kwargs)) / size).backward()
-    model.out.bias.grad = plain.out.bias.grad = None
-    with unshard_params(model, **options):
-        for (fqn, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            if fqn == "out.bias" or not shows:
-                assert not shows or param.grad is None
-                continue
-            assert param.grad is not None and expected.grad is not None
-            torch.testing.assert_close(param.grad, expected.grad, rtol=0, atol=1e-7)
-            param.grad.fill_(2.0)
-        if shows:
-            model.inp.bias.grad = None
-            model.out.bias.grad = torch.full((8,), 5.0)
-        with pytest.raises(UsageError, match="forward cannot run"):
-            model(*args, **kwargs)
-    for fqn, param in model.named_parameters():
-        if fqn == "inp.bias":
-            assert param.grad is None
-        else:
-            grad = param.grad
-            assert isinstance(grad, RaggedDTensor)
-            assert torch.equal(grad.full_tensor(), torch.full(param.shape, 5.0 if fqn == "out.bias" else 2.0))
-    with unshard_params(model, **{**options, "writeback": False}):
-        for param in model.parameters() if shows else ():
-            param.grad = torch.zeros(param.shape)
-    assert model.inp.bias.grad is None
-    assert torch.equal(model.out.bias.grad.full_tensor(), torch.full((8,), 5.0))
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert torch.equal(model.out.bias.full_tensor(), plain.out.bias - 5.0)
-
-
-@pytest.mark.parametrize(("rank0_only", "offload_to_cpu"), [(False, True), (True, False)])
-def test_gradients_are_shown_and_written_back(rank0_only: bool, offload_to_cpu: bool) -> None:
-    run_threads(show_gradients, 2, rank0_only, offload_to_cpu)
-
-
 def only_own_handle() -> None:
     model = shard("mlp")
     with unshard_params(model, recurse=False):
@@ -274,30 +229,7 @@ def with_other_options(model: nn.Module) -> None:
         enter(model.blocks)
 
 
-def on_one_rank(model: nn.Module) -> None:
-    args, kwargs = inputs_of(model, 0, 0)
-    loss_of(model(*args, **kwargs)).backward()
-    if dist.get_rank() == 0:
-        model.blocks[1].up.bias.grad = None
-    enter(model, with_grads=True)
-
-
-def unsynced(model: nn.Module) -> None:
-    args, kwargs = inputs_of(model, 0, 0)
-    with no_sync(model):
-        loss_of(model(*args, **kwargs)).backward()
-    enter(model, with_grads=True)
-
-
-def step_inside(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    with unshard_params(model):
-        optimizer.step()
-
-
-def step_on_one_rank(model: nn.Module) -> None:
+def change_shards_on_one_rank(model: nn.Module) -> None:
     held = list(model.parameters())
     with unshard_params(model), torch.no_grad():
         if dist.get_rank() == 1:
@@ -316,34 +248,30 @@ def replace(model: nn.Module, **options: Any) -> None:
             model.out.weight = nn.Parameter(torch.zeros(8, 8))
 
 
-def replace_first(model: nn.Module) -> None:
-    replace(model, rank0_only=True)
-
-
 def reshape(model: nn.Module) -> None:
     with unshard_params(model):
         model.out.weight.data = torch.zeros(4, 16)
-
-
-def no_bool(model: nn.Module) -> None:
-    enter(model, writeback=1)
 
 
 @pytest.mark.parametrize(
     ("block", "what", "where"),
     [
         (in_forward, "unshard_params was entered in the middle of a forward or backward", "module MLP"),
-        (of_a_part, "2 parameters belong to a handle of another module: weight, bias", "module 'blocks.0.up' (Linear)"),
+        (
+            of_a_part,
+            "parameters belong to a handle of another module: 'weight', 'bias'",
+            "module 'blocks.0.up' (Linear)",
+        ),
         (with_other_options, "unshard_params is entered again with other options", "module 'blocks.0'"),
-        (on_one_rank, "1 parameters have a gradient on some ranks only: blocks.1.up.bias", ""),
-        (unsynced, "gradients that no_sync left on their ranks cannot be shown", "module MLP"),
-        (step_inside, "sharded parameters were changed while unshard_params showed full ones", "module MLP"),
-        (step_on_one_rank, "sharded parameters were changed while unshard_params showed full ones", "rank 1, module"),
+        (change_shards_on_one_rank, "sharded parameters were changed while unshard_params showed", "rank 1, module"),
         (fail_on_one_rank, "the user has failed", "here"),
         (replace, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
-        (replace_first, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
+        (
+            partial(replace, rank0_only=True),
+            "a parameter was replaced while unshard_params showed it",
+            "parameter 'out.weight'",
+        ),
         (reshape, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
-        (no_bool, "writeback is 1, not a bool", ""),
     ],
 )
 def test_misuse_is_refused_on_every_rank_and_leaves_the_model_whole(
