@@ -88,8 +88,8 @@ class GatherSettings(AnnotatedModule):
         """Choose whether this module's own parameters are gathered for its backward: an embedding needs none.
 
         Gradients are reduced all the same. It holds from the next forward on, for the backwards of that forward.
-        A forward that lets autograd save one of the parameters is a ``UsageError`` then: backward would read
-        freed memory. Not recursive.
+        A backward that needs one of the parameters raises autograd's error for a tensor that was changed in place.
+        Not recursive.
         """
         for handle in _chosen(self, False, unshard_in_backward=unshard_in_backward):
             handle.settings.unshard_in_backward = unshard_in_backward
@@ -97,15 +97,10 @@ class GatherSettings(AnnotatedModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
 
-        The values are gathered as ever. False frees it at once where nothing is unsharded.
+        The values are gathered as ever. What False lets go is freed with the next reshard.
         """
-        handles = _chosen(self, recurse, keep=keep)
-        for handle in handles:
+        for handle in _chosen(self, recurse, keep=keep):
             handle.settings.keeps_storage = keep
-        for root in () if keep else roots_of(self, recurse=recurse):
-            for handle in root.handles:
-                if handle in handles:
-                    root.scheduler.free_kept(handle)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Choose what to all-gather while this module's forward runs, in order.
@@ -142,23 +137,6 @@ class GatherSettings(AnnotatedModule):
         if device.type != "cpu":
             state.settings.post_optim_event = event
 
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Let ``comm`` gather the parameters, in place of the transport; ``None``: as before.
-
-        The unsharded buffer's memory is the library's, so what ``comm`` allocates is for staging: the shard is copied
-        in, the parameters are copied out. It is not called on one rank, nor where there is nothing to gather.
-        Not recursive.
-
-        Args:
-            comm: As torch's ``AllGather``: ``allocate(size, *, dtype, device)`` returns a flat tensor, and a call with
-                ``output_tensor`` [W * S], ``input_tensor`` [S], both of the dtype in which parameters travel, ``group``
-                and ``async_op=False`` returns ``None`` or a ``Work``.
-
-        Raises:
-            ConfigError: ``comm`` has no ``allocate`` or cannot be called.
-        """
-        _change(self, all_gather=_checked_comm(comm))
-
 
 class ReductionSettings(AnnotatedModule):
     """The part of ``FSDPModule`` that sets how gradients are reduced, or ends a backward by hand."""
@@ -190,11 +168,9 @@ class ReductionSettings(AnnotatedModule):
         """
         handles = _chosen(self, recurse, requires_all_reduce=requires_all_reduce)
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
-            is_spread = any(handle.secondary is not None and handle.secondary.fills for handle in handles)
-            why = "there is none with HYBRID_SHARD_OPTIM" if is_spread else "gradients of a 1-D mesh need none"
             raise _refused(
                 self,
-                f"set_requires_all_reduce(False) leaves out an all-reduce, and {why}",
+                "set_requires_all_reduce(False) leaves out an all-reduce, and gradients of a 1-D mesh need none",
                 "call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
         for handle in handles:
@@ -226,18 +202,6 @@ class ReductionSettings(AnnotatedModule):
             raise _refused(self, what, "pass an int of at least 1")
         for handle in handles:
             handle.settings.gradient_buffers = max_input_buffers
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Choose whether reduce-scatters have a process group of their own, so that no gather waits for one.
-
-        One group for all handles of a root with the same ranks, of the same backend, made when its
-        first reduce-scatter starts; False goes back to the group of the gathers. On gloo, where the transport
-        ``point_to_point`` serves few ranks, it replaces that for reduce-scatters.
-        """
-        for handle in _chosen(self, recurse, enable=enable):
-            handle.settings.scatters_apart = enable
-        for root in roots_of(self, recurse=recurse):
-            root.connect_scatters()
 
     # For the handle of the module itself
 
@@ -298,22 +262,6 @@ class ReductionSettings(AnnotatedModule):
                 fix="pass a stream of the module's device together with a hook; the CPU has none",
             )
         _change(self, all_reduce_hook=hook, all_reduce_stream=stream)
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Let ``comm`` add up gradients, in place of the transport; ``None``: as before.
-
-        Gradients are copied into what ``comm`` allocates, and the sum is copied out and divided; float16 is divided
-        before. It is not called on one rank, nor where there is nothing to reduce. Not recursive.
-
-        Args:
-            comm: As torch's ``ReduceScatter``: as for ``set_custom_all_gather``, with an input [W * S] and an output
-                [S] of the dtype of the reduction; ``op`` is always ``SUM``.
-
-        Raises:
-            ConfigError: ``comm`` has no ``allocate`` or cannot be called.
-            UsageError: A communication hook reduces by itself.
-        """
-        _change(self, reduce_scatter=_checked_comm(comm))
 
     # For the whole tree
 
@@ -470,17 +418,6 @@ def _change(module: nn.Module, **changes: Any) -> None:
     for handle in handles_of(module, recurse=False):
         with located(f"{place_of_rank()}, {handle.described}"):
             handle.communicate_by(replace(handle.comms, **changes))
-
-
-def _checked_comm(comm: Any) -> Any:
-    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise ConfigError(
-            f"comm is {described(comm)}",
-            at=place_of_rank(),
-            fix="pass an object with allocate(size, *, dtype, device) that can be called as torch's AllGather or "
-            "ReduceScatter is",
-        )
-    return comm
 
 
 def _root_state(module: nn.Module, method: str) -> FullyShardState:

@@ -71,7 +71,6 @@ from composable.planning import (
     ShardPlacementFn,
     SplitNode,
     is_hybrid,
-    is_spread,
     make_plan,
     managed_modules,
     mark_replaced,
@@ -166,10 +165,9 @@ def fully_shard(
         dp_mesh_dims: Which dims of a mesh of any number of dims do so.
         process_group: In place of a mesh: the ranks that share the parameters; or a pair, the second one being of the
             ranks that hold copies of this rank's shard.
-        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2`` or
-            ``HYBRID_SHARD_OPTIM``, which shards all but the parameters in use over the copies too; or torch's of
-            that name. Instead of ``reshard_after_forward``. A hybrid one without a mesh has a copy of all parameters on
-            each host, as torchrun counts them.
+        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``; or
+            torch's of that name. Instead of ``reshard_after_forward``. A hybrid one without a mesh has a copy of all
+            parameters on each host, as torchrun counts them.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
             gradients too leave them there for the next one, which gathers again what was written since. A number n of
@@ -215,8 +213,6 @@ def fully_shard(
     state.mesh, state.grid = resolve_grid(
         mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
     )
-    if is_spread(strategy):
-        state.mesh, state.grid = state.grid.spread(state.mesh)
     check_ranks_below(state, state.grid)
     _check_pairs(state)
     state.transport_choice = options.transport if isinstance(options, HandleOptions) else "auto"
@@ -233,8 +229,8 @@ def fully_shard(
         check_bool("follows_parent", options.follows_parent, or_none=True)
         state.follows_parent = options.follows_parent
         chosen = ShardOptions(
-            world_size=(state.grid.inner or state.grid.shard).size,
-            replicas=1 if (copies := state.grid.outer or state.grid.replicas) is None else copies.size,
+            world_size=state.grid.shard.size,
+            replicas=1 if (copies := state.grid.replicas) is None else copies.size,
             policy=policy,
             strategy=strategy,
             reshard_after_forward=reshard_after_forward,
@@ -416,7 +412,7 @@ def _build_filled(
     try:
         with everyone.agreed():
             built = _build(state, members, is_deferred=True)
-            first = FirstValues(_managed(state), members, built, ranks.device)
+            first = FirstValues(_managed(state), members, built)
             if is_synced:
                 first.prepare(param_init_fn, is_source=ranks.rank == 0)
             else:

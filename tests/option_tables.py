@@ -37,7 +37,6 @@ from composable import (
     LowPrecisionState,
     MixedPrecisionPolicy,
     RaggedDTensor,
-    ShardingStrategy,
     accelerate_optimizer,
     allreduce_hook,
     bf16_compress_hook,
@@ -611,7 +610,7 @@ HANDLES = {"model": ["mlp", "gpt", "gpt_tied"], "annotation": ["by policy", "by 
 IN_PAIRS = {"ranks": ["2", "4"]}
 
 
-def _hybrid(strategy: ShardingStrategy | str, copies: int = 2) -> Value:
+def _hybrid(strategy: str, copies: int = 2) -> Value:
     ranks = {"options": {"strategy": strategy}, "mesh": partial(hybrid, copies)}
     return Value(ranks, only=IN_PAIRS if copies == 2 else {}, rounds="" if copies == 1 else "reduce")
 
@@ -633,8 +632,6 @@ SHARDED: Table = {
         "freed to 2": given(reshard_after_forward=2).but(only=IN_PAIRS),
         "HYBRID_SHARD": _hybrid("HYBRID_SHARD"),
         "HYBRID_SHARD_ZERO2": _hybrid("HYBRID_SHARD_ZERO2"),
-        "HYBRID_SHARD_OPTIM": _hybrid("HYBRID_SHARD_OPTIM"),
-        "KEPT_SHARD_OPTIM": _hybrid(ShardingStrategy("KEPT_SHARD_OPTIM", ShardingStrategy.SHARD_GRAD_OP.dims * 2)),
         "one copy": _hybrid("HYBRID_SHARD", 1),
         "nothing but copies": _hybrid("HYBRID_SHARD", 0),
         "tensor parallel": _split(0),

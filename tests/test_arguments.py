@@ -392,7 +392,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "set_reshard_after_forward": "reshard_after_forward",
             "set_reshard_after_backward": "reshard_after_backward",
             "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
-            "set_separate_reduce_scatter_group": "enable",
             "set_keep_unsharded_storage": "keep",
         }.items()
     },
@@ -409,7 +408,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
                 {"None", "3", "1.5", "np.3"},
                 ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"),
             ),
-            ("comm", OPTIONAL, ("set_custom_all_gather", "set_custom_reduce_scatter")),
             ("modules", {"[]"}, ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")),
             # What only refuses takes False.
             ("value", set(), ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")),

@@ -477,22 +477,6 @@ def test_a_copy_has_the_hook_with_a_copy_of_its_state(annotation: str) -> None:
 
 
 @on_ranks(2)
-def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_holds() -> None:
-    model = fully_shard(make_net(), policy={nn.Linear})
-    calls: list[int] = []
-    register_comm_hook(nn.Sequential(model), LowPrecisionState(default_state().process_group), fp16_compress_hook)
-    register_comm_hook(model, default_state(), noting(calls))
-    twin = copy.deepcopy(model.blocks)
-    twin(torch.ones(2, DIM + 1)).sum().backward()
-    assert len(calls) == 2
-    handle = register_comm_hook(twin, default_state(), reduce_scatter_hook)
-    twin(torch.ones(2, DIM + 1)).sum().backward()
-    handle.remove()
-    twin(torch.ones(2, DIM + 1)).sum().backward()
-    assert len(calls) == 4
-
-
-@on_ranks(2)
 def test_a_copy_of_replicated_modules_inside_one_another_has_the_hook_of_each() -> None:
     model = make_net()
     replicate(model.blocks)

@@ -48,6 +48,8 @@ def sharded(policy: OffloadPolicy, name: str = "mlp", *, slow: bool = False, **o
         for handle in fully_shard.state(model).lazy_init().handles:
             for flat in handle.buffers:
                 for path in (flat.routes.gather_path, flat.routes.gradient_path):
+                    while hasattr(path, "inner"):
+                        path = path.inner
                     path.transport = SlowTransport(path.transport)
     return model
 

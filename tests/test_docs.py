@@ -119,7 +119,6 @@ PROGRAMS = [
 ON_FOUR_RANKS = ("experts", "meshes")
 # What a page shows in small is logged, once in a process; nothing else is.
 LOGGED = {
-    "memory": ("nothing is to be offloaded",),
     "mixed_precision": ("the whole model is one handle",),
     "uneven_inputs": ("the whole model is one handle",),
 }

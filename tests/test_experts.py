@@ -1,7 +1,6 @@
 """Experts on ranks of their own inside a model on all ranks, against one process that has all experts."""
 
 import functools
-import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -38,10 +37,8 @@ from composable import (
     step_in_backward,
     unannotate,
 )
-from tests.counting import counting_ranks
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
 from tests.models import random_input
-from tests.ordered_groups import needs_ordered_groups
 from tests.parity import full_params
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -227,7 +224,6 @@ def unshard_ahead(net: Net, mesh: Any, **options: Any) -> None:
     ("annotating", "options"),
     [
         (annotate_hybrid, {"strategy": "HYBRID_SHARD"}),
-        pytest.param(annotate_hybrid, {"strategy": "HYBRID_SHARD_OPTIM"}, marks=needs_ordered_groups),
         (unshard_ahead, {"strategy": "HYBRID_SHARD", "options": HandleOptions(transport="process_group")}),
     ],
 )
@@ -579,27 +575,6 @@ def test_split_experts_count_on_each_rank_that_has_a_part(sizes: tuple[int, int,
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), before)
 
 
-# What is kept from one forward to the next
-
-
-def evaluate(forwards: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
-    net = local_net(4, mesh)
-    annotate_hybrid(net, mesh, strategy="HYBRID_SHARD_OPTIM")
-    with torch.no_grad():
-        for number in range(forwards):
-            net(*batch_of(4, number, dist.get_rank()))
-
-
-def test_experts_cost_no_message_more_to_find_out_whether_shards_were_written() -> None:
-    counts = []
-    for forwards in (1, 2):
-        with counting_ranks() as counted:
-            run_threads(evaluate, 8, forwards)
-        counts.append(counted["reductions"])
-    assert counts[1] - counts[0] == 8
-
-
 # Hooks
 
 
@@ -759,36 +734,6 @@ def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
         fully_shard(block)
     with pytest.raises(DesyncError, match="the ranks annotated different plans"):
         step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
-
-
-def gather_all_at_once(*, has_blocks: bool) -> list[str]:
-    mesh = mesh_of((2, 2))
-    net = local_net(4, mesh)
-    annotate_experts(net, "each", mesh=mesh["edp"])
-    for block in net.blocks if has_blocks else ():
-        fully_shard(block)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("composable").addHandler(handler)
-    try:
-        step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
-    finally:
-        logging.getLogger("composable").removeHandler(handler)
-    return [text for text in records if "gathered all at once" in text]
-
-
-@pytest.mark.parametrize("has_blocks", [False, True])
-def test_experts_of_all_blocks_that_are_gathered_with_the_root_are_noticed(*, has_blocks: bool) -> None:
-    texts, *_ = run_ranks(gather_all_at_once, 4, has_blocks=has_blocks)
-    if has_blocks:
-        assert texts == []
-    else:
-        assert texts == [
-            "the parameters of 4 modules on a part of the ranks, such as experts, are gathered all at once: only the "
-            "root is annotated around them\n  at:  rank 0, module Net\n"
-            "  fix: annotate the blocks around them, before the root"
-        ]
 
 
 @pytest.mark.parametrize("outer", [fully_shard, replicate])

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import HandleOptions, ShardingStrategy, fully_shard, plan, register_comm_hook, replicate
 from composable.comm.transport import _REGISTERED, transport_names
 from tests.models import BLOCK_CLASSES, MLP, MLPBlock
-from tests.ordered_groups import needs_ordered_groups
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
 
@@ -113,10 +112,8 @@ def train_on_copies(strategy: ShardingStrategy) -> Run:
     return train_annotated("mlp", annotate)
 
 
-@needs_ordered_groups
 def test_a_strategy_is_a_value(add: Add) -> None:
-    strategy = add("strategy")["kept"].KEPT_EVERYWHERE
+    strategy = add("strategy")["kept"].KEPT_ON_HOSTS
     assert_equal_runs(run_threads(train_on_copies, 4, strategy), train_reference("mlp", 4))
     made = plan(MLP(), world_size=2, replicas=2, policy=BLOCK_CLASSES, strategy=strategy)
-    assert (made.world_size, made.host_ranks) == (4, 2)
-    assert sum(one.fills for one in made.expected_collectives()) == len(made.handles)
+    assert (made.world_size, made.replicas) == (2, 2)

@@ -1,7 +1,6 @@
 """The methods that choose how one module's gradients are reduced and its parameters gathered."""
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from composable import (
     ConfigError,
@@ -28,7 +26,7 @@ from composable.ground.contract import managing_state
 from tests.counting import CountingTransport
 from tests.pairwise import pairs_of
 from tests.test_comm_hooks import DTYPES, Net, backward, close, grads_of, make_net
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks
 
 
 def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
@@ -114,14 +112,10 @@ def test_forced_sums_are_divided_by_a_step_of_their_own(dtype: torch.dtype) -> N
     close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("way", ["sum", "comm"])
 @on_ranks(4)
-def test_no_sum_in_float16_overflows_where_the_mean_fits(way: str) -> None:
+def test_no_sum_in_float16_overflows_where_the_mean_fits() -> None:
     model: Any = fully_shard(nn.Linear(4, 1, bias=False).half())
-    if way == "sum":
-        model.set_force_sum_reduction_for_comms(True)
-    else:
-        model.set_custom_reduce_scatter(DefaultReduceScatter())
+    model.set_force_sum_reduction_for_comms(True)
     model(torch.full((1, 4), 60000.0, dtype=torch.float16)).sum().backward()
     assert grads_of(model)["weight"].tolist() == [[60000.0] * 4]
 
@@ -203,105 +197,12 @@ def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(
     assert text.startswith("the all-reduce hook returned") and f"at:  rank {found}, module 'first'" in text
 
 
-# Collectives of the user's
-
-
-class Counting:
-    """Counts what another ``Comm`` is asked for."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.allocated = 0
-        self.calls: list[Any] = []
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.allocated += 1
-        return self.inner.allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, **arguments: Any) -> Any:
-        self.calls.append((arguments.get("op"), arguments["async_op"]))
-        return self.inner(**arguments)
-
-
-class Reused:
-    """Allocates a buffer once for each size, and gives it again: torch allows that."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.kept: dict[Any, torch.Tensor] = {}
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.kept.setdefault((tuple(size), dtype), torch.empty(size, dtype=dtype, device=device))
-
-    def __call__(self, **arguments: Any) -> Any:
-        return self.inner(**arguments)
-
-
-def with_comms(dtype: torch.dtype, make: Callable[[Any], Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    plain, model = sharded(dtype, **options), sharded(dtype, **options)
-    gather, scatter = make(DefaultAllGather()), make(DefaultReduceScatter())
-    for module in linears(model):
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(scatter)
-    counting = CountingTransport.install(fully_shard.state(model).lazy_init())
-    for one in (plain, model):
-        backward(one, dist.get_rank(), dtype)
-        backward(one, dist.get_rank(), dtype, step=1)
-    calls = [getattr(one, "calls", None) for one in (gather, scatter)]
-    return calls, counting.counts(), grads_of(plain), grads_of(model)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "world_size", "run"),
-    [(DTYPES[0], 1, run_threads), (DTYPES[0], 2, run_ranks), *((dtype, 3, run_threads) for dtype in DTYPES[1:])],
-)
-def test_torchs_collectives_give_the_same_numbers_in_place_of_the_transport(
-    dtype: torch.dtype, world_size: int, run: Callable[..., Any]
-) -> None:
-    for calls, counts, plain, custom in run(with_comms, world_size, dtype, Counting, {}):
-        close(custom, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
-        assert counts == {}
-        gathers, scatters = calls
-        assert scatters == [(dist.ReduceOp.SUM, False)] * (8 if world_size > 1 else 0)
-        assert len(gathers) >= (14 if world_size > 1 else 0)
-        assert gathers == [(None, False)] * len(gathers)
-
-
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}])
-def test_what_a_collective_allocates_may_be_used_again(options: dict[str, Any]) -> None:
-    for _, _, plain, custom in run_threads(with_comms, 2, torch.float32, Reused, options):
-        close(custom, plain, 0)
-
-
-class Wrong(Counting):
-    """Allocates in another dtype."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.float64)
-
-
-@on_ranks(2)
-def test_memory_that_does_not_fit_is_an_error() -> None:
-    model = sharded()
-    model.first.set_custom_reduce_scatter(Wrong(DefaultReduceScatter()))
-    with pytest.raises(ConfigError) as caught:
-        backward(model, dist.get_rank())
-    model.first.set_custom_reduce_scatter(None)
-    model.zero_grad()
-    backward(model, dist.get_rank())
-    close(grads_of(model), plain_grads(), 0)
-    text = str(caught.value)
-    assert re.match(
-        r"Wrong.allocate returned \[\d+\] float64 on cpu\n  at:  rank \d, buffer of parameter '\w+'\n  fix:", text
-    )
-
-
 # How long choices last, and what they exclude
 
 
 def choices_of(module: nn.Module) -> tuple[object, ...]:
     comms = managing_state(module, "fully_shard")._module_to_handle[module].comms
-    return comms.divide_factor, comms.sums_only, comms.all_reduce_hook is not None, comms.all_gather is not None
+    return comms.divide_factor, comms.sums_only, comms.all_reduce_hook is not None
 
 
 @on_ranks(2)
@@ -312,7 +213,6 @@ def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() 
     module.set_gradient_divide_factor(1)
     module.set_force_sum_reduction_for_comms(True)
     module.set_all_reduce_hook(lambda shard: shard.mul_(2))
-    module.set_custom_all_gather(DefaultAllGather())
     module(torch.ones(2, 9)).sum().backward()
     model.zero_grad()
     fully_shard(model)
@@ -325,13 +225,13 @@ def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() 
     twin.zero_grad()
     backward(twin, dist.get_rank())
     close(grads_of(twin), got, 0)
-    is_kept = choices_of(twin.blocks) == choices_of(model.blocks) == (1.0, True, True, True)
+    is_kept = choices_of(twin.blocks) == choices_of(model.blocks) == (1.0, True, True)
     unannotate(model)
     with pytest.raises(AttributeError):
         module.set_gradient_divide_factor(1)
     model.zero_grad()
     fully_shard(model.blocks)
-    assert (is_kept, choices_of(model.blocks) == (None, False, False, False)) == (True, True)
+    assert (is_kept, choices_of(model.blocks) == (None, False, False)) == (True, True)
 
 
 @on_ranks(2)
@@ -341,7 +241,6 @@ def test_a_communication_hook_excludes_what_it_would_replace() -> None:
     changes: dict[str, Callable[[], None]] = {
         "a gradient divide factor": lambda: model.first.set_gradient_divide_factor(2),
         "sums forced": lambda: model.first.set_force_sum_reduction_for_comms(True),
-        "a reduce-scatter of its own": lambda: model.first.set_custom_reduce_scatter(DefaultReduceScatter()),
     }
     for name, change in changes.items():
         with pytest.raises(UsageError, match=f"a module cannot have {name} and a communication hook") as caught:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils import _pytree as pytree
 
 from composable import (
@@ -33,7 +32,6 @@ from composable import (
 )
 from tests.models import random_input, seeded
 from tests.parity import full, mean_over_ranks
-from tests.runtime.test_notices import recorded
 from tests.subclasses import (
     Adapted,
     AffineLinear,
@@ -114,30 +112,6 @@ def test_weights_that_their_class_gathers_train_as_in_one_process(reshard: bool)
     assert_trains_as(model, reference, SHAPES[0][1])
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param), other.detach(), rtol=1e-5, atol=1e-6)
-
-
-class CountedGather(DefaultAllGather):
-    """Gathers as a user would, and counts."""
-
-    calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return super().__call__(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [Int8Weight, TwoPartWeight])
-@on_ranks(2)
-def test_a_gather_of_the_users_takes_what_the_class_gives(kind: type) -> None:
-    usual, own, comm = int8_model(SHAPES, kind), int8_model(SHAPES, kind), CountedGather()
-    for model in (usual, own):
-        fully_shard(model, policy={nn.Linear})
-    for linear in own:
-        linear.set_custom_all_gather(comm)
-    comm.calls = 0
-    assert train(own, SHAPES[0][1]) == train(usual, SHAPES[0][1])
-    # A weight and a bias of each layer, in forward and in backward.
-    assert comm.calls == STEPS * len(SHAPES) * 2 * 2
 
 
 @on_ranks(2, run=run_ranks)
@@ -670,48 +644,6 @@ def test_functions_of_a_parameter_alone_are_refused_by_the_plan(kind: type[nn.Pa
     with pytest.raises(ConfigError, match="fsdp_pre_all_gather is an attribute of the parameter alone") as caught:
         plan(linear_with(param), world_size=2)
     assert "'weight'" in str(caught.value.at)
-
-
-@pytest.mark.parametrize("on_local", [True, False])
-@on_ranks(2)
-def test_functions_set_on_a_shard_are_refused_on_every_rank(*, on_local: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model, policy={nn.Linear})
-    weight = model[1].weight
-    assert isinstance(weight, RaggedDTensor)
-    if dist.get_rank() == 0:
-        own_functions(weight._local_tensor if on_local else weight)
-    with pytest.raises(UsageError, match="was set on the shard of a parameter") as caught:
-        model(batch(0, 0, 4))
-    assert str(caught.value.at) == "rank 0, parameter '1.weight'"
-
-
-class Precomputed(Int8Weight):
-    """Has a scale that something may compute for all weights at once, as torchao's float8 weights."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        super().__init__(values)
-        self._precomputed_scale = None
-
-
-def run_precomputed() -> None:
-    model = int8_model(SHAPES, Precomputed)
-    for linear in model:
-        fully_shard(linear)
-    fully_shard(model)
-    model(batch(0, 0, SHAPES[0][1]))
-
-
-def test_a_class_that_waits_for_attributes_is_noticed_once() -> None:
-    with recorded() as told:
-        run_threads(run_precomputed, 2)
-    assert_expected_inline(
-        "\n".join(told),
-        """\
-Precomputed gathers its rows without '_precomputed_scale': what is set on a sharded weight does not reach its class
-  at:  rank 0, module Linear
-  fix: leave out what computes them between steps, as precompute_float8_dynamic_scale_for_fsdp""",
-    )
 
 
 class Fickle(TwoPartWeight):

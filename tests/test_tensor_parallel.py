@@ -38,9 +38,7 @@ from composable import (
     unshard_params,
 )
 from tests.models import random_input, seeded
-from tests.ordered_groups import needs_ordered_groups
 from tests.parity import full, gradients_of
-from tests.secondary import refusal
 from tests.world import on_ranks, run_ranks, run_threads
 
 DIM = 6
@@ -157,30 +155,6 @@ def train(sizes: tuple[int, ...], freed: bool | int) -> None:
 )
 def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], freed: bool | int) -> None:
     run_threads(train, math.prod(sizes), sizes, freed)
-
-
-@needs_ordered_groups
-@on_ranks(8)
-def test_optimizer_state_is_not_spread_over_copies_of_split_parameters() -> None:
-    mesh = mesh_of(2, 2, 2)
-    model = split(seeded(Model, 0), mesh["tp"])
-    text = refusal(model, mesh=data_mesh(mesh), strategy="HYBRID_SHARD_OPTIM", policy={Block})
-    assert "HYBRID_SHARD_OPTIM on parameters that tensor parallelism has split" in text
-    assert f"rank {dist.get_rank()}, parameter 'embedding.weight'" in text
-    assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
-
-
-@needs_ordered_groups
-@on_ranks(8)
-def test_optimizer_state_is_spread_over_copies_of_what_is_not_split() -> None:
-    mesh = mesh_of(2, 2, 2)
-    model = split(seeded(Model, 0), mesh["tp"])
-    for module in (model.embedding, *model.blocks):
-        fully_shard(module, mesh=data_mesh(mesh), strategy="HYBRID_SHARD")
-    fully_shard(model, mesh=data_mesh(mesh), strategy="HYBRID_SHARD_OPTIM")
-    for _ in range(2):
-        model.zero_grad()
-        compare_step(model, mesh)
 
 
 def compare_step(model: nn.Module, mesh: DeviceMesh, **tolerance: float) -> None:

@@ -38,7 +38,6 @@ from composable.comm import Ranks
 from composable.ground.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
-from tests.ordered_groups import HAS_ORDERED_GROUPS
 from tests.parity import assert_equal_params, full, full_params
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
@@ -137,11 +136,6 @@ def hook_both(model: Net) -> None:
     model.set_all_reduce_hook(lambda shard: shard.mul_(1.0))
 
 
-def shard_with_groups_apart(model: Any) -> None:
-    shard(model)
-    model.set_separate_reduce_scatter_group(True)
-
-
 ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "full": shard,
     "calls": shard_in_calls,
@@ -156,11 +150,8 @@ ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "replicated": copy_whole,
     # Collectives of one group are told apart by their order alone.
     "in one order": lambda model: shard(model, options=HandleOptions(transport="process_group")),
-    "groups apart": shard_with_groups_apart,
     "hooks of both": hook_both,
 }
-if HAS_ORDERED_GROUPS:
-    ANNOTATIONS["hybrid optim"] = lambda model: shard_hybrid(model, "HYBRID_SHARD_OPTIM")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
 from composable.engine.buffer import AccumulatedGradients, FlatBuffer
-from composable.engine.finish import Agreement, HandleChoices, chosen_text, find_stale
+from composable.engine.finish import Agreement, HandleChoices, find_stale, settings_text
 from composable.engine.gradients import (
     ELEMENT_WISE,
     GradientBuffer,
@@ -21,13 +21,12 @@ from composable.engine.gradients import (
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, waits_for_copies
 from composable.engine.held import ParamLabel, attach, check_held, lies_in_buffer, misplaced, written_too_early
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
-from composable.engine.passes import SavingForbidden
 from composable.engine.paths import Replicas, RestingPlace
+from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings, StepEvent
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 from composable.engine.unsharded import drop_secondary, streams_for
-from composable.engine.user_comms import HookFunction, Registration, copied_registrations, nearest, reduced_otherwise
 
 __all__ = [
     "ELEMENT_WISE",
@@ -51,7 +50,6 @@ __all__ = [
     "Replicas",
     "RestingPlace",
     "RootSettings",
-    "SavingForbidden",
     "Scheduler",
     "ShardedParam",
     "StepEvent",
@@ -59,8 +57,6 @@ __all__ = [
     "attach",
     "check_backward",
     "check_held",
-    "chosen_text",
-    "copied_registrations",
     "drop_secondary",
     "find_stale",
     "forget_torch_hooks",
@@ -77,6 +73,7 @@ __all__ = [
     "nearest",
     "reduced_otherwise",
     "refuse_steppers",
+    "settings_text",
     "step_torch_optimizers",
     "stepper_of",
     "streams_for",

@@ -24,7 +24,6 @@ from composable.planning.options import (
     ShardPlacementFn,
     as_mixed_precision,
     is_hybrid,
-    is_spread,
     skipped_modules,
 )
 from composable.planning.planner import make_plan, plan
@@ -37,12 +36,11 @@ from composable.planning.structure import (
     name_modules,
     replacement_of,
 )
-from composable.planning.subclasses import PROTOCOL, Form, SplitNode
+from composable.planning.subclasses import Form, SplitNode
 
 __all__ = [
     "NO_CASTS",
     "NO_OFFLOAD",
-    "PROTOCOL",
     "AlignLike",
     "BufferPlan",
     "CPUOffloadPolicy",
@@ -69,7 +67,6 @@ __all__ = [
     "in_memory_order",
     "in_order_of_dims",
     "is_hybrid",
-    "is_spread",
     "local_shape",
     "make_plan",
     "managed_modules",

@@ -204,8 +204,7 @@ class HandleCollectives(NamedTuple):
     """What one handle's collectives amount to in one training step: calls, and bytes.
 
     Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards. Gathers from
-    secondary shards, which are between a part of the ranks, are counted apart. So are, where secondary shards rest
-    between steps, the gathers that fill them and the second legs of reductions, between hosts: of secondary shards.
+    secondary shards, which are between a part of the ranks, are counted apart.
     """
 
     module_fqns: tuple[str, ...]
@@ -217,10 +216,6 @@ class HandleCollectives(NamedTuple):
     all_reduce_bytes: int = 0
     secondary_all_gathers: int = 0
     secondary_all_gather_bytes: int = 0
-    fills: int = 0
-    fill_bytes: int = 0
-    second_reduce_scatters: int = 0
-    second_reduce_scatter_bytes: int = 0
 
 
 class Traffic(NamedTuple):

@@ -33,7 +33,6 @@ __all__ = [
     "ShardingStrategy",
     "as_mixed_precision",
     "is_hybrid",
-    "is_spread",
     "skipped_modules",
 ]
 
@@ -303,7 +302,7 @@ class ShardingStrategy:
     """What is sharded over each dim of the mesh.
 
     Gradients and optimizer state are sharded over the last dim; parameters between forward and backward may be. Of a
-    dim before it, ranks hold copies of all of that, or shard gradients and optimizer state alone. What has no name,
+    dim before it, ranks hold copies of all of that. What has no name,
     such as ``ShardingStrategy("KEPT", ShardingStrategy.SHARD_GRAD_OP.dims * 2)``, works as well.
 
     Attributes:
@@ -313,11 +312,9 @@ class ShardingStrategy:
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
         HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over those of the other.
         HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` in its place.
-        HYBRID_SHARD_OPTIM: As ``HYBRID_SHARD`` between forward and backward; gradients, optimizer state and the
-            parameters between steps are sharded over the ranks of both dims.
         NO_SHARD: Every rank keeps everything, which is what ``replicate`` does.
 
-    Source: ZeRO, arXiv 1910.02054; secondary shards, ZeRO++, arXiv 2306.10209.
+    Source: ZeRO, arXiv 1910.02054.
     """
 
     name: str
@@ -327,7 +324,6 @@ class ShardingStrategy:
     SHARD_GRAD_OP: ClassVar["ShardingStrategy"]
     HYBRID_SHARD: ClassVar["ShardingStrategy"]
     HYBRID_SHARD_ZERO2: ClassVar["ShardingStrategy"]
-    HYBRID_SHARD_OPTIM: ClassVar["ShardingStrategy"]
     NO_SHARD: ClassVar["ShardingStrategy"]
 
     def __repr__(self) -> str:
@@ -341,7 +337,6 @@ _PRESETS = {
     "SHARD_GRAD_OP": (_STEPPED,),
     "HYBRID_SHARD": (_WHOLE, _SHARDED),
     "HYBRID_SHARD_ZERO2": (_WHOLE, _STEPPED),
-    "HYBRID_SHARD_OPTIM": (_STEPPED, _SHARDED),
     "NO_SHARD": (_WHOLE,),
 }
 for _name, _dims in _PRESETS.items():
@@ -364,12 +359,6 @@ def is_hybrid(strategy: object) -> bool | None:
     return None if chosen is None else len(chosen.dims) == 2
 
 
-def is_spread(strategy: object) -> bool:
-    """Say whether a strategy shards gradients and optimizer state over the ranks that hold copies of parameters too."""
-    chosen = _named(strategy)
-    return chosen is not None and chosen.dims[:-1] == (_STEPPED,)
-
-
 def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
     """Return the strategy that is meant; ``ConfigError`` unless it can be run with as many copies of each shard."""
     names = ", ".join(repr(name) for name in _PRESETS if name != "NO_SHARD")
@@ -382,7 +371,7 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
             fix="call replicate(module) instead, with torch's ZeroRedundancyOptimizer where optimizer state alone is "
             f"sharded; or pass one of {names}",
         )
-    if chosen.dims[:-1] not in ((), (_WHOLE,), (_STEPPED,)):
+    if chosen.dims[:-1] not in ((), (_WHOLE,)):
         raise ConfigError(
             f"strategy {chosen.name} shards over {len(chosen.dims)} mesh dims, and parameters are sharded over one",
             fix=f"pass one of {names}",
@@ -461,16 +450,6 @@ class ShardOptions:
         for one in classes:
             if not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in (torch.Tensor, nn.Parameter):
                 raise ConfigError(f"shard_as_bytes holds {described(one)}, no subclass of a tensor", fix=fix)
-
-    @property
-    def is_spread(self) -> bool:
-        """What rests between steps is sharded over the copies as well."""
-        return is_spread(self.strategy)
-
-    @property
-    def shard_ranks(self) -> int:
-        """How many ranks each parameter is cut over."""
-        return self.world_size * (self.replicas if self.is_spread else 1)
 
     @property
     def frees(self) -> bool | int | None:

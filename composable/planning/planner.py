@@ -136,16 +136,15 @@ def make_plan(
             class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
             params=tuple(_plan_param(found, cuts[found]) for found in handle.params),
-            buffers=_plan_buffers(handle.params, dtypes, options.shard_ranks, cuts),
+            buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
         for handle in handles
     )
     shard_plan = ShardPlan(
-        world_size=options.shard_ranks,
-        replicas=1 if options.is_spread else options.replicas,
-        host_ranks=options.world_size if options.shard_ranks > options.world_size else None,
+        world_size=options.world_size,
+        replicas=options.replicas,
         transport=options.transport,
         class_names=tuple(class_name(root) for root in roots),
         handles=handle_plans,
@@ -161,27 +160,16 @@ def make_plan(
 def _check_secondary(params: Sequence[FoundParam], options: ShardOptions) -> None:
     """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard.
 
-    And optimizer state that is spread over more ranks of what tensor parallelism has split.
-
     Raises:
         ConfigError: There are such parameters.
     """
-    what, other = f"reshard_after_forward={options.frees}", "reshard_after_forward=True or False"
-    if options.is_spread and isinstance(options.strategy, ShardingStrategy):
-        what, other = options.strategy.name, "HYBRID_SHARD"
-    elif type(options.frees) is not int:
-        return
-    for kind, why in (
-        ("gathered", "whose class says what ranks exchange"),
-        *([("split", "that tensor parallelism has split")] if options.is_spread else ()),
-    ):
-        names = [found.fqns[0] for found in params if found.kind == kind]
-        if names:
-            raise ConfigError(
-                f"{what} on parameters {why}",
-                at=f"parameter {list_text(names)}",
-                fix=f"annotate their modules in a call of their own with {other}",
-            )
+    names = [found.fqns[0] for found in params if found.kind == "gathered"]
+    if names and type(options.frees) is int:
+        raise ConfigError(
+            f"reshard_after_forward={options.frees} on parameters whose class says what ranks exchange",
+            at=f"parameter {list_text(names)}",
+            fix="annotate their modules in a call of their own with reshard_after_forward=True or False",
+        )
 
 
 def _dtypes_of(found: FoundParam, policy: MixedPrecisionPolicy, skipped: Collection[nn.Module]) -> ParamDtypes:

@@ -4,7 +4,7 @@ Byte counts are per rank unless they say otherwise.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -173,26 +173,6 @@ class HandlePlan:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
         return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
 
-    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
-        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
-
-        def rename(fqn: str) -> str:
-            old = next(old for old in roots if not old or fqn == old or fqn.startswith(f"{old}."))
-            return ".".join(filter(None, [roots[old], fqn[len(old) :].lstrip(".")]))
-
-        def laid_out(layout: FlatLayout) -> FlatLayout:
-            return replace(layout, spans=tuple(replace(span, fqn=rename(span.fqn)) for span in layout.spans))
-
-        return replace(
-            self,
-            module_fqns=tuple(map(rename, self.module_fqns)),
-            params=tuple(
-                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
-                for param in self.params
-            ),
-            buffers=tuple(replace(buffer, layout=laid_out(buffer.layout)) for buffer in self.buffers),
-        )
-
     def __str__(self) -> str:
         """Return what is said of a handle after its name and class."""
         tied = sum(bool(param.shared_fqns) for param in self.params)
@@ -237,8 +217,6 @@ class ShardPlan:
         mp_policy: Dtypes of computation and reduction, as they were asked for.
         offload_policy: Where shards, gradients and optimizer state rest.
         replicas: Ranks that hold each shard.
-        host_ranks: Of the ranks that share each buffer, how many gather it from secondary shards, which are filled from
-            shards once after each step and rest with them; ``None``: there are none.
         hosts: Of each rank, one copy of all shards after the other, the host that it is on; empty: not known.
     """
 
@@ -251,7 +229,6 @@ class ShardPlan:
     mp_policy: MixedPrecisionPolicy = NO_CASTS
     offload_policy: OffloadPolicy = NO_OFFLOAD
     replicas: int = 1
-    host_ranks: int | None = None
     hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -263,11 +240,6 @@ class ShardPlan:
     def shard_bytes(self) -> int:
         """Bytes of parameters that a rank keeps between iterations."""
         return sum(handle.shard_bytes for handle in self.handles)
-
-    @property
-    def secondary_bytes(self) -> int:
-        """Bytes of secondary shards that a rank keeps between iterations, once the first forward has filled them."""
-        return sum(handle.buffer_bytes for handle in self.handles) // self.host_ranks if self.host_ranks else 0
 
     @property
     def padding_bytes(self) -> int:
@@ -286,15 +258,13 @@ class ShardPlan:
         """Return the bytes of shards and optimizer state on the device between iterations, gradients freed.
 
         Ignored parameters, module buffers and what else the model holds are not counted. None where
-        ``offload_policy`` keeps them on the host: then ``host_bytes_per_rank_at_rest`` has them, but for secondary
-        shards, which are on the device.
+        ``offload_policy`` keeps them on the host: then ``host_bytes_per_rank_at_rest`` has them.
 
         Args:
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
             state_dtype: Their dtype; default: that of the parameter.
         """
-        shards = 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
-        return shards + self.secondary_bytes
+        return 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
 
     def host_bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
         """Return what ``bytes_per_rank_at_rest`` would, where ``offload_policy`` keeps it on the host; else none."""
@@ -335,33 +305,28 @@ class ShardPlan:
         own = low if self.mp_policy.keep_low_precision_grads else buffer.dtype
         # Copies of a shard are added up in what travels.
         is_late = self.replicas > 1 and own != low
-        groups = (self.host_ranks, self.world_size // self.host_ranks) if self.host_ranks else (self.world_size,)
-        legs, numel = [], buffer.layout.numel
-        for ranks in groups:
-            numel //= ranks
-            is_last = numel == buffer.layout.shard_numel
-            is_cast = is_last and ranks > 1 and own != low and not is_late
-            # What arrives from one rank lands in the result, if that has its dtype; what arrives from others beside it.
-            slices, scratch = is_cast + (is_last and is_late), 0
-            if self._is_direct and ranks > 1:
-                slices += ranks - 2
-                if low.itemsize < torch.float32.itemsize:
-                    # Slices are added up in float32, one after the other: see `comm/point_to_point.py`.
-                    scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
-            landing, result = slices * numel * low.itemsize, numel * (own if is_last else low).itemsize
-            if is_last and self.offload_policy.is_offloading:
-                # On the device until it was copied to the host.
-                landing, result = landing + result, 0
-            legs.append(Leg(landing, scratch, result))
-        return Reduced(buffer.gradient_bytes, tuple(legs), is_late and not self.offload_policy.is_offloading)
+        ranks, numel = self.world_size, buffer.layout.shard_numel
+        is_cast = ranks > 1 and own != low and not is_late
+        # What arrives from one rank lands in the result, if that has its dtype; what arrives from others beside it.
+        slices, scratch = is_cast + is_late, 0
+        if self._is_direct and ranks > 1:
+            slices += ranks - 2
+            if low.itemsize < torch.float32.itemsize:
+                # Slices are added up in float32, one after the other: see `comm/point_to_point.py`.
+                scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
+        landing, result = slices * numel * low.itemsize, numel * own.itemsize
+        if self.offload_policy.is_offloading:
+            # On the device until it was copied to the host.
+            landing, result = landing + result, 0
+        leg = Leg(landing, scratch, result)
+        return Reduced(buffer.gradient_bytes, (leg,), is_late and not self.offload_policy.is_offloading)
 
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
 
         One all-gather of each buffer for forward, one more for backward if it was freed between, from
         secondary shards where there are any, and one reduce-scatter of each buffer that requires gradients;
-        where there are replicas, an all-reduce of its shard. Empty buffers need none. Of several micro-batches in one
-        step only the first one fills secondary shards.
+        where there are replicas, an all-reduce of its shard. Empty buffers need none.
 
         Args:
             is_root: Forward starts at the annotated module.
@@ -373,13 +338,11 @@ class ShardPlan:
             gathered = sum(buffer.buffer_bytes for buffer in buffers)
             reduced = sum(buffer.gradient_bytes for buffer in trained)
             gathers = 1 + handle.is_resharded_after_forward(is_root=is_root)
-            secondary = gathers if self.host_ranks else int(handle.secondary_ranks is not None)
+            secondary = int(handle.secondary_ranks is not None)
             gathers -= secondary
             counts = [gathers * len(buffers), gathers * gathered, len(trained), reduced]
             counts += [len(trained), reduced // self.world_size] if self.replicas > 1 else [0, 0]
             counts += [secondary * len(buffers), secondary * gathered]
-            if self.host_ranks:
-                counts += [len(buffers), gathered // self.host_ranks, len(trained), reduced // self.host_ranks]
             found.append(HandleCollectives(handle.module_fqns, *counts))
         return tuple(found)
 
@@ -445,35 +408,21 @@ class ShardPlan:
                 fix="plan(..., ranks_per_host=8), plan.on_hosts(8), or start the script with torchrun",
             )
         sharing, copies = groups_of(hosts, self.world_size)
-        reducing, between = groups_of(hosts, self.host_ranks or self.world_size)
         found = []
         for handle, one in zip(self.handles, self.expected_collectives(is_root=is_root), strict=True):
-            secondary = groups_of(hosts, handle.secondary_ranks)[0] if handle.secondary_ranks else reducing
+            secondary = groups_of(hosts, handle.secondary_ranks)[0] if handle.secondary_ranks else sharing
             exchanges = [
                 # An all-reduce is a ring always.
                 PlannedExchange(calls, whole_bytes, groups, passes, self._is_direct and passes == 1)
                 for calls, whole_bytes, groups, passes in (
                     (one.all_gathers, one.all_gather_bytes, sharing, 1),
-                    (one.reduce_scatters, one.reduce_scatter_bytes, reducing, 1),
+                    (one.reduce_scatters, one.reduce_scatter_bytes, sharing, 1),
                     (one.all_reduces, one.all_reduce_bytes, copies, 2),
                     (one.secondary_all_gathers, one.secondary_all_gather_bytes, secondary, 1),
-                    (one.fills, one.fill_bytes, between, 1),
-                    (one.second_reduce_scatters, one.second_reduce_scatter_bytes, between, 1),
                 )
             ]
             found.append((one.module_fqns, exchanges))
         return found
-
-    def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
-        """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
-
-        Args:
-            handles: Of this plan.
-            roots: For the FQN of each of those modules, its name in the new plan: ``''``, or a position in a list.
-            class_names: Their classes.
-        """
-        found = tuple(handle.renamed(roots) for handle in handles)
-        return replace(self, class_names=tuple(class_names), handles=found, kept_fqns=(), ignored_fqns=())
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
         """Return the plan without some of its handles, whose parameters are whole again."""
@@ -486,7 +435,7 @@ class ShardPlan:
         """Return a hash of all that must be equal on every rank: not the names of classes, nor those of policies."""
         handles = [replace(handle, class_names=(), reason="") for handle in self.handles]
         policies = str(self.mp_policy), str(self.offload_policy)
-        contents = self.world_size, self.replicas, self.host_ranks, self.transport, *policies, handles
+        contents = self.world_size, self.replicas, self.transport, *policies, handles
         return hashlib.sha256(repr(contents).encode()).hexdigest()
 
     def compared_text(self) -> str:
@@ -508,12 +457,9 @@ class ShardPlan:
         handles, ranks = count_text(len(self.handles), "handle"), count_text(self.world_size, "rank")
         if self.replicas > 1:
             ranks += f" x {self.replicas} replicas"
-        if self.host_ranks:
-            ranks = f"{count_text(self.host_ranks, 'rank')} x {self.world_size // self.host_ranks} hosts"
-        kept = f" and {bytes_text(self.secondary_bytes)} of secondary shards" if self.host_ranks else ""
         lines = [
             f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}",
-            f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)}{kept} at rest;"
+            f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
             f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
         # One line for each handle, or for a run of siblings that differ in one number only.

@@ -23,7 +23,6 @@ from composable import (
 from tests.fuzz.copies import Copies, hooked, options_of, unless_refused
 from tests.fuzz.nodes import Node
 from tests.fuzz.trees import Model, candidates
-from tests.ordered_groups import HAS_ORDERED_GROUPS
 
 __all__ = [
     "CHECKPOINTS",
@@ -334,9 +333,7 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
     is_hybrid = annotation.replicas and annotation.rng(f"{name}, mesh").random() < 0.8
     if is_hybrid:
         options["replicas"] = annotation.replicas
-    if is_hybrid and annotation.rng(f"{name}, optim").random() < 0.5 and HAS_ORDERED_GROUPS:
-        options["strategy"] = "HYBRID_SHARD_OPTIM"
-    elif rng.random() < 0.2:
+    if rng.random() < 0.2:
         strategy = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
         options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:

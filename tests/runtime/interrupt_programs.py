@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
@@ -22,7 +21,6 @@ from composable import (
     replicate,
 )
 from tests.models import random_input, seeded
-from tests.ordered_groups import HAS_ORDERED_GROUPS
 
 __all__ = ["PROGRAMS", "Program"]
 
@@ -159,12 +157,6 @@ def to_two_ranks(model: Net) -> None:
     second.set_modules_to_backward_prefetch([first])
 
 
-def over_two_hosts(model: Net) -> None:
-    """Secondary shards are filled between hosts, and reductions have a second leg there."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, policy={Block}, mesh=mesh, strategy="HYBRID_SHARD_OPTIM")
-
-
 def hook_on_gradient(grad: torch.Tensor) -> torch.Tensor:
     doubled = grad * 2
     return doubled / 2
@@ -247,6 +239,5 @@ PROGRAMS = [
     Program("nested", nested, UNUSED),
     Program("nested otherwise", nested_otherwise),
     Program("nested, no_sync", nested, UNUSED, accumulates=True),
-    *[Program("over two hosts", over_two_hosts, UNUSED, world_size=4)] * HAS_ORDERED_GROUPS,
     Program("resharded to two ranks", to_two_ranks, (("checkpoints", True),), world_size=4),
 ]

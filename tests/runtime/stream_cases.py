@@ -25,7 +25,7 @@ from tests.runtime.bench import Bench, Case
 from tests.runtime.between_steps import BETWEEN_STEPS
 from tests.runtime.branches import Branches
 
-__all__ = ["CASES", "ON_BLOCKS", "SECONDARY", "SPREAD"]
+__all__ = ["CASES", "ON_BLOCKS", "SECONDARY"]
 
 
 # Training
@@ -216,7 +216,7 @@ class Fails:
     """A path that breaks once, after its work was queued."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner, self.transport = inner, inner.transport
         self.is_due = True
 
     def begin(self, *tensors: torch.Tensor) -> Any:
@@ -393,14 +393,4 @@ SECONDARY = [
 ] + [
     Case("a forward that writes its parameters", "mlp", forward_that_writes, {"reshard_after_forward": 2}),
     Case("a branch before a copy", "mlp", branch_before_a_copy, {"reshard_after_forward": 2}),
-]
-
-# Of four ranks on two hosts, which fill secondary shards between them after each step. Not on ranks that only pretend.
-SPREAD = [
-    case._replace(
-        name=f"{case.name[: case.name.index(', reshard_after')]}, HYBRID_SHARD_OPTIM",
-        options={**case.options, "reshard_after_forward": None, "strategy": "HYBRID_SHARD_OPTIM"},
-    )
-    for case in CASES
-    if case.name.endswith("=None")
 ]
