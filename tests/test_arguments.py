@@ -410,7 +410,17 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             ),
             ("modules", {"[]"}, ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")),
             # What only refuses takes False.
-            ("value", set(), ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")),
+            (
+                "value",
+                set(),
+                (
+                    "set_allocate_memory_from_process_group_for_comm",
+                    "set_symm_mem_for_comm",
+                    "set_custom_all_gather",
+                    "set_custom_reduce_scatter",
+                    "set_separate_reduce_scatter_group",
+                ),
+            ),
         )
         for name in names
     },
