@@ -65,12 +65,6 @@ class FSDPModule(GatherSettings, ReductionSettings):
         check_bool("recurse", recurse)
         with MarkedMemory():
             super().to_empty(device=device, recurse=recurse)
-        state = state_of(self)
-        for handle in handles_of(self, recurse=recurse):
-            for flat in handle.buffers:
-                flat.is_marked = True
-        for module in self.modules() if recurse else (self,):
-            state.marked_buffers += [(module, name) for name, buffer in module._buffers.items() if buffer is not None]
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -163,6 +157,9 @@ REFUSED_SETTERS = {
     "set_custom_reduce_scatter": "a communication hook reduces gradients in another way: register_comm_hook",
     "set_allocate_memory_from_process_group_for_comm": "parameters are gathered in torch's memory, not staged",
     "set_symm_mem_for_comm": "parameters are gathered in torch's memory, not staged",
+    "set_custom_all_gather": "what moves bytes in another way is a transport of its own",
+    "set_custom_reduce_scatter": "what moves bytes in another way is a transport of its own",
+    "set_separate_reduce_scatter_group": "gathers and reduce-scatters go through one transport",
     "_set_unshard_async_op": "gathers run on a stream of their own, and allocate there",
 }
 

@@ -82,21 +82,18 @@ class GatherSettings(AnnotatedModule):
         """Choose whether this module's own parameters are gathered for its backward: an embedding needs none.
 
         Gradients are reduced all the same. It holds from the next forward on, for the backwards of that forward.
-        A forward that lets autograd save one of the parameters is a ``UsageError`` then: backward would read
-        freed memory. Not recursive.
+        A backward that needs one of the parameters raises autograd's error for a tensor that was changed in place.
+        Not recursive.
         """
         _set(self, False, "unshard_in_backward", unshard_in_backward=unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
 
-        The values are gathered as ever. False frees it at once where nothing is unsharded.
+        The values are gathered as ever. What False lets go is freed with the next reshard.
         """
-        handles = _set(self, recurse, "keeps_storage", keep=keep)
-        for root in () if keep else roots_of(self, recurse=recurse):
-            for handle in root.handles:
-                if handle in handles:
-                    root.scheduler.free_kept(handle)
+        for handle in _chosen(self, recurse, keep=keep):
+            handle.settings.keeps_storage = keep
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Choose what to all-gather while this module's forward runs, in order.
@@ -163,11 +160,10 @@ class ReductionSettings(AnnotatedModule):
         check_bool("requires_all_reduce", requires_all_reduce)
         handles = _chosen(self, recurse)
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
-            raise ConfigError(
-                "set_requires_all_reduce(False) leaves out an all-reduce, and there is none on a 1-D mesh or with "
-                "HYBRID_SHARD_OPTIM",
-                at=place_of(self),
-                fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
+            raise _refused(
+                self,
+                "set_requires_all_reduce(False) leaves out an all-reduce, and gradients of a 1-D mesh need none",
+                "call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
         for handle in handles:
             for flat in handle.buffers:
@@ -196,17 +192,6 @@ class ReductionSettings(AnnotatedModule):
             raise ConfigError(what, at=place_of(self), fix="pass an int of at least 1")
         for handle in _chosen(self, recurse):
             handle.settings.gradient_buffers = max_input_buffers
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Choose whether reduce-scatters have a process group of their own, so that no gather waits for one.
-
-        One group for all handles of a root with the same ranks, of the same backend, made when its
-        first reduce-scatter starts; False goes back to the group of the gathers. On gloo, where the transport
-        ``point_to_point`` serves few ranks, it replaces that for reduce-scatters.
-        """
-        _set(self, recurse, "scatters_apart", enable=enable)
-        for root in roots_of(self, recurse=recurse):
-            root.connect_scatters()
 
     # For the handle of the module itself
 

@@ -412,7 +412,7 @@ def _build_filled(
     try:
         with everyone.agreed():
             built = _build(state, members, is_deferred=True)
-            first = FirstValues(_managed(state), members, built, ranks.device)
+            first = FirstValues(_managed(state), members, built)
             if is_synced:
                 first.prepare(param_init_fn, is_source=ranks.rank == 0)
             else:

@@ -48,9 +48,11 @@ class CountingTransport(Transport):
         for handle in root.handles:
             for flat in handle.buffers:
                 for path in (flat.routes.gather_path, flat.routes.gradient_path):
+                    while hasattr(path, "inner"):
+                        path = path.inner
                     path.transport = wrapped.setdefault(path.transport, cls(path.transport, records))
-                again = flat.routes.secondary_path
-                if again.transport is not None:
+                again = getattr(flat.routes, "secondary_path", None)
+                if again is not None:
                     again.transport = cls(again.transport, records, "secondary_")
         return next(iter(wrapped.values()))
 

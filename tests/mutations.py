@@ -26,7 +26,7 @@ TESTS = {
     "engine": (
         "tests/storage tests/test_fully_shard_parity.py",
         "tests/test_fully_shard.py tests/runtime/test_completion.py tests/test_reshard_int.py tests/test_fsdp_settings.py",
-        "tests/test_mixed_precision.py tests/test_hybrid.py tests/test_hybrid_optim.py tests/test_offload.py "
+        "tests/test_mixed_precision.py tests/test_hybrid.py tests/test_offload.py "
         "tests/test_comm_hooks.py tests/test_gradient_sync.py tests/test_experts.py tests/test_backward_steps.py "
         "tests/test_uneven_inputs.py",
         "tests/runtime",

@@ -216,10 +216,6 @@ def train(bench: Bench) -> None:
     bench.train(bench.shard(policy=None, reshard_after_forward=False), torch.optim.SGD)
 
 
-def train_accelerated(bench: Bench) -> None:
-    bench.train(bench.shard(), flat=True)
-
-
 def train_in_low_precision(bench: Bench) -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     bench.train(bench.shard(mp_policy=precision))
@@ -251,15 +247,6 @@ def clip(bench: Bench) -> None:
     optimizer = bench.train(model, flat=True)
     bench.backward(model)
     clip_grad_norm_(optimizer, 1.0)
-
-
-def unscale(bench: Bench) -> None:
-    model = bench.shard()
-    bench.backward(model)
-    grads = [param.grad for param in model.parameters()]
-    found, scale = torch.zeros((), device=bench.home), torch.ones((), device=bench.home)
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
-    bench.check(model)
 
 
 def read_whole(bench: Bench) -> None:
@@ -304,23 +291,6 @@ def show_unsharded(bench: Bench) -> None:
     bench.train(low)
 
 
-def keep_after_backward(bench: Bench) -> None:
-    for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)):
-        model = bench.shard(mp_policy=precision)
-        model.set_reshard_after_backward(False)
-        bench.train(model)
-
-
-def unshard_by_hand(bench: Bench) -> None:
-    model = bench.shard()
-    layer = model.first
-    pending = layer.unshard(async_op=True)
-    pending.wait()
-    assert layer.weight.device.type == DEVICE
-    layer.reshard()
-    bench.check(model)
-
-
 def copy_and_undo(bench: Bench) -> None:
     model = bench.shard()
     bench.backward(model)
@@ -362,10 +332,6 @@ def make_values_by_a_function(bench: Bench) -> None:
     bench.train(bench.shard(bench.on_meta.pop(), param_init_fn=fill))
 
 
-def take_values_of_the_first_rank(bench: Bench) -> None:
-    bench.train(bench.shard(sync_module_states=True))
-
-
 def move_to_the_device(bench: Bench) -> None:
     model = bench.shard()
     bench.backward(model)
@@ -387,21 +353,16 @@ PROGRAMS: dict[str, Callable[[Bench], None]] = {
     program.__name__: program
     for program in (
         train,
-        train_accelerated,
         train_in_low_precision,
         accumulate,
         clip,
-        unscale,
         read_whole,
         load_whole,
         show_unsharded,
-        keep_after_backward,
-        unshard_by_hand,
         copy_and_undo,
         begin_on_meta,
         load_on_meta,
         make_values_by_a_function,
-        take_values_of_the_first_rank,
         move_to_the_device,
     )
 }

@@ -614,7 +614,6 @@ SHARDED: Table = {
         "kept after backward": does(set=lambda model: model.set_reshard_after_backward(False)),
         "prefetch": does(set=prefetch).but(only=HANDLES),
         "one gradient buffer": does(set=lambda model: model.set_reduce_scatter_max_input_buffers(1)),
-        "scatters apart": does(set=lambda model: model.set_separate_reduce_scatter_group(True)).but(rounds="reduce"),
         "sums": does(set=lambda model: model.set_force_sum_reduction_for_comms(True)).but(
             rounds="reduce", without={"optimizer": ["in backward"]}
         ),

@@ -1,10 +1,8 @@
 """What is added below an annotated module after its annotation, and what of torch averages gradients too."""
 
 import copy
-import gc
 import re
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -140,30 +138,6 @@ def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> Non
         backward(one, 0)
 
 
-class Named(nn.Module):
-    """Is hashed by what it has only at the end of its initialisation."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.inner = nn.Linear(DIM, DIM)
-        self.scale = nn.Parameter(torch.ones(DIM))
-        self.name = name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Named) and other.name == self.name
-
-
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
-def test_modules_with_a_hash_of_their_own_are_made_as_before(api: str) -> None:
-    model = APIS[api](make_model())
-    Named("a").inner = nn.Linear(DIM, DIM)
-    backward(model, dist.get_rank())
-
-
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
 def test_what_is_ignored_may_grow(api: str) -> None:
@@ -243,41 +217,11 @@ def test_two_things_that_average_the_same_gradients_are_refused_by_name(api: str
 
 
 @on_ranks(2, run=run_ranks)
-def test_a_part_that_one_of_two_leaves_alone_may_belong_to_the_other() -> None:
-    """Train what torch shards but for a part that is annotated here, added before it or after; or the other way round."""
-    for api in APIS.values():
-        for is_added_late in (False, True):
-            model, part = Around(nn.Identity()), api(make_model())
-            if not is_added_late:
-                model.part = part
-            # What it is told to ignore, it leaves to others.
-            torch_fully_shard(model, ignored_params=set(part.parameters()))
-            model.part = part
-            backward(model, dist.get_rank())
-        model = Around(torch_fully_shard(make_model()))
-        backward(api(model, ignored_modules=[model.part]), dist.get_rank())
-
-
-@on_ranks(2, run=run_ranks)
 def test_a_wrapper_that_is_told_to_ignore_them_is_no_second_average() -> None:
     model = Around(replicate(make_model()))
     names = [f"part.{fqn}" for fqn, _ in model.part.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     backward(DistributedDataParallel(model), dist.get_rank())
-
-
-@on_ranks(1)
-def test_annotating_keeps_no_class_alive() -> None:
-    class Made(nn.Linear):
-        pass
-
-    model, again = (fully_shard(Made(2, 2)) for _ in range(2))
-    assert type(model) is type(again)
-    cls = weakref.ref(Made)
-    model(torch.ones(1, 2)).sum().backward()
-    del Made, model, again
-    gc.collect()
-    assert cls() is None
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -16,7 +16,6 @@ from composable import (
     ConfigError,
     DataParallelMeshDims,
     DefaultState,
-    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     clip_grad_norm_,
@@ -37,7 +36,7 @@ from composable import (
 from tests.counting import CountingTransport
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, train_reference
-from tests.secondary import mesh_of, net, refusal, train
+from tests.test_reshard_int import mesh_of, net, train
 from tests.world import on_ranks, run_ranks, run_threads
 
 TorchDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -61,44 +60,6 @@ def train_on(name: str, shape: tuple[int, int]) -> Run:
 def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int], run: Callable[..., Any]) -> None:
     world_size = shape[0] * shape[1]
     assert_equal_runs(run(train_on, world_size, "mlp", shape), train_reference("mlp", world_size))
-
-
-def batches_of(seed: int, world_size: int) -> list[torch.Tensor]:
-    return [random_input(1000 * seed + rank, 4, DIM) for rank in range(world_size)]
-
-
-@on_ranks(4)
-def test_each_annotation_has_its_transport_on_both_legs() -> None:
-    mesh, model, plain = mesh_of((2, 2)), net(), net()
-    fully_shard(model[1], mesh=mesh, options=HandleOptions(transport="process_group"))
-    fully_shard(model, mesh=mesh, options=HandleOptions(transport="point_to_point"))
-    every = batches_of(0, 4)
-    model(every[dist.get_rank()]).square().mean().backward()
-    plain(torch.cat(every)).square().mean().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad)
-    flats = [flat for handle in fully_shard.state(model).root.handles for flat in handle.buffers]
-    assert {flat.routes._legs.copies[0].transport.name for flat in flats} == {"process_group", "point_to_point"}
-
-
-@on_ranks(8)
-def test_two_models_train_on_parts_of_the_world() -> None:
-    """Train two models, each on half of the ranks, on two dims of a mesh of three."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "half", "shard"))
-    model, plain = net(), net()
-    for module in (model[1], model):
-        fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard", replicate="copy"))
-    rank = dist.get_rank()
-    half = [one for one in range(8) if (one // 2) % 2 == (rank // 2) % 2]
-    assert fully_shard.state(model).grid.everyone.numbers == tuple(half)
-    for step in range(2):
-        every = batches_of(step, 8)
-        model(every[rank]).square().mean().backward()
-        plain(torch.cat([every[one] for one in half])).square().mean().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad)
-    for dst in range(len(half)):
-        assert bool(full_state_dict(model, dst=dst)) == (half[dst] == rank)
 
 
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (1, 2))])
@@ -237,9 +198,7 @@ def test_a_second_leg_starts_before_the_first_leg_of_the_next_module() -> None:
 def counting_both_legs(model: nn.Module) -> CountingTransport:
     root = fully_shard.state(model).root
     counting = CountingTransport.install(root)
-    for replicas in {
-        copies[0] for handle in root.handles for flat in handle.buffers if (copies := flat.routes._legs.copies)
-    }:
+    for replicas in {copies for handle in root.handles for flat in handle.buffers if (copies := flat.routes._copies)}:
         replicas.transport = CountingTransport(replicas.transport, counting.records)
     return counting
 
@@ -500,36 +459,7 @@ def test_ranks_whose_copies_are_of_other_shards_are_refused_on_every_rank(ranks:
     assert all(expected in text for text in run_threads(misplaced, world_size, ranks))
 
 
-@on_ranks(2)
-def test_a_line_of_ranks_out_of_order_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"in the order \[1, 0\]"):
-        fully_shard(net(), mesh=DeviceMesh("cpu", [1, 0]))
-
-
 def test_a_plan_knows_its_replicas() -> None:
     made = plan(net(), world_size=2, replicas=3, strategy="HYBRID_SHARD", policy={MLPBlock})
     assert "over 2 ranks x 3 replicas" in str(made)
     assert all(one.all_reduces == one.reduce_scatters for one in made.expected_collectives())
-
-
-def spread_where_torch_sorts() -> list[str]:
-    mesh = mesh_of((2, 2))
-    options = ({}, {"sync_module_states": True}, {"policy": {MLPBlock}})
-    return [refusal(net(), mesh, strategy="HYBRID_SHARD_OPTIM", **one) for one in options]
-
-
-def spread_over_hosts_of_one_rank() -> int:
-    return fully_shard.state(sharded_net((2, 1), strategy="HYBRID_SHARD_OPTIM")).grid.shard.size
-
-
-def test_a_torch_that_sorts_the_ranks_of_groups_has_no_optimizer_state_over_both_dims(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = dist.new_group
-    # As in torch 2.11, which has no argument for the order.
-    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **options: made(ranks, **options))
-    for rank, texts in enumerate(run_threads(spread_where_torch_sorts, 4)):
-        for text in texts:
-            assert "HYBRID_SHARD_OPTIM needs process groups in an order of their own" in text
-            assert f"at:  rank {rank}" in text and "fix: install torch 2.13 or newer, or pass HYBRID_SHARD" in text
-    assert run_threads(spread_over_hosts_of_one_rank, 2) == [2, 2]

@@ -22,12 +22,11 @@ from composable import (
     plan,
     unannotate,
 )
-from composable.engine.paths import CopyGather, PathHome
+from composable.engine.paths import CopyGather, ThenPath
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.option_tables import put_elsewhere
 from tests.parity import LR, full_params, inputs_of
-from tests.runtime.test_notices import recorded
-from tests.world import on_ranks, run_threads
+from tests.world import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 8
@@ -55,33 +54,9 @@ def test_on_a_mesh_of_cpus_nothing_changes_in_any_bit(policy: OffloadPolicy) -> 
             loss_of(model(*args, **kwargs)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert not any(isinstance(path, CopyGather | PathHome) for path in paths_of(model))
+        assert not any(isinstance(path, CopyGather | ThenPath) for path in paths_of(model))
         runs.append(full_params(model))
     assert all(torch.equal(*values) for values in zip(*(run.values() for run in runs), strict=True))
-
-
-class Told(nn.Linear):
-    """A class of its own: each notice is logged once in a process."""
-
-
-def noticed(policy: OffloadPolicy, make: type[nn.Module]) -> list[str]:
-    with recorded() as texts:
-        for _ in range(2):
-            model = make(4, 4)
-            fully_shard(model, offload_policy=policy)
-            model(torch.ones(1, 4))
-    return texts
-
-
-def test_a_mesh_of_cpus_is_told_once_that_there_is_nothing_to_offload() -> None:
-    # One after the other: as threads, all ranks share what the logger gets.
-    assert run_threads(noticed, 1, OffloadPolicy(), Told) == [[]]
-    assert run_threads(noticed, 1, CPUOffloadPolicy(), Told) == [
-        [
-            "nothing is to be offloaded: the mesh is on cpu, where shards, gradients and optimizer state rest already\n"
-            "  at:  rank 0, module Told"
-        ]
-    ]
 
 
 # What is asked for

@@ -1,12 +1,14 @@
 """``reshard_after_forward=n``: secondary shards over fewer ranks, from which backward gathers."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
@@ -16,34 +18,85 @@ from composable import (
     MixedPrecisionPolicy,
     fully_shard,
     plan,
+    unannotate,
     unshard_params,
 )
+from composable.annotation.root import Root
+from composable.engine import RestingPlace
 from tests.counting import Collective, CountingTransport
-from tests.models import BLOCK_CLASSES, DIM, MLPBlock, seeded
-from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
-from tests.planning.test_memory import PRECISIONS, hybrid_peak_and_plan, peak_and_plan
-from tests.secondary import (
-    BF16,
-    accumulate,
-    copy_between,
-    fail_in_backward,
-    fail_in_forward,
-    grads,
-    loss,
-    mesh_of,
-    net,
-    reference_grads,
-    rest_elsewhere,
-    root_of,
-    secondary_bytes,
-    take_off_between,
-    train,
-    write,
-    write_between,
-    x_of,
-)
-from tests.subclasses import Linear4bit, Params4bit, int8_model
+from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
+from tests.parity import Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.planning.test_memory import PRECISIONS, peak_and_plan
+from tests.subclasses import int8_model
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
+
+BF16 = torch.bfloat16
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    """Return a mesh of all ranks: those along the second dim share shards, those along the first hold copies."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """Return the plain net."""
+    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), seed)
+
+
+def root_of(model: nn.Module) -> Root:
+    """Return the root of an annotated model."""
+    return fully_shard.state(model).lazy_init()
+
+
+def x_of(seed: int = 0) -> torch.Tensor:
+    """Return the inputs of this rank."""
+    return random_input(100 * seed + dist.get_rank(), 4, DIM)
+
+
+def loss(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    """Return the loss of this rank."""
+    return model(x_of(seed)).float().square().mean()
+
+
+def secondary_bytes(model: nn.Module) -> int:
+    """Return what the secondary shards that are there take on this rank."""
+    found = [handle.secondary for handle in root_of(model).handles if handle.secondary is not None]
+    return sum(shard.nbytes for secondary in found for shard in secondary._shards.values())
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    """Return every gradient whole. Collective."""
+    return [full(param.grad) for param in model.parameters()]
+
+
+def write(model: nn.Module, factor: float) -> None:
+    """Multiply every parameter."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(factor)
+
+
+def reference_grads(seed: int = 0, factor: float = 1.0) -> list[torch.Tensor]:
+    """Return the gradients of one process with the inputs of all ranks, where parameters were written."""
+    model = net()
+    write(model, factor)
+    x = torch.cat([random_input(100 * seed + rank, 4, DIM) for rank in range(dist.get_world_size())])
+    model(x).square().mean().backward()
+    return [param.grad for param in model.parameters()]
+
+
+def assert_grads(model: nn.Module, expected: Sequence[torch.Tensor], *, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(grads(model), list(expected), rtol=tolerance, atol=tolerance)
+
+
+def train(name: str, **options: Any) -> Run:
+    """Train a model of ``tests.models`` with a handle for each block."""
+
+    def annotate(model: nn.Module) -> None:
+        has_blocks = any(type(module) in BLOCK_CLASSES for module in model.modules())
+        fully_shard(model, policy=BLOCK_CLASSES if has_blocks else None, **options)
+
+    return train_annotated(name, annotate)
 
 
 def shard(model: nn.Module, ranks: int = 2, **options: Any) -> Any:
@@ -82,12 +135,6 @@ def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int
     # Processes where gloo itself gathers among a part of the ranks.
     run = run_ranks if (world_size, ranks) == (4, 2) else run_threads
     assert_equal_runs(run(train_by_hand, world_size, ranks, transport), train_reference("mlp", world_size))
-
-
-@on_ranks(8)
-def test_the_shard_group_may_be_that_of_a_hybrid_mesh() -> None:
-    run = train("mlp", reshard_after_forward=2, mesh=mesh_of((2, 4)))
-    assert_equal_runs([run], train_reference("mlp", 8))
 
 
 # The plan
@@ -137,11 +184,6 @@ def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
 def test_a_step_takes_what_the_plan_says(precision: MixedPrecisionPolicy, growth: int) -> None:
     options = {"mp_policy": precision, "reshard_after_forward": 2}
     for found, planned in run_threads(peak_and_plan, 4, growth, options):
-        assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
-
-
-def test_a_step_with_copies_takes_what_the_plan_says() -> None:
-    for found, planned in run_threads(hybrid_peak_and_plan, 8, (2, 4), 8, {"reshard_after_forward": 2}):
         assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
 
 
@@ -222,25 +264,6 @@ def test_checkpointed_blocks_are_recomputed_from_secondary_shards(
 
 
 @on_ranks(4)
-def test_each_micro_batch_keeps_its_own() -> None:
-    model = sharded_net()
-    counting = CountingTransport.install(root_of(model))
-    assert accumulate(model) == [0, 0, 0]
-    assert counting.counts() == {"all_gather": 9, "secondary_all_gather": 9, "reduce_scatter": 3}
-
-
-@on_ranks(4)
-def test_a_second_backward_of_a_forward_gathers_over_all_ranks() -> None:
-    model = sharded_net()
-    value = loss(model)
-    counting = CountingTransport.install(root_of(model))
-    value.backward(retain_graph=True)
-    value.backward()
-    assert gathers(counting.records) == (3, 3)
-    torch.testing.assert_close(grads(model), [2 * grad for grad in reference_grads()], rtol=1e-6, atol=1e-6)
-
-
-@on_ranks(4)
 def test_what_is_unsharded_by_hand_between_forward_and_backward_leaves_the_rest_as_it_is() -> None:
     model = sharded_net()
     loss(model).backward()
@@ -274,26 +297,73 @@ def test_prefetch_in_backward_is_from_secondary_shards() -> None:
     assert [record.op for record in counting.records][3:6] == ["secondary_all_gather"] * 3
 
 
-@on_ranks(4)
-def test_the_setter_chooses_between_all_and_nothing() -> None:
-    model = sharded_net()
-    loss(model).backward()
-    for freed, expected in ((True, (6, 0)), (False, (3, 0))):
-        model.set_reshard_after_forward(freed)
-        counting = CountingTransport.install(root_of(model))
-        loss(model).backward()
-        assert gathers(counting.records) == expected
-    with pytest.raises(ConfigError):
-        model.set_reshard_after_forward(2)
-
-
 # Values
 
 
-@pytest.mark.parametrize("check", [write_between, copy_between, take_off_between, fail_in_backward])
-def test_what_happens_between_forward_and_backward_or_ends_it_leaves_nothing_wrong(check: Any) -> None:
-    """Parameters are written, the model is copied or its annotation taken off, or backward raises."""
-    assert run_threads(check, 4, shard) == [0 if check is fail_in_backward else None] * 4
+@on_ranks(4)
+def test_backward_goes_through_the_values_of_its_forward() -> None:
+    """Write parameters between forward and backward."""
+    model = sharded_net()
+    value = loss(model)
+    write(model, 2)
+    # What shows parameters shows those of now.
+    with unshard_params(model):
+        assert torch.equal(model[0].weight, 2 * net()[0].weight)
+    model[1].unshard()
+    assert torch.equal(model[1].up.weight, 2 * net()[1].up.weight)
+    model[1].reshard()
+    value.backward()
+    # Backward goes through the values of its forward.
+    assert_grads(model, reference_grads())
+    model.zero_grad()
+    loss(model, 1).backward()
+    assert_grads(model, reference_grads(1, factor=2.0), tolerance=1e-5)
+
+
+@on_ranks(4)
+def test_a_copy_between_forward_and_backward_has_no_secondary_shards() -> None:
+    """Copy a model between forward and backward."""
+    model = sharded_net()
+    value = loss(model, 1)
+    twin = copy.deepcopy(model)
+    assert secondary_bytes(twin) == 0 < secondary_bytes(model)
+    loss(twin, 2).backward()
+    value.backward()
+    assert_grads(twin, reference_grads(2))
+    assert_grads(model, reference_grads(1))
+
+
+@on_ranks(4)
+def test_an_annotation_undone_between_forward_and_backward_leaves_nothing() -> None:
+    """Undo an annotation between forward and backward, and annotate anew."""
+    model = sharded_net()
+    handles = list(root_of(model).handles)
+    loss(model)
+    assert secondary_bytes(model)
+    unannotate(model)
+    assert not any(
+        (handle.secondary is not None and handle.secondary.are_there) or handle.buffers for handle in handles
+    )
+    for param, right in zip(model.parameters(), net().parameters(), strict=True):
+        assert torch.equal(param, right)
+    shard(model)
+    loss(model, 1).backward()
+    assert_grads(model, reference_grads(1))
+
+
+@on_ranks(4)
+def test_a_backward_that_raises_leaves_nothing() -> None:
+    """Let a backward raise, and take the next step; return what that leaves."""
+    model = sharded_net()
+    hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    value = loss(model)
+    with pytest.raises(ZeroDivisionError):
+        value.backward()
+    hook.remove()
+    model.zero_grad()
+    loss(model, 1).backward()
+    assert_grads(model, reference_grads(1))
+    assert secondary_bytes(model) == 0
 
 
 @on_ranks(4)
@@ -314,19 +384,56 @@ def test_a_forward_without_backward_leaves_nothing_that_the_next_one_uses() -> N
 
 @on_ranks(4)
 def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
-    model = rest_elsewhere(shard)
-    counting = CountingTransport.install(root_of(model))
-    loss(model).backward()
+    """Let shards rest where the buffers are not, and train as without; return the model."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    models = [shard(net(), mp_policy=policy) for _ in range(2)]
+    home = RestingPlace(torch.device("cpu"), is_elsewhere=True)
+    for flat in [flat for handle in fully_shard.state(models[0])._handles for flat in handle.buffers]:
+        flat.home = flat.routes.home = home
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            loss(model, step).backward()
+            write(model, 2)
+        for found, expected in zip(*map(grads, models), strict=True):
+            assert torch.equal(found, expected)
+    counting = CountingTransport.install(root_of(models[0]))
+    loss(models[0]).backward()
     assert gathers(counting.records) == (3, 3)
 
 
 # What ends early
 
 
+class _Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("broken")
+        return x
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
+@on_ranks(4)
 def test_a_forward_that_raises_leaves_only_what_another_backward_needs(in_backward: bool) -> None:
-    for left in run_threads(fail_in_forward, 4, shard, in_backward=in_backward):
-        assert (left > 0) is in_backward
+    """Let a forward raise, alone or while another one waits for its backward; return what it left."""
+    model = shard(nn.Sequential(*net(), _Fails()))
+    loss(model).backward()
+    model.zero_grad()
+    pending = loss(model, 1) if in_backward else None
+    model[4].fails = True
+    with pytest.raises(RuntimeError, match="broken"):
+        loss(model)
+    left = secondary_bytes(model)
+    model[4].fails = False
+    if pending is None:
+        pending = loss(model, 1)
+    pending.backward()
+    assert_grads(model, reference_grads(1))
+    assert (left > 0) is in_backward
 
 
 @on_ranks(4)
@@ -349,18 +456,6 @@ def test_a_module_that_was_its_own_root_before_leaves_nothing_to_the_next_one() 
 def groups_of(model: nn.Module) -> set[Any]:
     flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
     return {group for flat in flats for group in flat.routes.secondary_path.transport.groups}
-
-
-@on_ranks(4)
-def test_a_part_of_the_ranks_has_one_group_for_all_annotations() -> None:
-    first, second, third = (
-        groups_of(sharded_net(options=HandleOptions(transport=transport)))
-        for transport in ("process_group", "process_group", "point_to_point")
-    )
-    assert first == second != third and len(first) == 1
-    rank = dist.get_rank()
-    for group in (*first, *third):
-        assert dist.get_process_group_ranks(group) == [rank - rank % 2, rank - rank % 2 + 1]
 
 
 @on_ranks(8)
@@ -401,19 +496,6 @@ def test_parameters_that_their_class_gathers_are_refused() -> None:
 
 
 @on_ranks(4)
-def test_parameters_that_are_sharded_as_bytes_are_gathered_again_bit_by_bit() -> None:
-    model, plain = (
-        seeded(lambda: nn.Sequential(Linear4bit(nn.Linear(16, 16, bias=False)), nn.Linear(16, 4)), 0) for _ in range(2)
-    )
-    fully_shard(model, options=HandleOptions(shard_as_bytes=[Params4bit]), reshard_after_forward=2)
-    x = torch.randn(3, 16, requires_grad=True)
-    model(x).square().sum().backward()
-    grad, x.grad = x.grad, None
-    plain(x).square().sum().backward()
-    torch.testing.assert_close(x.grad, grad)
-
-
-@on_ranks(4)
 def test_ranks_that_wait_are_told_which_gather_it_is() -> None:
     model = sharded_net()
     value = loss(model)
@@ -422,8 +504,8 @@ def test_ranks_that_wait_are_told_which_gather_it_is() -> None:
     for handle, module in zip(root.handles, modules, strict=True):
         (flat,) = handle.buffers
         assert handle.secondary is not None
-        pending = handle.secondary.begin_gather(flat)
-        assert root.progress.name_of(pending) == f"the all-gather of secondary shards of {module}"
+        pending = handle.secondary.begin(flat)
+        assert root.name_of(pending) == f"the all-gather of secondary shards of {module}"
         pending.finish()
         flat.free_buffer()
     value.backward()

@@ -32,7 +32,6 @@ from composable import (
 )
 from tests.models import random_input, seeded
 from tests.parity import full, mean_over_ranks
-from tests.runtime.test_notices import recorded
 from tests.subclasses import (
     Adapted,
     AffineLinear,
@@ -644,48 +643,6 @@ def test_functions_of_a_parameter_alone_are_refused_by_the_plan(kind: type[nn.Pa
     with pytest.raises(ConfigError, match="fsdp_pre_all_gather is an attribute of the parameter alone") as caught:
         plan(linear_with(param), world_size=2)
     assert "'weight'" in str(caught.value.at)
-
-
-@pytest.mark.parametrize("on_local", [True, False])
-@on_ranks(2)
-def test_functions_set_on_a_shard_are_refused_on_every_rank(*, on_local: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model, policy={nn.Linear})
-    weight = model[1].weight
-    assert isinstance(weight, RaggedDTensor)
-    if dist.get_rank() == 0:
-        own_functions(weight._local_tensor if on_local else weight)
-    with pytest.raises(UsageError, match="was set on the shard of a parameter") as caught:
-        model(batch(0, 0, 4))
-    assert str(caught.value.at) == "rank 0, parameter '1.weight'"
-
-
-class Precomputed(Int8Weight):
-    """Has a scale that something may compute for all weights at once, as torchao's float8 weights."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        super().__init__(values)
-        self._precomputed_scale = None
-
-
-def run_precomputed() -> None:
-    model = int8_model(SHAPES, Precomputed)
-    for linear in model:
-        fully_shard(linear)
-    fully_shard(model)
-    model(batch(0, 0, SHAPES[0][1]))
-
-
-def test_a_class_that_waits_for_attributes_is_noticed_once() -> None:
-    with recorded() as told:
-        run_threads(run_precomputed, 2)
-    assert_expected_inline(
-        "\n".join(told),
-        """\
-Precomputed gathers its rows without '_precomputed_scale': what is set on a sharded weight does not reach its class
-  at:  rank 0, module Linear
-  fix: leave out what computes them between steps, as precompute_float8_dynamic_scale_for_fsdp""",
-    )
 
 
 class Fickle(TwoPartWeight):

@@ -19,7 +19,6 @@ from composable.annotation.root import FullyShardState, handle_of_module, sharde
 from composable.engine import (
     Handle,
     ParamView,
-    SavingForbidden,
     Scheduler,
     attach,
     check_held,
@@ -85,12 +84,11 @@ def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[A
 class _ModuleHooks:
     """The hooks of one module. A deep copy belongs to the copied state and handle; closures would stay."""
 
-    __slots__ = ("_handle", "_saving", "_state")
+    __slots__ = ("_handle", "_state")
 
     def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
         self._state = state
         self._handle = handle
-        self._saving: list[SavingForbidden] = []
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -117,8 +115,6 @@ class _ModuleHooks:
             root.additions.check(module, root.states)
         forwards.enter_forward(module)
         if handle is not None:
-            if not handle.settings.unshard_in_backward:
-                self._saving.append(SavingForbidden(handle))
             forwards.pre_forward(handle)
         if is_outermost and state.mesh.device_type != "cpu":
             return _move_inputs(args, kwargs, state.grid.shard.device)
@@ -133,8 +129,6 @@ class _ModuleHooks:
             # pre_forward raised, or a user's hook before it.
             return None
         forwards = root.scheduler.forwards
-        if self._saving:
-            self._saving.pop().end()
         has_failed = False
         if output is None and (error := sys.exc_info()[1]) is not None:
             forwards.note_failure(error, handle)

@@ -13,20 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.annotation.checks import (
-    Additions,
-    check_ready,
-    notice_experts,
-    notice_offload,
-    notice_plan,
-    notice_unset,
-)
+from composable.annotation.checks import Additions, check_ready
 from composable.comm import (
+    AnnotationStatus,
     Grid,
     ModelRanks,
-    OwnTransport,
     Ranks,
+    Started,
     Transport,
+    Tree,
     calling,
     host_transport_of,
     notice_tree,
@@ -47,8 +42,8 @@ from composable.engine import (
     find_stale,
     streams_for,
 )
-from composable.errors import ComposableError, UsageError, located, place_of_rank
-from composable.features import ProgressReporter, move_buffers
+from composable.errors import ComposableError, UsageError, located, place_of_rank, warn_once
+from composable.features import move_buffers
 from composable.ground.casts import LentBuffers
 from composable.ground.contract import annotated_below, get_registry, managing_state
 from composable.ground.names import class_name, module_text
@@ -81,7 +76,6 @@ class FullyShardState:
         ignored_modules: What the annotation leaves alone, with all below.
         ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
         skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
-        marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
         follows_parent: Handles go with the one around; ``None``: if they are on fewer ranks than the root.
         _handles: Handles of this annotation, left to right, depth first.
         hook_handles: Remove them, and the modules run as plain ones again.
@@ -99,7 +93,6 @@ class FullyShardState:
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: list[tuple[nn.Module, str]] = []
         self.skipped_modules: dict[nn.Module, nn.Module] = {}
-        self.marked_buffers: list[tuple[nn.Module, str]] = []
         self.follows_parent: bool | None = None
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
@@ -150,12 +143,6 @@ class FullyShardState:
                 stack += visited.children()
         return list(found)
 
-    def mark_handles(self) -> None:
-        """Note that parameters may hold the mark of memory that nobody has written to."""
-        for handle in self._handles:
-            for flat in handle.buffers:
-                flat.is_marked = True
-
     def lazy_init(self) -> "Root":
         """Decide the root, on the first forward or the first call that needs it.
 
@@ -190,32 +177,27 @@ class FullyShardState:
                     return state
         return self
 
-    def connect_secondary(self, between: dict[tuple[Ranks, str], Replicas]) -> None:
-        """Let handles that keep secondary shards gather from fewer ranks. Collective, after plans were compared."""
-        host, hosts = self.grid.inner, self.grid.outer
-        if host is not None and hosts is not None:
-            name = settle_transport_for(hosts, self.transport_choice)
-            key = hosts, name
-            if key not in between:
-                between[key] = Replicas(transport_of(hosts.process_group, name))
-            name = settle_transport_for(host, self.transport_choice)
-            transport = transport_of(host.process_group, name)
-            for handle in self._handles:
-                for flat in handle.buffers:
-                    flat.routes.gather_secondary_by(transport, host)
-                    flat.routes.fill_by(between[key], hosts)
-        parts: dict[int, tuple[Transport, Ranks]] = {}
+    def connect(self, replicas: dict[tuple[Ranks, str], Replicas]) -> None:
+        """Choose who moves the bytes of the handles; ``replicas`` grows. Collective, after plans were compared."""
+        shard, copies = self.grid.shard, self.grid.replicas
+        name = settle_transport_for(shard, self.transport_choice)
+        if name != self.plan.transport:
+            self.plan = replace(self.plan, transport=name)
+        transport = transport_of(shard.process_group, name)
+        between: Replicas | None = None
+        if copies is not None:
+            if (copies, name) not in replicas:
+                replicas[copies, name] = Replicas(transport_of(copies.process_group, name))
+            between = replicas[copies, name]
+        parts: dict[int | None, Transport | None] = {None: None}
         for handle in self._handles:
             # As planned, which all ranks have compared, and not as it was set since.
             size = handle.plan.secondary_ranks
-            if size is None:
-                continue
-            if size not in parts:
-                part = part_of(self.grid.shard, size)
-                name = settle_transport_for(part, self.transport_choice)
-                parts[size] = transport_of(part.process_group, name), part
+            if size is not None and size not in parts:
+                part = part_of(shard, size)
+                parts[size] = transport_of(part.process_group, settle_transport_for(part, self.transport_choice))
             for flat in handle.buffers:
-                flat.routes.gather_secondary_by(*parts[size])
+                flat.routes.connect(transport, self.grid.divisor, between, parts[size])
 
     def abandon_step(self) -> None:
         """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
@@ -233,7 +215,6 @@ class Root:
         scheduler: Runs the handles.
         additions: Notices parameters that come after the annotation.
         lent_buffers: What modules hold in place of their buffers while they run.
-        progress: Tells other ranks that wait where the tree is.
         join: What says whether ranks without inputs follow; ``None``: none do.
     """
 
@@ -247,9 +228,9 @@ class Root:
         self.additions = Additions()
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
-        self._scatters: dict[Ranks, OwnTransport] = {}
-        self.progress = ProgressReporter(class_name(state.modules[0]), scheduler)
-        notice_tree(self.progress)
+        # What ranks that wait ask for, from another thread; empty once this is closed.
+        self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
+        notice_tree(self)
 
     @staticmethod
     @calling("the comparison of plans before the first forward")
@@ -258,13 +239,11 @@ class Root:
         modules = state.modules
         names = name_modules(modules)
         states = _states_below(modules)
-        handles: list[Handle] = list(
-            dict.fromkeys(handle for module in modules for handle in _traversal_utils._get_fsdp_handles(module))
-        )
+        found_handles = (one for module in modules for one in _traversal_utils._get_fsdp_handles(module))
+        handles: list[Handle] = list(dict.fromkeys(found_handles))
         for handle in handles:
-            handle.module_fqns = tuple(
-                names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)
-            )
+            known = zip(handle.modules, handle.module_fqns, strict=True)
+            handle.module_fqns = tuple(names.get(module, fqn) for module, fqn in known)
         models = model_ranks_of(handles)
         _compare_plans(states, models, _find_failure(state, states, names))
         _note_parts(state, handles)
@@ -276,23 +255,7 @@ class Root:
                     handle.is_shared |= found.root.state not in states
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
-            name = settle_transport_for(found.grid.shard, found.transport_choice)
-            inner = found.grid.inner
-            # What rests on all ranks travels among them where users ask for it, and never in a step.
-            in_steps = name if inner is None else settle_transport_for(inner, found.transport_choice)
-            if in_steps != found.plan.transport:
-                found.plan = replace(found.plan, transport=in_steps)
-            transport = transport_of(found.grid.shard.process_group, name)
-            copies = found.grid.replicas
-            between: Replicas | None = None
-            if copies is not None:
-                key = copies, name
-                between = replicas.get(key) or Replicas(transport_of(copies.process_group, name))
-                replicas[key] = between
-            for handle in found._handles:
-                for flat in handle.buffers:
-                    flat.routes.connect(transport, found.grid.divisor, between)
-            found.connect_secondary(replicas)
+            found.connect(replicas)
             put_outermost(found.hook_handles)
             if any(handle.rests_elsewhere for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
@@ -300,8 +263,7 @@ class Root:
                 move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         streams = state.settings.streams or streams_for(state.grid.shard.device)
         scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
-        leaders = _find_leaders(state, states)
-        scheduler.follow(leaders)
+        scheduler.follow(_find_leaders(state, states))
         companions = find_companions(modules, state.grid)
         for companion in companions:
             companion.begin_to_follow()
@@ -316,38 +278,53 @@ class Root:
         for handle in handles:
             option = handle.settings.reshard_option
             handle.settings.reshard_after_forward = handle is not own if option is None else bool(option)
-        root.connect_scatters()
         # Last, and where forward starts after all others: what was cut short is done again.
         for found in states:
             if found is not state:
                 found.root = root
         state.root = root
-        notice_plan(state.plan, state.grid.everyone)
-        notice_experts(handles, leaders, state.grid.everyone)
-        for found in states:
-            notice_offload(found.plan, found.grid.everyone)
-            notice_unset(found.plan, found.grid.everyone)
+        if state.grid.everyone.rank == 0 and state.grid.everyone.size > 1:
+            # Of a root only: of an annotation it is not known whether another one comes around it.
+            for warning in state.plan.warnings:
+                warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(state.plan.class_names)}")
         return root
 
-    def connect_scatters(self) -> None:
-        """Let handles reduce-scatter in the process groups that their settings ask for, one for each set of ranks.
+    # Where it is, as ranks that wait are told; read from another thread, so nothing is noted for it
 
-        Every rank of them alike; a group is made when the first of its reduce-scatters starts.
-        """
-        apart: dict[Ranks, OwnTransport] = {}
-        for state in self.states:
-            for handle in state._handles:
-                ranks = state.grid.inner or state.grid.shard
-                if handle.settings.scatters_apart and ranks not in apart:
-                    apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
-                for flat in handle.buffers:
-                    flat.routes.scatter_by(apart[ranks] if handle.settings.scatters_apart else None)
-        self._scatters = apart
+    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
+        """Return where the modules are; ``None`` where nothing is sharded."""
+        if not self._flats:
+            return None
+        path, step = self._flats[0][1].routes.gather_path, self.scheduler.step
+        if not path.transport.groups:
+            return None
+        is_backward = step.is_backward
+        is_last = is_backward or step.backward_id > step.backwards_before
+        tree = Tree(
+            class_name(self.state.modules[0]),
+            step.forward_id,
+            step.backward_id,
+            is_inside=bool(step.running) or (is_last and in_backward),
+            is_backward=is_last,
+            failure=step.failure,
+        )
+        transports = step.finalizer.transports().union(*(flat.routes.transports() for _, flat in self._flats))
+        groups = sorted({group.group_name for transport in transports for group in transport.groups})
+        key = f"{path.transport.groups[0].group_name} {path.key}"
+        return AnnotationStatus(key, tree, path.transport, tuple(groups))
+
+    def name_of(self, started: Started) -> str | None:
+        """Return what a collective does for whom; ``None``: it is none of the root's."""
+        for handle, flat in self._flats:
+            what = flat.routes.name_of(started)
+            if what is not None:
+                return f"the {what} of {handle.described}"
+        return None
 
     def close(self) -> None:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
-        self.progress.close()
+        self._flats = []
         for listener in self.scheduler.step.listeners:
             if isinstance(listener, Companion):
                 listener.end_to_follow()

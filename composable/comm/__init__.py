@@ -24,10 +24,9 @@ from composable.comm.own_groups import (
 )
 from composable.comm.rank_status import AnnotationStatus, Started, described, notice_tree
 from composable.comm.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
-from composable.comm.transport import DONE, Pending, Transport, transport_class
+from composable.comm.transport import Pending, Transport, transport_class
 
 __all__ = [
-    "DONE",
     "AnnotationStatus",
     "DataParallelMeshDims",
     "Grid",

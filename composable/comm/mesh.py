@@ -1,10 +1,9 @@
 """Which ranks share a shard, which hold copies of it, all of them together, and those of tensor parallelism beside."""
 
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -78,9 +77,6 @@ class Grid:
         everyone: All whose gradients are averaged.
         rows: Of each of the replicas, the global numbers of its shard group; empty: there are none.
         is_hybrid: Copies were asked for, though there may be one only.
-        inner: Of ``shard``, those that hold all parameters between them while they are used; ``None``: all do.
-        inner_rows: Of each host, the global numbers of its ranks.
-        outer: Those of other hosts with the same place there, from which it is filled.
     """
 
     shard: Ranks
@@ -88,9 +84,6 @@ class Grid:
     everyone: Ranks
     rows: tuple[tuple[int, ...], ...] = ()
     is_hybrid: bool = False
-    inner: Ranks | None = None
-    inner_rows: tuple[tuple[int, ...], ...] = ()
-    outer: Ranks | None = None
 
     @property
     def divisor(self) -> int:
@@ -125,32 +118,6 @@ class Grid:
             return Grid(shard, None, shard, is_hybrid=True)
         return Grid(shard, replicas, group_of_rows(rows, shard.device), rows, is_hybrid=True)
 
-    def spread(self, mesh: DeviceMesh) -> "tuple[DeviceMesh, Grid]":
-        """Return the ranks where those with copies of a shard share it too, and the 1-D mesh of all. Collective.
-
-        Args:
-            mesh: Of the shard group.
-
-        Raises:
-            ConfigError: torch has no groups in another order than that of ranks.
-        """
-        if self.replicas is None:
-            return mesh, self
-        # Then what a rank of a host holds while parameters are used is one piece of the whole.
-        numbers = tuple(number for column in self.columns for number in column)
-        group = _ordered(numbers, self.everyone)
-        made = DeviceMesh.from_group(group, mesh.device_type)
-        return made, replace(
-            self,
-            shard=Ranks.of(group, self.shard.device),
-            replicas=None,
-            rows=(),
-            is_hybrid=False,
-            inner=self.shard,
-            inner_rows=self.rows,
-            outer=self.replicas,
-        )
-
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do."""
@@ -162,7 +129,7 @@ class Grid:
 
         As the ranks have told each other, if they were asked before; else as torchrun counts.
         """
-        rows = self.rows or self.inner_rows or (self.shard.numbers,)
+        rows = self.rows or (self.shard.numbers,)
         told = dict(zip(self.everyone.numbers, known_hosts(self.everyone)))
         if told:
             return tuple(told[number] for row in rows for number in row)
@@ -213,18 +180,6 @@ def _group_of(numbers: Sequence[int]) -> dist.ProcessGroup:
     if list(numbers) == dist.get_process_group_ranks(world):
         return world
     return kept_with(world, ("ranks", *numbers), lambda: make_group(numbers, world))
-
-
-def _ordered(numbers: tuple[int, ...], ranks: Ranks) -> dist.ProcessGroup:
-    """Return the group of ``ranks`` in another order; one for all that ask. Collective over them at first."""
-    if numbers == ranks.numbers:
-        return ranks.process_group
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise ConfigError(
-            "HYBRID_SHARD_OPTIM needs process groups in an order of their own, which this torch does not make",
-            fix="install torch 2.13 or newer, or pass HYBRID_SHARD",
-        )
-    return _group_of(numbers)
 
 
 def resolve_grid(

@@ -21,13 +21,12 @@ from composable.engine.gradients import (
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, waits_for_copies
 from composable.engine.held import ParamLabel, attach, check_held, lies_in_buffer, misplaced, written_too_early
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
-from composable.engine.passes import SavingForbidden
 from composable.engine.paths import Replicas, RestingPlace
+from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings, StepEvent
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 from composable.engine.unsharded import drop_secondary, streams_for
-from composable.engine.user_comms import HookFunction, Registration, copied_registrations, nearest, reduced_otherwise
 
 __all__ = [
     "ELEMENT_WISE",
@@ -51,7 +50,6 @@ __all__ = [
     "Replicas",
     "RestingPlace",
     "RootSettings",
-    "SavingForbidden",
     "Scheduler",
     "ShardedParam",
     "StepEvent",
@@ -59,7 +57,6 @@ __all__ = [
     "attach",
     "check_backward",
     "check_held",
-    "copied_registrations",
     "drop_secondary",
     "find_stale",
     "forget_torch_hooks",

@@ -10,7 +10,6 @@ Source: flat parameters, arXiv 2304.11277.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
-from composable.ground.torch_private import flat_weight_refs
 from composable.planning import (
     NO_CASTS,
     BufferPlan,
@@ -39,7 +37,7 @@ from composable.planning import (
     local_shape,
 )
 
-__all__ = ["AccumulatedGradients", "FlatBuffer"]
+__all__ = ["AccumulatedGradients", "FlatBuffer", "SecondaryShards"]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -53,7 +51,7 @@ class FlatBuffer:
         module_fqn: The handle's module, as the plan names it.
         members: The parameters and every place that holds them, by the plan's FQNs.
         mesh: 1-D mesh of the shard group.
-        device: Where buffers live.
+        device: Where buffers live, and gradients of leaves.
         is_deferred: The values come later: the shard is where it rests and zero, also where
             the originals are real. Without it, it is on meta as long as one of them is.
         home: Where the shard and its gradient rest; default: on ``device``.
@@ -63,12 +61,9 @@ class FlatBuffer:
         dtype: Of the shard.
         compute_dtype: Of the buffer, and of the gradients that autograd makes.
         gradient_dtype: Of reduced gradients.
-        home: Where the shard and its gradient rest.
         is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
+        is_new: The shard got its memory after the annotation: maybe nobody has written to it.
         holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
-        is_marked: Part of the shard may hold the mark of memory that nobody has written to.
-        routes: How bytes travel between the ranks.
-        gradients: Of the parameters.
     """
 
     gradients_class = Gradients
@@ -92,32 +87,46 @@ class FlatBuffer:
         self.is_empty = plan.layout.numel == 0
         self.device = device
         self.home = home or RestingPlace(device)
-        self.is_marked = False
         self.is_away = not is_deferred and any(members.originals[span.fqn].is_meta for span in plan.layout.spans)
+        self.is_new = self.is_away
         if self.is_away:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
         else:
             self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
-        self.params = make_sharded_params(
-            plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device, device
-        )
+        self.params = [self._make_param(span, module_fqn, members, mesh) for span in plan.layout.spans]
+        _choose_stored(self.params)
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
         if not is_deferred:
             self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
         self._split = plan.layout.split_of(mesh.get_local_rank())
         self.routes = Routes(
-            mesh.get_group(),
-            self.home,
-            self.gradient_dtype,
-            plan.reduce_dtype,
-            self.params[0].fqn,
-            casts_params=self.compute_dtype != self.dtype,
+            self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
         )
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
         self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
+
+    def _make_param(self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh) -> ShardedParam:
+        """Return a parameter with a piece in the shard, whose values are not its own yet."""
+        layout, rank = self.plan.layout, mesh.get_local_rank()
+        form, bounds = members.forms.get(span.fqn), layout.bounds(span)
+        if form is not None and form.kind != "marked" and not self.shard.is_meta:
+            # Forward reads it where the parameters are unsharded.
+            form.move(self.device)
+        return ShardedParam(
+            span.fqn.removeprefix(f"{module_fqn}."),
+            members.owners[span.fqn],
+            members.originals[span.fqn],
+            _spec_of(span, self.dtype, bounds, mesh, form),
+            self.shard,
+            *layout.local_range(span, rank),
+            local_shape(span.shape, bounds, rank, span.order),
+            self.gradient_dtype,
+            self.home.device,
+            form,
+        )
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
         """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
@@ -211,17 +220,10 @@ class FlatBuffer:
                     param.show(param.local)
 
     def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype, or the device of what others hold."""
+        """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
         if probe.dtype != self.dtype:
             raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
-        held = [param.fqn for param in self.params if _is_weakly_held(param)]
-        if probe.device != self.shard.device and held:
-            raise UsageError(
-                "the device of a parameter to which something holds a weak reference cannot change",
-                at=f"parameter {', '.join(map(repr, held))}",
-                fix="drop views of it and other weak references first",
-            )
 
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -246,6 +248,7 @@ class FlatBuffer:
     def _rest_on(self, shard: torch.Tensor) -> None:
         """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
         shard = self.shard = self.home.pinned(shard)
+        self.is_new = True
         # Remembered, since asking a tensor for its device costs microseconds.
         self.is_away = shard.device.type != self.home.device.type
         for param in self.params:
@@ -326,9 +329,7 @@ class FlatBuffer:
     def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
         """Return a deep copy with a shard of its own, not connected to a transport.
 
-        Args:
-            memo: Of the running ``copy.deepcopy``.
-            with_kept_gradients: Also copy gradients that wait on the unsharded parameters to be reduced.
+        Gradients that wait on the unsharded parameters go along ``with_kept_gradients``.
         """
         twin = copy.copy(self)
         twin.shard = self.home.pinned(self.shard.clone())
@@ -361,9 +362,6 @@ class FlatBuffer:
 
 class AccumulatedGradients:
     """The gradients of a handle that wait: on leaves for a later backward, or for an all-reduce over copies.
-
-    Args:
-        buffers: Of the handle.
 
     Attributes:
         is_unsynced: The last backward did not synchronise, on any rank.
@@ -417,10 +415,47 @@ class AccumulatedGradients:
             flat.routes.kept.clear()
 
 
-def _is_weakly_held(param: ShardedParam) -> bool:
-    """Say whether something has a weak reference to the sharded parameter, other than its owners."""
-    owned = {id(ref) for module, _ in param.owners for ref in flat_weight_refs(module)}
-    return any(id(ref) not in owned for ref in weakref.getweakrefs(param.sharded))
+class SecondaryShards:
+    """This rank's secondary shards [W * S / n] of a handle's flat buffers, from which n ranks gather for backward.
+
+    A forward leaves them. Source: hpZ of ZeRO++, arXiv 2306.10209.
+
+    Attributes:
+        are_there: Those of a forward are there.
+        are_source: The next gather, or the one under way, is from these.
+        version: Of the shards when what they were cut from was gathered.
+    """
+
+    __slots__ = ("_buffers", "_shards", "are_source", "are_there", "version")
+
+    def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
+        self._buffers = tuple(buffers)
+        self._shards: dict[FlatBuffer, torch.Tensor] = {}
+        self.are_there = self.are_source = False
+        self.version = 0
+
+    def begin(self, flat: FlatBuffer) -> Pending:
+        """Start to gather a buffer from them. Collective: all ranks of the smaller group, same order."""
+        return flat.routes.secondary_path.begin(flat.allocated(), self._shards[flat])
+
+    def keep(self, version: int) -> None:
+        """Copy them out of the buffers, which are full, to new memory on the current stream; those of before go."""
+        self.drop()
+        for flat in self._buffers:
+            if flat.is_empty:
+                continue
+            transport = flat.routes.secondary_path.transport
+            numel = flat.plan.layout.numel // transport.world_size
+            start = transport.rank * numel
+            self._shards[flat] = flat.allocated()[start : start + numel].clone()
+        self.version = version
+        # Last: what was cut short is not used.
+        self.are_there = True
+
+    def drop(self) -> None:
+        """Free them, also those of a copy that was cut short."""
+        self.are_there = False
+        self._shards.clear()
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
@@ -429,55 +464,6 @@ def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
         at=f"parameter {fqn!r}",
         fix="convert the model before fully_shard; for another dtype in computation pass mp_policy",
     )
-
-
-def make_sharded_params(
-    plan: BufferPlan,
-    module_fqn: str,
-    members: HandleMembers,
-    mesh: DeviceMesh,
-    shard: torch.Tensor,
-    grad_dtype: torch.dtype,
-    home: torch.device,
-    device: torch.device,
-) -> list[ShardedParam]:
-    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet.
-
-    Args:
-        plan: Of the class.
-        module_fqn: The handle's module, as the plan names it.
-        members: The parameters and every place that holds them, by the plan's FQNs.
-        mesh: 1-D mesh of the shard group.
-        shard: Of this rank, [S].
-        grad_dtype: Of reduced gradients.
-        home: Where the shard rests.
-        device: Where unsharded parameters live.
-    """
-    params = []
-    for span in plan.layout.spans:
-        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
-        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
-        form = members.forms.get(span.fqn)
-        if form is not None and form.kind != "marked" and not shard.is_meta:
-            # Forward reads it where the parameters are unsharded.
-            form.move(device)
-        params.append(
-            ShardedParam(
-                span.fqn.removeprefix(f"{module_fqn}."),
-                members.owners[span.fqn],
-                original,
-                _spec_of(span, plan.dtype, bounds, mesh, form),
-                shard,
-                start,
-                stop,
-                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
-                grad_dtype,
-                home,
-                form,
-            )
-        )
-    _choose_stored(params)
-    return params
 
 
 def _choose_stored(params: Sequence[ShardedParam]) -> None:

@@ -24,26 +24,20 @@ from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
-from composable.engine.user_comms import DEFAULT_COMMS
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_region
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
 
-__all__ = ["Agreement", "GradientFinalizer", "HandleChoices", "find_stale"]
+__all__ = ["Agreement", "GradientFinalizer", "HandleChoices", "find_stale", "stepped_already"]
 
 
 class GradientFinalizer:
     """Takes gradients from the leaves of one root and gives them, reduced, to the sharded parameters.
 
-    Args:
-        steps: Of all handles of the root.
-        streams: Of the device.
-
     Attributes:
         agreements: How the ranks of each group compare what they have.
         failure: What went wrong on this rank; it still took part in every collective.
-        streams: Of the device; others may take their place where nothing is under way.
     """
 
     def __init__(self, steps: Mapping[Handle, HandleStep], streams: Streams) -> None:
@@ -115,11 +109,12 @@ class GradientFinalizer:
         else:
             reduction = self.streams.begin_reduction(routes.gradient_path, gradient, to_host=to_host)
         self._under_way.append((reduction, ledger, gradient))
-        if routes.comms is not DEFAULT_COMMS and routes.comms.has_hooks:
-            # It has met the other ranks all the same, unless it raised.
+        if routes.failure is not None:
+            # A function of the user's has met the other ranks all the same.
+            failure, routes.failure = routes.failure, None
             try:
                 with located(f"{place_of_rank()}, {ledger.handle.described}"):
-                    routes.check_hook()
+                    raise failure
             except ConfigError as error:
                 self.failure = self.failure or error
 
@@ -221,7 +216,7 @@ class GradientFinalizer:
                 ledger.has_more = False
                 if ledger.flat.gradients.steppers:
                     # What has been stepped cannot take another part of its gradient.
-                    self.failure = self.failure or _stepped_already(handle)
+                    self.failure = self.failure or stepped_already(handle)
                     handle.accumulated.drop()
                 else:
                     self.reduce(ledger, handle.settings.gradient_buffers)
@@ -291,11 +286,12 @@ def _is_due(ledger: GradientLedger) -> bool:
     return not ledger.flat.routes.kept.defers and ledger.handle.requires_gradient_sync
 
 
-def _stepped_already(handle: Handle) -> UsageError:
+def stepped_already(handle: Handle) -> UsageError:
+    """Return the error for more of a gradient in the backward that has stepped on the rest of it."""
     return UsageError(
-        "a gradient arrived after its module was reduced: a parameter was used outside its forward",
+        "more of a gradient arrived after an optimizer in backward has stepped on the rest of it",
         at=f"{place_of_rank()}, {handle.described}",
-        fix="use it in the forward of its own module, let the module above own it, or step after backward",
+        fix="use parameters in the forward of their own module, run one backward for each forward, or step after it",
     )
 
 
@@ -309,10 +305,9 @@ _FIX = "call the methods that set something with the same values on every rank, 
 
 def chosen_text(handle: Handle) -> str:
     """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
-    texts = [handle.comms.compared_text()]
-    if handle.settings.fills_unused != (handle.plan.unused_gradients == "zero"):
-        texts.append(f"reduce-scatter unused params {handle.settings.fills_unused}")
-    return ", ".join(filter(None, texts))
+    fills = handle.settings.fills_unused
+    unused = f"reduce-scatter unused params {fills}" if fills != (handle.plan.unused_gradients == "zero") else ""
+    return ", ".join(filter(None, [handle.comms.compared_text(), unused]))
 
 
 class HandleChoices:
@@ -379,12 +374,7 @@ class Agreement:
         self._pending: Pending | None = None
 
     def begin(self, *, has_failed: bool, goes_on: bool = False) -> None:
-        """Tell the other ranks. Collective.
-
-        Args:
-            has_failed: Something went wrong on this rank.
-            goes_on: It has more to reduce, which may fail as well.
-        """
+        """Tell the other ranks what went wrong here, or that more is to be reduced, which may fail too. Collective."""
         if self._ranks.is_alone:
             return
         first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])

@@ -250,13 +250,6 @@ class GradientBuffer(NamedTuple):
 class Gradients:
     """The gradients of the parameters of one flat buffer.
 
-    Args:
-        plan: Of the buffer.
-        params: Its parameters.
-        split: How the shard [S] is cut into their pieces.
-        routes: How bytes travel between the ranks.
-        device: Where autograd makes gradients.
-
     Attributes:
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
         shape: The same object for all whose gradients fit into the same memory.
@@ -339,7 +332,7 @@ class Gradients:
 
     def make_buffer(self) -> GradientBuffer:
         """Allocate what ``take`` fills, on the current stream."""
-        return self.shape.lay_out(self._routes.scatter_transport.empty(self.shape.numel, self._like))
+        return self.shape.lay_out(self._routes.gradient_path.transport.empty(self.shape.numel, self._like))
 
     def sum_in_reduce_dtype(self, *, sums: bool) -> None:
         """Choose whether autograd adds up gradients in the dtype of the reduction, as it does those that wait.

@@ -17,11 +17,10 @@ from torch import nn
 
 from composable.comm import Grid, Pending
 from composable.dtensor import note_finished
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer, SecondaryShards
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
-from composable.engine.secondary import SecondaryShards
-from composable.engine.user_comms import DEFAULT_COMMS, Comms, Registration, nearest
+from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out
 from composable.ground.names import join_fqn, module_text
@@ -31,7 +30,7 @@ from composable.planning import HandlePlan
 __all__ = ["FIX_COPY", "GradientLedger", "Handle", "HandleSettings", "HandleStep", "handle_of", "waits_for_copies"]
 
 
-FIX_COPY = "deep-copy {names} or a module around, in one call"
+FIX_COPY = "deep-copy the whole model, {names} or a module around it, in one call"
 
 
 class _Managed:
@@ -81,9 +80,8 @@ class HandleSettings:
             all but secondary shards over as many ranks.
         reshard_after_forward: What that means now that the root is known.
         reshard_after_backward: Free them after backward; else once a forward finds that a rank has written its shard.
-        unshard_in_backward: Gather before backward. If not, forward lets nothing of the parameters be saved for it.
+        unshard_in_backward: Gather before backward. If not, a backward that needs a parameter raises.
         keeps_storage: The buffers' memory stays allocated while the parameters are sharded.
-        scatters_apart: Reduce-scatters have a process group of their own.
         fills_unused: A parameter that no rank used in a module that ran gets a gradient of zeros.
         gradient_buffers: How many gradient buffers of the root may be alive when the handle needs one.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
@@ -96,7 +94,6 @@ class HandleSettings:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     keeps_storage: bool = False
-    scatters_apart: bool = False
     gradient_buffers: int = GRADIENT_BUFFERS
     forward_prefetch: "tuple[Handle, ...] | None" = None
     backward_prefetch: "tuple[Handle, ...] | None" = None
@@ -134,33 +131,6 @@ class Handle:
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_idle_writes",
-        "accumulated",
-        "buffers",
-        "comm_hooks",
-        "comms",
-        "copies",
-        "copy_key",
-        "faces",
-        "gathers",
-        "grid",
-        "has_parts",
-        "held_with",
-        "is_shared",
-        "lent",
-        "module_fqns",
-        "modules",
-        "plan",
-        "requires_gradient_sync",
-        "secondary",
-        "settings",
-        "sync_after_context",
-        "version",
-        "view",
-    )
-
     def __init__(
         self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer], grid: Grid
     ) -> None:
@@ -189,8 +159,8 @@ class Handle:
         self.version = self._idle_writes = 0
         self.gathers: list[Pending] | None = None
         self.secondary: SecondaryShards | None = None
-        if self.grid.outer is not None or self.plan.secondary_ranks is not None:
-            self.secondary = SecondaryShards(self.buffers, fills=self.grid.outer is not None)
+        if self.plan.secondary_ranks is not None:
+            self.secondary = SecondaryShards(self.buffers)
         mark = _Managed(self)
         for param in self.params:
             for face in (param.sharded, param.unsharded):
@@ -338,7 +308,7 @@ class Handle:
                 gathers.append(secondary.begin(flat))
             else:
                 gathers.append(flat.begin_unshard())
-        self.version = secondary.version if secondary is not None and secondary.are_there else version
+        self.version = version if secondary is None else secondary.version
         self.view = ParamView.GATHERING
 
     def discount_writes(self) -> None:
@@ -349,10 +319,6 @@ class Handle:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
         for gather in self.gathers or ():
             gather.finish()
-        secondary = self.secondary
-        if secondary is not None and secondary.are_source:
-            secondary.are_there = True
-            secondary.version = self.version
 
     def settle(self) -> None:
         """Wait for all that was started for this handle, also by a call that an exception cut short."""
@@ -360,11 +326,7 @@ class Handle:
             flat.routes.settle()
 
     def show(self, refuse: Callable[["Handle"], None]) -> None:
-        """Make the modules hold the unsharded parameters; the gathers are finished.
-
-        Args:
-            refuse: Called where a module holds neither face.
-        """
+        """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers are finished."""
         self.faces.show_unsharded(lambda: refuse(self))
         # Last: what comes before is done again if an exception cuts it short.
         self.view = ParamView.UNSHARDED
@@ -402,12 +364,7 @@ class Handle:
             self.secondary.keep(self.version)
 
     def is_fresh(self) -> bool:
-        """Say whether unsharded parameters and filled secondary shards still have the values of this rank's shards."""
-        if self.secondary is not None and self.secondary.fills:
-            if not self.secondary.are_fresh():
-                return False
-            if not self.is_unsharded:
-                return True
+        """Say whether unsharded parameters still have the values of this rank's shards."""
         return all(flat.is_fresh() for flat in self.buffers)
 
     def __repr__(self) -> str:
@@ -510,7 +467,6 @@ class HandleStep:
     """Where one handle is.
 
     Attributes:
-        ledgers: Of its flat buffers.
         is_armed: A differentiable forward has run since the last backward: the next one reduces it.
         first_forward: Clock of the first such forward; 0: before all others.
         entered_at: Clock of the start of a forward that has not ended.

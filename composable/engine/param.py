@@ -59,28 +59,6 @@ class ShardedParam:
         placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
     """
 
-    __slots__ = (
-        "_empty_grad",
-        "_is_flat",
-        "_kept_beside",
-        "_marks",
-        "form",
-        "fqn",
-        "grad_spec",
-        "home",
-        "is_split",
-        "local",
-        "local_shape",
-        "owners",
-        "placeholder",
-        "shape",
-        "sharded",
-        "spec",
-        "start",
-        "stop",
-        "unsharded",
-    )
-
     def __init__(
         self,
         fqn: str,
@@ -269,11 +247,7 @@ class ShardedParam:
     def leaf(self) -> nn.Parameter:
         """Return the unsharded parameter, of full shape; its handle has been unsharded before."""
         if self.unsharded is None:
-            raise UsageError(
-                "a parameter was never unsharded",
-                at=f"parameter {self.fqn!r}",
-                fix="run a forward, or use unshard_params",
-            )
+            raise AssertionError("unsharded before")
         return self.unsharded
 
     def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
@@ -461,11 +435,7 @@ class Misplaced(NamedTuple):
 
 
 class Faces:
-    """The places of a handle's parameters, which show the sharded faces from now on.
-
-    Args:
-        params: Of the handle.
-    """
+    """The places of a handle's parameters, which show the sharded faces from now on."""
 
     __slots__ = ("_places", "_plain_places", "_swaps", "_watched")
 

@@ -6,30 +6,27 @@ Which handles are complete by then is the business of ``step.py``.
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version
 
 from composable.comm import described
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep
-from composable.engine.held import lies_in_buffer
 from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.unsharded import drop_secondary, end_secondary
-from composable.errors import UsageError, place_of_rank, warn_once
+from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
 from composable.ground.torch_private import (
     current_graph_task_id,
     next_node_number,
     split_backward_code,
-    top_saved_tensors_hooks,
 )
 
-__all__ = ["Backwards", "Forwards", "SavingForbidden"]
+__all__ = ["Backwards", "Forwards"]
 
 
 class Backwards:
@@ -39,9 +36,6 @@ class Backwards:
         step: Of the root.
         completion: Of the same.
         at_end: Lets this run at the end of the running backward; returns what autograd frees when that ends.
-
-    Attributes:
-        number: Its place among all that end a backward.
     """
 
     def __init__(self, step: Step, completion: Completion, at_end: Callable[[Ending], Callable[[], None]]) -> None:
@@ -311,55 +305,8 @@ class Backwards:
         step.is_backward = False
 
 
-class SavingForbidden:
-    """From now until ``end``, saving a parameter of ``handle`` for backward is a ``UsageError``.
-
-    What is saved otherwise goes to the hooks of who is around, such as checkpointing, as if this were not there.
-    """
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-        self._outer = top_saved_tensors_hooks(False)
-        self._context = saved_tensors_hooks(self._pack, self._unpack)
-        self._context.__enter__()
-
-    def end(self) -> None:
-        """Allow it again."""
-        self._context.__exit__()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if lies_in_buffer(self._handle, tensor):
-            raise UsageError(
-                "backward needs a parameter that set_unshard_in_backward(False) says it does not need",
-                at=f"{place_of_rank()}, {self._handle.described}, tensor {list(tensor.shape)}",
-                fix="leave the setting on for this module; it is for embeddings and the like",
-            )
-        if self._outer is not None:
-            return self._outer[0](tensor)
-        return tensor, tensor._version
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if self._outer is not None:
-            unpacked: torch.Tensor = self._outer[1](packed)
-            return unpacked
-        tensor, version = packed
-        if tensor._version != version:
-            # As autograd does it where there are no hooks.
-            raise RuntimeError(
-                "a tensor needed for backward has been changed in place: "
-                f"{list(tensor.shape)} is at version {tensor._version}, not {version}"
-            )
-        return tensor
-
-
 class Forwards:
-    """Runs the forwards of one root, with a clock that counts starts and ends of calls.
-
-    Args:
-        step: Of the root.
-        completion: Of the same: forwards arm what the next backward completes.
-        backwards: Of the same: activation checkpointing runs forwards inside of a backward.
-    """
+    """Runs the forwards of one root, with a clock that counts starts and ends of calls."""
 
     def __init__(self, step: Step, completion: Completion, backwards: Backwards) -> None:
         self._step = step
@@ -458,7 +405,12 @@ class Forwards:
         if handle.lent is not None:
             if handle.lent is Lent.WHOLE and not torch.is_grad_enabled():
                 return
-            raise _lent(handle)
+            raise UsageError(
+                "a forward cannot run while unshard_params shows copies or gradients of the parameters",
+                at=f"{place_of_rank()}, {handle.described}",
+                fix="leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads; what it "
+                "shows in full precision runs under torch.no_grad()",
+            )
         step = self._step
         own = step.steps[handle]
         if own.leaders and self._is_led(own):
@@ -499,7 +451,7 @@ class Forwards:
 
         Args:
             handle: Of the module.
-            module: Whose forward ended.
+            module: The same.
             is_differentiable: Some output takes part in autograd.
             leaks: Backward may get to nodes of this call before it gets to an output, or without.
         """
@@ -515,11 +467,12 @@ class Forwards:
                 self._completion.expect_late(own)
             return self._clock
         self._clock += 1
+        if is_differentiable and not handle.settings.unshard_in_backward:
+            # Backward would read freed memory where it has saved a parameter: autograd compares versions.
+            increment_version([param.leaf() for param in handle.params])
         if is_differentiable and not is_led:
             self._completion.arm(own)
         if leaks:
-            if not step.failure:  # An exception holds on to tensors as well.
-                _notice_leak(handle)
             step.unsharded.retain_until_backward(handle, with_graph=True)
             step.unsharded.notice_backward([handle], self._backwards.begin_backward)
         if is_led:
@@ -566,24 +519,3 @@ class Forwards:
         is_kept = handle.secondary is not None and handle.secondary.are_there and own.kept_in == step.forward_id
         step.unsharded.reshard(handle, keeps_secondary=not is_kept)
         own.kept_in = step.forward_id
-
-
-def _lent(handle: Handle) -> UsageError:
-    fix = "leave the context first, or enter it without rank0_only and offload_to_cpu"
-    if handle.lent is Lent.WHOLE:
-        fix = "leave the context first, or call the module under torch.no_grad(): it is shown in full precision"
-    return UsageError(
-        "a forward cannot run while unshard_params shows copies or gradients of the parameters",
-        at=f"{place_of_rank()}, {handle.described}",
-        fix=fix,
-    )
-
-
-def _notice_leak(handle: Handle) -> None:
-    """Log that the parameters stay in memory, if they would be freed had the forward not leaked."""
-    if handle.settings.reshard_after_forward:
-        warn_once(
-            "a forward leaves tensors by another way than its output: its parameters stay in memory until backward ends"
-            f"\n  at:  {place_of_rank()}, {handle.described}"
-            "\n  fix: return them, keep them as attributes of this module, or compute them under torch.no_grad()"
-        )

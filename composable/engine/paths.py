@@ -1,9 +1,9 @@
 """How bytes travel: how a rank's shard becomes the whole buffer, and gradients this rank's shard of their mean.
 
 One path of each kind a flat buffer, so that what happens on the way can grow. Other ways are paths around a path: a
-cast or a copy from the host first, a second leg over the ranks that hold copies or parts of the shard, a copy to the
-host behind it; or functions of the user's in place of one, or behind it. Whatever the way, the sum is divided once, by
-the ``divisor`` of the path that sums; a communication hook divides by itself.
+cast or a copy from the host first, a second leg over the ranks that hold copies of the shard, a function behind it.
+Whatever the way, the sum is divided once, by the ``divisor`` of the path that sums; a communication hook divides by
+itself.
 
 The second leg of one reduction runs beside the first leg of the next. It may also wait for those of later backwards:
 what first legs gave is kept until then. Memory that a device copies to or from without the host waiting has to be
@@ -17,25 +17,20 @@ from typing import Protocol, TypeAlias
 import torch
 
 from composable.comm import Pending, Transport
-from composable.errors import ConfigError
 
 __all__ = [
     "AllReducePath",
-    "Around",
     "CopyGather",
     "Gather",
-    "GatherPath",
     "GradientPath",
     "KeptShards",
-    "PathHome",
     "Reduction",
     "Replicas",
     "RestingPlace",
     "ScatterPath",
-    "SecondScatterPath",
     "SumPath",
+    "ThenPath",
     "Whole",
-    "divided_before",
 ]
 
 
@@ -74,28 +69,15 @@ class RestingPlace:
             return tensor
         return tensor.pin_memory()
 
-
-class GatherPath(Protocol):
-    """Fills a buffer from the shards of all ranks.
-
-    Attributes:
-        transport: Moves the bytes.
-        key: Of the buffer, the same on all ranks.
-    """
-
-    transport: Transport
-    key: int
-
-    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Start to fill ``buffer`` [W * S] with every rank's ``shard`` [S], on the current stream.
-
-        Collective: all ranks of the shard group, same order. Both stay untouched until ``finish``.
-        """
-        ...
+    def copy(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return ``shard`` [S], of a device, in memory there; the current stream has to get there before it is read."""
+        result = self.empty(shard.numel(), shard.dtype)
+        result.copy_(shard, non_blocking=self.pins)
+        return result
 
 
 class Gather:
-    """One all-gather.
+    """One all-gather, which fills a buffer from the shards of all ranks.
 
     Attributes:
         transport: Moves the bytes.
@@ -107,6 +89,10 @@ class Gather:
         self.key = key
 
     def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Start to fill ``buffer`` [W * S] with every rank's ``shard`` [S], on the current stream.
+
+        Collective: all ranks of the shard group, same order. Both stay untouched until ``finish``.
+        """
         return self.transport.begin_all_gather(buffer, shard, self.key)
 
 
@@ -148,7 +134,8 @@ class GradientPath(Protocol):
         transport: Moves the bytes, or allocates for what moves them.
     """
 
-    transport: Transport
+    @property
+    def transport(self) -> Transport: ...
 
     def begin(self, source: torch.Tensor) -> Reduction:
         """Start to reduce ``source`` [W * S], the gradients of this rank, on the current stream.
@@ -203,27 +190,22 @@ class SumPath(ScatterPath):
     """One reduce-scatter that adds up; the division is a step of its own."""
 
     def begin(self, source: torch.Tensor) -> Reduction:
-        transport = self.transport
-        left = divided_before(source, self._divisor)
-        shard = transport.empty(source.numel() // transport.world_size, source, self._dtype)
-        pending = transport.begin_reduce_scatter(source, shard, self.key)
+        divisor = self._divisor
+        if source.dtype is torch.float16:
+            # The sum could be more than its type holds.
+            source.mul_(1.0 / divisor)
+            divisor = 1.0
+        shard = self.transport.empty(source.numel() // self.transport.world_size, source, self._dtype)
+        pending = self.transport.begin_reduce_scatter(source, shard, self.key)
 
         def finish() -> torch.Tensor:
             pending.finish()
-            return shard.div_(left)
+            return shard.div_(divisor)
 
         return finish
 
 
-def divided_before(source: torch.Tensor, divisor: float) -> float:
-    """Divide ``source``, of any shape, where its sum could be more than its type holds; returns what is left to do."""
-    if source.dtype is not torch.float16:
-        return divisor
-    source.mul_(1.0 / divisor)
-    return 1.0
-
-
-class Around:
+class _Around:
     """A path around another one.
 
     Attributes:
@@ -238,48 +220,39 @@ class Around:
         """That of the other path."""
         return self.inner.transport
 
-    @transport.setter
-    def transport(self, transport: Transport) -> None:
-        self.inner.transport = transport
 
-    @property
-    def failure(self) -> ConfigError | None:
-        """What is wrong with the last result of a function of the user's in the other path."""
-        return getattr(self.inner, "failure", None)
-
-    @failure.setter
-    def failure(self, failure: ConfigError | None) -> None:
-        self.inner.failure = failure  # type: ignore[attr-defined]  # who sets it has read it
-
-
-class PathHome(Around):
-    """A path around a path: its result is copied to where the shard rests.
+class ThenPath(_Around):
+    """Another path, then a function on the shard that it gives.
 
     Args:
-        inner: Reduces.
-        home: Where the results go.
+        inner: The other path.
+        function: Called with the reduced shard [S]; returns what takes its place.
+        at_once: Before ``begin`` returns: functions that communicate run in one order on all ranks, and never for a
+            step that was abandoned.
     """
 
-    def __init__(self, inner: GradientPath, home: RestingPlace) -> None:
+    def __init__(
+        self, inner: GradientPath, function: Callable[[torch.Tensor], torch.Tensor], *, at_once: bool = False
+    ) -> None:
         super().__init__(inner)
-        self._home = home
+        self._function = function
+        self._at_once = at_once
 
     def begin(self, source: torch.Tensor) -> Reduction:
-        return self._then_home(self.inner.begin(source))
+        return self._followed(self.inner.begin(source))
 
     def resume(self) -> Reduction:
-        return self._then_home(self.inner.resume())
+        return self._followed(self.inner.resume())
 
-    def _then_home(self, reduction: Reduction) -> Reduction:
+    def _followed(self, reduction: Reduction) -> Reduction:
         def finish() -> torch.Tensor | None:
             shard = reduction()
-            if shard is None:
-                return None
-            result = self._home.empty(shard.numel(), shard.dtype)
-            result.copy_(shard, non_blocking=self._home.pins)
-            return result
+            return None if shard is None else self._function(shard)
 
-        return finish
+        if not self._at_once:
+            return finish
+        result = finish()
+        return lambda: result
 
 
 class Replicas:
@@ -337,7 +310,7 @@ class KeptShards:
         return total
 
 
-class AllReducePath(Around):
+class AllReducePath(_Around):
     """Another path, then an all-reduce of the shard that it gives over the ranks that hold copies of the shard.
 
     Args:
@@ -362,8 +335,8 @@ class AllReducePath(Around):
         super().__init__(inner)
         self.replicas = replicas
         self.kept = kept
+        self.key = key
         self.dtype = dtype
-        self._key = key
         self._scale = scale
 
     def begin(self, source: torch.Tensor) -> Reduction:
@@ -389,20 +362,6 @@ class AllReducePath(Around):
         self.replicas.due = legs = _TwoLegs(self, first, scale)
         return legs.finish
 
-    def begin_second(self, shard: torch.Tensor, scale: float) -> tuple[Pending, torch.Tensor]:
-        """Start the second leg of ``shard`` [S]; returns what its result lies in as well."""
-        return self.replicas.transport.begin_all_reduce(shard, self._key, scale=scale), shard
-
-
-class SecondScatterPath(AllReducePath):
-    """Another path, then a reduce-scatter of what it gives over ranks with which it is shared; as ``AllReducePath``."""
-
-    def begin_second(self, shard: torch.Tensor, scale: float) -> tuple[Pending, torch.Tensor]:
-        transport = self.replicas.transport
-        dtype = None if shard.dtype is self.dtype else self.dtype
-        part = transport.empty(shard.numel() // transport.world_size, shard, dtype)
-        return transport.begin_reduce_scatter(shard, part, self._key, scale=scale), part
-
 
 class _TwoLegs:
     """A reduction whose first leg was started."""
@@ -411,27 +370,25 @@ class _TwoLegs:
         self._path = path
         self._first: Reduction | None = first
         self._scale = scale
-        self._source: torch.Tensor | None = None  # Untouched until the second leg is over.
         self._second: tuple[Pending, torch.Tensor] | None = None
 
     def start(self) -> None:
         """Wait for the first leg and, if it has a result, start the second one. Collective over the copies."""
         if self._first is None:
             return
-        shard = self._first()
-        if shard is None:
+        shard, path = self._first(), self._path
+        if shard is not None:
+            earlier = path.kept.take()
+            if earlier is not None:
+                shard.mul_(self._scale).add_(earlier)
+                self._scale = 1.0
+            transport = path.replicas.transport
             self._first = None
-            return
-        earlier = self._path.kept.take()
-        if earlier is not None:
-            shard.mul_(self._scale).add_(earlier)
-            self._scale = 1.0
+            self._second = transport.begin_all_reduce(shard, path.key, scale=self._scale), shard
         self._first = None
-        self._source = shard
-        self._second = self._path.begin_second(shard, self._scale)
 
     def finish(self) -> torch.Tensor | None:
-        """Wait for the second leg; returns its result, [S] or a part of it, or what the first leg returned instead."""
+        """Wait for the second leg; returns its result [S], or nothing where the first leg gave none."""
         if self._second is None:
             # This is the one that is due: whatever began later has started it.
             self._path.replicas.start()
@@ -440,5 +397,4 @@ class _TwoLegs:
             return None
         pending, shard = self._second
         pending.finish()
-        self._source = None
         return shard if shard.dtype is self._path.dtype else shard.to(self._path.dtype)

@@ -1,290 +1,441 @@
-"""How the bytes of one flat buffer travel: over which ranks, under which keys, on which paths.
+"""How the bytes of one flat buffer travel: over which ranks, under which keys, on which paths, and what users chose.
+
+A communication hook is registered on a module, and holds for the handles at and below it that no nearer registration
+holds for. What functions of users give is looked at before it is used.
 
 Paths are chosen when the root is known, from what the plan casts, where the shard rests and what the user asked for;
 again when the user asks for something else. Nothing is moved here.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import copy
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from composable.comm import Ranks, Started, Transport
+from composable.comm import Started, Transport
 from composable.engine.paths import (
     AllReducePath,
     CopyGather,
     Gather,
-    GatherPath,
     GradientPath,
     KeptShards,
-    PathHome,
+    Reduction,
     Replicas,
     RestingPlace,
     ScatterPath,
-    SecondScatterPath,
     SumPath,
+    ThenPath,
+    Whole,
 )
-from composable.engine.user_comms import DEFAULT_COMMS, CommGather, Comms, CommScatterPath, HookPath, ThenHookPath
+from composable.errors import ConfigError, UsageError
+from composable.ground.frames import modules_of_copy
+from composable.ground.names import describe_module, described
 
-__all__ = ["Routes"]
-
-
-class _Leg(NamedTuple):
-    """One part of the way: over which ranks, by which transport, under which key of it."""
-
-    transport: Transport
-    key: int
-    group: dist.ProcessGroup
+__all__ = ["DEFAULT_COMMS", "Comms", "HookFunction", "Registration", "Routes", "nearest", "reduced_otherwise"]
 
 
-class _Legs(NamedTuple):
-    """All parts of the way.
+HookFunction: TypeAlias = Callable[..., Any]
+
+
+class Registration:
+    """A communication hook and the module that it was registered on.
 
     Attributes:
-        gather: Over the ranks that share the shard.
-        scatter: The same for reduce-scatters.
-        divisor: Over how many ranks gradients are averaged.
-        copies: Who holds copies of the shard, with the key between them.
-        inner: Over the ranks that gather from secondary shards.
-        hosts: Over those that fill them, which take the second legs of reductions.
+        state: Handed to ``function``.
+        function: The hook.
+        takes_bucket: It is called with a bucket of ``replicate``, as torch's ddp_comm_hooks are, not with gradients.
     """
 
-    gather: _Leg
-    scatter: _Leg
-    divisor: int
-    copies: tuple[Replicas, int] | None = None
-    inner: _Leg | None = None
-    hosts: tuple[Replicas, _Leg] | None = None
+    def __init__(self, module: nn.Module, state: Any, function: HookFunction, *, takes_bucket: bool = False) -> None:
+        self._module: weakref.ref[nn.Module] | None = weakref.ref(module)
+        self.state = state
+        self.function = function
+        self.takes_bucket = takes_bucket
+        self._is_copy_to_place = False
+
+    @property
+    def module(self) -> nn.Module | None:
+        """Where it was registered; ``None``: outside of what was copied, or the module is gone."""
+        return None if self._module is None else self._module()
+
+    @property
+    def name(self) -> str:
+        """What messages call the hook, the same on all ranks."""
+        hook: Any = self.function
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        return f"{getattr(hook, '__module__', '')}.{name} with {type(self.state).__qualname__}"
+
+    def reaches(self, module: nn.Module) -> bool:
+        """Say whether ``module`` is at or below the registration's module."""
+        own = self.module
+        return own is None or module in own.modules()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> "Registration":
+        twin = memo[id(self)] = copy.copy(self)
+        twin.state, twin.function = _copy_hook(self.state, self.function, memo)
+        twin._is_copy_to_place = True
+        return twin
+
+    def place_copy(self, memo: dict[Any, Any]) -> None:
+        """Let a copy know the copy of its module, once modules are copied; one outside stays outside."""
+        if self._is_copy_to_place:
+            self._is_copy_to_place = False
+            module = self.module
+            is_inside = module is not None and module in modules_of_copy(memo)
+            self._module = weakref.ref(copy.deepcopy(module, memo)) if is_inside and module is not None else None
 
 
-class _Unconnected:
-    """In place of a path, before the root is known, and of one that there is none of: nothing asks it."""
+def _copy_hook(state: Any, function: HookFunction, memo: dict[int, Any]) -> tuple[Any, HookFunction]:
+    """Return a deep copy of a hook and its state that talks in the same process groups."""
+    groups = {
+        name: value
+        for name in (*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ()))
+        if isinstance(value := getattr(state, name, None), dist.ProcessGroup)
+    }
+    for group in (state, *groups.values()):
+        if isinstance(group, dist.ProcessGroup):
+            memo[id(group)] = group
+    copied: tuple[Any, HookFunction] = copy.deepcopy((state, function), memo)
+    for name, group in groups.items():
+        # States that can be pickled, such as that of PowerSGD, leave their group behind.
+        setattr(copied[0], name, group)
+    return copied
 
-    transport: Transport | None = None
 
-    def begin(self, *_: object) -> object:
-        raise AssertionError("connected when the root was decided")
+def nearest(registrations: Sequence[Registration]) -> Registration | None:
+    """Return the registration that holds, of those that reach a handle: the one on the innermost module.
 
-    resume = begin
+    Raises:
+        ConfigError: Neither of two modules is inside the other.
+    """
+    found: Registration | None = None
+    for one in registrations:
+        if found is None or (one.module is not None and found.reaches(one.module)):
+            found = one
+    for one in registrations:
+        if found is not None and one is not found and found.module is not None and not one.reaches(found.module):
+            raise ConfigError(
+                "two communication hooks reach the same parameters, and neither is the nearer",
+                at=" and ".join(
+                    describe_module(module) for each in (one, found) if (module := each.module) is not None
+                ),
+                fix="register on the module that owns the parameters",
+            )
+    return found
 
 
-_UNCONNECTED: Any = _Unconnected()
-
-
-class Routes:
-    """The ways of one flat buffer between ranks.
-
-    Args:
-        group: The shard group.
-        home: Where the shard and its gradient rest.
-        gradient_dtype: Of reduced gradients.
-        reduce_dtype: Of gradients on their way.
-        fqn: Of a parameter of the buffer.
-        casts_params: What is gathered has another dtype than the shard.
+@dataclass(frozen=True, eq=False)
+class Comms:
+    """What the user chose for a handle; equal on all ranks.
 
     Attributes:
-        gather_path: How the shard becomes the whole buffer.
-        fill_path: How shards become secondary shards, where these are not left by forward.
-        secondary_path: How the secondary shards of a smaller group become the whole buffer.
-        gradient_path: How the gradients become this rank's shard of their mean.
-        scatter_transport: What reduce-scatters go through; known with the root.
-        comms: What the user chose.
-        kept: What waits for its all-reduce over copies.
+        hook: The registration that holds.
+        divide_factor: What sums of gradients are divided by, instead of the number of ranks.
+        sums_only: Collectives add up, and the division is a step of its own.
+        all_reduce_hook: Called with each reduced shard.
+        all_reduce_stream: Where it runs; ``None``: on that of the reductions.
+
+    Raises:
+        UsageError: A communication hook meets what it would replace.
+    """
+
+    hook: Registration | None = None
+    divide_factor: float | None = None
+    sums_only: bool = False
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    all_reduce_stream: Any = None
+
+    def __post_init__(self) -> None:
+        if self.hook is not None and (self.sums_only or self.divide_factor is not None):
+            name = "sums forced" if self.sums_only else "a gradient divide factor"
+            raise UsageError(
+                f"a module cannot have {name} and a communication hook, which reduces and divides by itself",
+                fix="keep one of the two",
+            )
+
+    def compared_text(self) -> str:
+        """Return what has to be equal on all ranks; empty: nothing was chosen."""
+        own = {
+            f"communication hook {'' if self.hook is None else self.hook.name}": self.hook,
+            f"gradient divide factor {self.divide_factor}": self.divide_factor,
+            "sums forced": self.sums_only,
+            "an all-reduce hook": self.all_reduce_hook,
+        }
+        return ", ".join(text for text, chosen in own.items() if chosen is not None and chosen is not False)
+
+
+DEFAULT_COMMS = Comms()
+
+
+class _HookPath(Whole):
+    """What a communication hook makes of the gradients: it reduces and divides.
+
+    Attributes:
+        transport: Allocates; nothing goes through it.
+
+    Args:
+        transport: Of the ranks that share the shard.
+        hook: With its state.
+        dtype: Of the result.
+        complain: Told what is wrong with a result.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        home: RestingPlace,
-        gradient_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        fqn: str,
-        *,
-        casts_params: bool,
+        transport: Transport,
+        hook: Registration,
+        dtype: torch.dtype,
+        complain: Callable[[ConfigError], None],
+    ) -> None:
+        self.transport = transport
+        self._hook = hook
+        self._dtype = dtype
+        self._complain = complain
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        hook, transport, dtype = self._hook, self.transport, self._dtype
+        output = transport.empty(source.numel() // transport.world_size, source)
+        like = output.view(-1)
+        if output.is_floating_point() or output.is_complex():
+            # What a hook leaves unwritten is to be seen, not to be what memory held before.
+            output.fill_(math.nan)
+        # Another object: hooks may give it other data, and the memory is used again.
+        returned = hook.function(hook.state, source.view(-1), output)
+        what = _what_is_wrong(returned, output, like, dtype)
+        if what:
+            # The ranks have met in the hook: they go on, and are told at the end of backward.
+            self._complain(
+                ConfigError(
+                    f"the communication hook {what}",
+                    fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has, as "
+                    "hooks of LowPrecisionState(..., parameter_type=None) do; return None",
+                )
+            )
+            return _reduced(like.new_zeros(like.shape, dtype=dtype))
+        return _reduced(output if output.dtype is dtype else output.to(dtype))
+
+
+def _run_hook(
+    hook: Callable[[torch.Tensor], object],
+    stream: Any,
+    complain: Callable[[ConfigError], None],
+    shard: torch.Tensor,
+) -> torch.Tensor:
+    """Let a function of the user's change a reduced shard [S] in place, and return the shard.
+
+    Args:
+        hook: The function.
+        stream: Where it runs; ``None``: on the current one.
+        complain: Told what is wrong with what it returned: the ranks may have met in it, so they go on.
+        shard: The shard.
+    """
+    if stream is None:
+        returned = hook(shard)
+    else:
+        module = torch.get_device_module(shard.device)
+        current = module.current_stream()
+        stream.wait_stream(current)
+        try:
+            with module.stream(stream):
+                returned = hook(shard)
+        finally:
+            current.wait_stream(stream)
+    if returned is not None and returned is not shard:
+        wait = getattr(returned, "wait", None)
+        if callable(wait):
+            wait()
+        complain(
+            ConfigError(
+                f"the all-reduce hook returned {described(returned)}",
+                fix="change the shard in place, wait for what that starts, and return None",
+            )
+        )
+    return shard
+
+
+def _reduced(shard: torch.Tensor) -> Reduction:
+    """Return a reduction to ``shard`` that is over, or that the current stream of a device has queued to its end."""
+    return lambda: shard
+
+
+def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:
+    """Let a communication hook average ``gradients`` [N] over ranks that all keep the whole of it.
+
+    Returns:
+        The averages, in the same memory or not; or what is wrong with them.
+    """
+    averaged = gradients.view(-1)
+    what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)
+    if what:
+        fix = (
+            "average the gradients in place, in the dtype that they have, as hooks of "
+            "LowPrecisionState(..., parameter_type=None) do; return None"
+        )
+        return None, ConfigError(f"the communication hook {what}", fix=fix)
+    return averaged, None
+
+
+def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> str:
+    """Say what a hook did to ``output`` that it should not have; empty: nothing."""
+    if returned is not None and returned is not output:
+        wait = getattr(returned, "wait", None)
+        if callable(wait):
+            wait()  # It writes to memory that is about to be freed.
+        return f"returned {described(returned)}"
+    if output.shape != like.shape:
+        return f"left a result of shape {list(output.shape)}, where {list(like.shape)} is due"
+    if output.dtype not in {like.dtype, dtype}:
+        return f"left a result of {str(output.dtype)[6:]}, where {str(like.dtype)[6:]} is due"
+    if output.device != like.device:
+        return f"left a result on {output.device}, where {like.device} is due"
+    return ""
+
+
+class _Leg(NamedTuple):
+    """One part of the way: by which transport, under which key of it."""
+
+    transport: Transport
+    key: int
+
+    @staticmethod
+    def by(transport: Transport) -> "_Leg":
+        return _Leg(transport, transport.allocate_key())
+
+
+class Routes:
+    """The ways of one flat buffer between ranks; ``connect`` comes before anything travels.
+
+    Args:
+        home: Where the shard and its gradient rest.
+        gradient_dtype: Of reduced gradients.
+        reduce_dtype: Of gradients on their way.
+        casts_params: What is gathered has another dtype than the shard.
+
+    Attributes:
+        gather_path: How the shard becomes the whole buffer.
+        secondary_path: How the secondary shards of a smaller group do, where there are any.
+        gradient_path: How the gradients become this rank's shard of their mean.
+        comms: What the user chose.
+        kept: What waits for its all-reduce over copies.
+        failure: What is wrong with what a function of the user's gave last, if anything; who reads it forgets it.
+    """
+
+    def __init__(
+        self, home: RestingPlace, gradient_dtype: torch.dtype, reduce_dtype: torch.dtype, *, casts_params: bool
     ) -> None:
         self.home = home
         self.comms = DEFAULT_COMMS
         self.kept = KeptShards()
-        self.gather_path: GatherPath = _UNCONNECTED
-        self.gradient_path: GradientPath = _UNCONNECTED
-        self.fill_path: GatherPath = _UNCONNECTED
-        self.secondary_path: GatherPath = _UNCONNECTED
-        self._group = group
+        self.failure: ConfigError | None = None
+        self.gather_path: Gather
+        self.secondary_path: Gather
+        self.gradient_path: GradientPath
         self._dtypes = gradient_dtype, reduce_dtype
-        self._fqn = fqn
         self._casts_params = casts_params
-        self.scatter_transport: Transport
-        self._divisor_now = 0
-        self._legs: _Legs | None = None
+        self._ranks = self._divisor = 0
+        self._copies: Replicas | None = None
+        # What moves bytes, with what hang messages call it; of the first the kind of message says it.
+        self._legs: dict[str, _Leg] = {}
 
     def unconnected(self) -> "Routes":
         """Return others for a copy of the buffer, by the same choices of the user, not connected yet."""
-        twin = Routes(self._group, self.home, *self._dtypes, self._fqn, casts_params=self._casts_params)
+        twin = Routes(self.home, *self._dtypes, casts_params=self._casts_params)
         twin.comms = self.comms
         twin.kept.defers = self.kept.defers
         return twin
 
-    # Over which ranks
+    def connect(
+        self, transport: Transport, ranks: int, copies: Replicas | None = None, part: Transport | None = None
+    ) -> None:
+        """Choose who moves the bytes. All ranks of the shard group, the copies and the part, same order.
 
-    def connect(self, transport: Transport, divisor: int, copies: Replicas | None = None) -> None:
-        """Choose who moves the bytes, and over how many ranks gradients are averaged; ``copies``: also over these.
-
-        All ranks of the shard group and of the copies, same order.
+        Args:
+            transport: Of the ranks that share the shard.
+            ranks: Over how many gradients are averaged.
+            copies: Who holds copies of the shard.
+            part: Of the ranks that gather from secondary shards.
         """
-        if self._legs is None or self._legs.gather.transport is not transport:
-            leg = _Leg(transport, transport.allocate_key(), self._group)
-            between = None if copies is None else (copies, copies.transport.allocate_key())
-            self._go_by(_Legs(leg, leg, divisor, between))
-
-    def scatter_by(self, transport: Transport | None) -> None:
-        """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
-
-        All ranks of the shard group, same order.
-        """
-        legs = self._connected_legs()
-        usual = legs.gather if legs.hosts is None or legs.inner is None else legs.inner
-        if transport is None or transport is usual.transport:
-            chosen = usual
-        elif transport is legs.scatter.transport:
-            return
-        else:
-            chosen = _Leg(transport, transport.allocate_key(), self._group)
-        if chosen is not legs.scatter:
-            self._go_by(legs._replace(scatter=chosen))
+        if not self._legs or self._legs[""].transport is not transport:
+            self._ranks, self._copies = ranks, copies
+            legs = {"": _Leg.by(transport)}
+            if copies is not None:
+                legs["all-reduce over copies"] = _Leg.by(copies.transport)
+            if part is not None:
+                legs["all-gather of secondary shards"] = _Leg.by(part)
+            self._choose_paths(legs)
+            # Last: what was cut short is done again.
+            self._legs = legs
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by this in place of the number of ranks, unless the user chose; ``None``: by that.
 
         After ``connect``, from the next reduction on. Every rank alike.
         """
-        if (divisor or 0) != self._divisor_now:
-            self._divisor_now = divisor or 0
-            self._go_by(self._connected_legs())
-
-    def gather_secondary_by(self, transport: Transport, part: Ranks) -> None:
-        """Choose who moves secondary shards; after ``connect``. All ranks of the part, same order.
-
-        Args:
-            transport: Of these ranks.
-            part: Of the ranks that share the buffer.
-        """
-        leg = _Leg(transport, transport.allocate_key(), part.process_group)
-        self._go_by(self._connected_legs()._replace(inner=leg))
-
-    def fill_by(self, between: Replicas, hosts: Ranks) -> None:
-        """Choose who fills secondary shards, and takes both legs of reductions. After ``gather_secondary_by``.
-
-        All ranks of a host, and all with the same place on the hosts, same order.
-
-        Args:
-            between: The ranks that fill them.
-            hosts: The same.
-        """
-        leg = _Leg(between.transport, between.transport.allocate_key(), hosts.process_group)
-        legs = self._connected_legs()
-        self._go_by(legs._replace(scatter=legs.inner or legs.scatter, hosts=(between, leg)))
+        if (divisor or 0) != self._divisor:
+            self._divisor = divisor or 0
+            self._choose_paths(self._legs)
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
-        if self._legs is not None:
-            self._go_by(self._legs)
+        if self._legs:
+            self._choose_paths(self._legs)
+
+    def _choose_paths(self, legs: Mapping[str, _Leg]) -> None:
+        casts = self._casts_params or self.home.is_elsewhere
+        leg = legs[""]
+        self.gather_path = CopyGather(*leg, self.home) if casts else Gather(*leg)
+        if "all-gather of secondary shards" in legs:
+            # Secondary shards lie where the buffer does, in its dtype.
+            self.secondary_path = Gather(*legs["all-gather of secondary shards"])
+        self.gradient_path = self._gradient_path(legs)
+
+    def _gradient_path(self, legs: Mapping[str, _Leg]) -> GradientPath:
+        comms, leg = self.comms, legs[""]
+        gradient_dtype, reduce_dtype = self._dtypes
+        # Both legs carry the same dtype.
+        dtype = gradient_dtype if self._copies is None else reduce_dtype
+        divisor = comms.divide_factor or self._divisor or self._ranks
+        path: GradientPath
+        if comms.hook is not None:
+            path = _HookPath(leg.transport, comms.hook, dtype, self._complain)
+        else:
+            path = (SumPath if comms.sums_only else ScatterPath)(*leg, divisor, dtype)
+        if self._copies is not None:
+            # A communication hook has divided by the ranks that it knows.
+            scale = 1.0 if comms.hook is None else 1.0 / self._copies.transport.world_size
+            key = legs["all-reduce over copies"].key
+            path = AllReducePath(path, self._copies, self.kept, key, gradient_dtype, scale=scale)
+        if comms.all_reduce_hook is not None:
+            hook = functools.partial(_run_hook, comms.all_reduce_hook, comms.all_reduce_stream, self._complain)
+            path = ThenPath(path, hook, at_once=True)
+        return ThenPath(path, self.home.copy) if self.home.is_elsewhere else path
+
+    def _complain(self, failure: ConfigError) -> None:
+        self.failure = self.failure or failure
 
     # For who waits, and who begins anew
 
     def name_of(self, started: Started) -> str | None:
         """Return what a collective does, if it is one of the buffer's."""
         key, is_reduction = divmod(started.tag, 2)
-        what = "reduce-scatter" if is_reduction else "all-gather"
-        for name, transport, own in self._named_legs(what):
-            if key == own and started.transport is transport:
-                return name
+        for name, leg in self._legs.items():
+            if key == leg.key and started.transport is leg.transport:
+                return name or ("reduce-scatter" if is_reduction else "all-gather")
         return None
-
-    def _named_legs(self, what: str) -> Iterator[tuple[str, Transport, int]]:
-        legs = self._legs
-        if legs is None:
-            return
-        leg = legs.scatter if what == "reduce-scatter" else legs.gather
-        if legs.hosts is not None:
-            yield f"{what} between hosts", *legs.hosts[1][:2]
-        if legs.copies is not None:
-            yield "all-reduce over copies", legs.copies[0].transport, legs.copies[1]
-        if legs.inner is not None and legs.inner is not leg:
-            yield f"{what} of secondary shards", *legs.inner[:2]
-        yield what, *leg[:2]
 
     def transports(self) -> set[Transport]:
         """Return all that move bytes of the buffer."""
-        return {leg[1] for what in ("all-gather", "reduce-scatter") for leg in self._named_legs(what)}
+        return {leg.transport for leg in self._legs.values()}
 
     def settle(self) -> None:
         """Wait for all that the transports have started, also where an exception cut that short."""
         for transport in self.transports():
             transport.settle()
-
-    def check_hook(self) -> None:
-        """Raise what is wrong with what the hooks gave last, if anything.
-
-        Raises:
-            ConfigError: Its dtype, shape or device; or the all-reduce hook returned something.
-        """
-        failure = getattr(self.gradient_path, "failure", None)
-        if failure is not None:
-            self.gradient_path.failure = None  # type: ignore[attr-defined]  # it has one
-            raise failure
-
-    # Paths
-
-    def _connected_legs(self) -> _Legs:
-        if self._legs is None:
-            raise AssertionError("connected when the root was decided")
-        return self._legs
-
-    def _go_by(self, legs: _Legs) -> None:
-        casts = self._casts_params or self.home.is_elsewhere
-        self.gather_path = self._gather_over(legs.gather, casts=casts)
-        if legs.inner is not None:
-            # Secondary shards lie where the buffer does, in its dtype.
-            self.secondary_path = self._gather_over(legs.inner, casts=False)
-        if legs.hosts is not None:
-            self.fill_path = self._gather_over(legs.hosts[1], casts=casts)
-        self.gradient_path = self._reduce_over(legs)
-        self.scatter_transport = legs.scatter.transport
-        # Last: what was cut short is done again.
-        self._legs = legs
-
-    def _gather_over(self, leg: _Leg, *, casts: bool) -> GatherPath:
-        if self.comms.all_gather is not None:
-            return CommGather(leg.transport, leg.key, self.comms.all_gather, leg.group, self._fqn)
-        if casts:
-            return CopyGather(leg.transport, leg.key, self.home)
-        return Gather(leg.transport, leg.key)
-
-    def _reduce_over(self, legs: _Legs) -> GradientPath:
-        comms, leg, hosts = self.comms, legs.scatter, legs.hosts
-        gradient_dtype, reduce_dtype = self._dtypes
-        if hosts is not None and (comms.hook is not None or comms.reduce_scatter is not None):
-            # A hook, and a reduce-scatter of the user's, reduce over all ranks of the shard in one leg.
-            leg, hosts = legs.gather, None
-        # Both legs carry the same dtype.
-        dtype = gradient_dtype if legs.copies is None and hosts is None else reduce_dtype
-        divisor = comms.divide_factor or self._divisor_now or legs.divisor
-        path: GradientPath
-        if comms.hook is not None:
-            path = HookPath(leg.transport, comms.hook, dtype)
-        elif comms.reduce_scatter is not None:
-            path = CommScatterPath(leg.transport, comms.reduce_scatter, self._group, divisor, dtype, self._fqn)
-        else:
-            path = (SumPath if comms.sums_only else ScatterPath)(leg.transport, leg.key, divisor, dtype)
-        if hosts is not None:
-            path = SecondScatterPath(path, hosts[0], self.kept, hosts[1].key, gradient_dtype)
-        if legs.copies is not None:
-            replicas, key = legs.copies
-            # A communication hook has divided by the ranks that it knows.
-            scale = 1.0 if comms.hook is None else 1.0 / replicas.transport.world_size
-            path = AllReducePath(path, replicas, self.kept, key, gradient_dtype, scale=scale)
-        if comms.all_reduce_hook is not None:
-            path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
-        return PathHome(path, self.home) if self.home.is_elsewhere else path

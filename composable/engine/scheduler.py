@@ -11,7 +11,7 @@ from composable.engine.handle import Handle
 from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step, StepEvent, StepListener
-from composable.engine.unsharded import Streams, drop_secondary, end_fill
+from composable.engine.unsharded import Streams, drop_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending
 
@@ -26,12 +26,6 @@ class Scheduler:
         streams: Of the device where they live.
         at_end: Lets its backwards run at the end of the running one; returns what autograd frees when that ends.
         settings: Of the root, read whenever they matter.
-
-    Attributes:
-        handles: The handles.
-        step: Where the running step is.
-        forwards: Runs the forwards.
-        backwards: Runs the backwards.
     """
 
     def __init__(
@@ -95,8 +89,6 @@ class Scheduler:
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         self.step.unsharded.begin_unshard(handle)
-        if self.step.steps[handle].leaders:
-            end_fill(handle)
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.
@@ -122,10 +114,6 @@ class Scheduler:
         for handle in tuple(self.step.unsharded.members):
             if handle.view is ParamView.HIDDEN and handle.settings.reshard_after_backward:
                 self.step.unsharded.reshard(handle)
-
-    def free_kept(self, handle: Handle) -> None:
-        """Free memory that ``handle`` was to keep and no longer is, where nothing is unsharded there."""
-        self.step.unsharded.free_kept(handle)
 
     def check_between_steps(self) -> None:
         """Raise ``UsageError`` where a step is running, or reductions are under way."""

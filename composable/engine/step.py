@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from composable.comm import Grid
-from composable.engine.finish import GradientFinalizer
+from composable.engine.finish import GradientFinalizer, stepped_already
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.param import ParamView
-from composable.engine.unsharded import Streams, Unsharded, end_fill, end_secondary
+from composable.engine.unsharded import Streams, Unsharded, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import current_graph_task_id
 
@@ -136,15 +136,8 @@ class Companion(StepListener, Protocol):
 class Step:
     """What forwards and backwards of one root share.
 
-    Args:
-        handles: All handles of the root, left to right, depth first.
-        streams: Of the device where they live.
-        settings: Of the root, read whenever they matter.
-
     Attributes:
         steps: Where each handle is in the step.
-        unsharded: Which handles are unsharded.
-        finalizer: Reduces gradients and hands them over.
         listeners: Hear of each event, in this order; as a rule there are none.
         running: The managed modules whose forwards have started and not ended, outermost first.
         first_nodes: Of each of these, the number of autograd's next node when it started; -1: in backward.
@@ -224,13 +217,11 @@ class Step:
 
         What runs outside of a step, and a forward after the one that left them, needs those of now.
         """
-        secondary = handle.secondary
-        if secondary is None or (secondary.fills and self.has_idle_ranks):
-            # Which of them this step has filled only who ran its forward knows.
+        if handle.secondary is None or not handle.secondary.are_there:
             return False
         if self.running and self.first_nodes[-1] >= 0 and not self.is_backward:
-            return secondary.fills or self.steps[handle].kept_in == self.forward_id
-        return secondary.are_there and self.is_backward and current_graph_task_id() != -1
+            return self.steps[handle].kept_in == self.forward_id
+        return self.is_backward and current_graph_task_id() != -1
 
     # Memory
 
@@ -239,11 +230,9 @@ class Step:
         unsharded = self.unsharded
         unsharded.begin_unshard(step.handle)
         if step.followers:
-            followers = [one.handle for one in step.followers if one.handle.held_with is None]
-            for handle in followers:
-                unsharded.begin_unshard(handle)
-            for handle in followers:
-                end_fill(handle)
+            for one in step.followers:
+                if one.handle.held_with is None:
+                    unsharded.begin_unshard(one.handle)
 
     def reshard_unless_running(self, handle: Handle) -> None:
         """Free the parameters; a backward inside a forward leaves the modules around it as they are."""
@@ -276,9 +265,6 @@ class Completion:
     """The handles that the next backward completes, or the running one has still to complete.
 
     A forward arms them. When a backward begins they are queued, in the order of their first forwards.
-
-    Args:
-        step: Of the root.
     """
 
     def __init__(self, step: Step) -> None:
@@ -393,7 +379,7 @@ class Completion:
             if own.is_late:
                 own.is_late = False
                 if own.handle.steppers:
-                    raise _stepped_already(own.handle)
+                    raise stepped_already(own.handle)
                 self._complete(own, is_early=False)
 
     def complete_kept(self, waiting: Sequence[HandleStep]) -> None:
@@ -450,11 +436,3 @@ class Completion:
             if handle.view is ParamView.GATHERING:
                 step.unsharded.unshard(handle)
             end_secondary(handle)
-
-
-def _stepped_already(handle: Handle) -> UsageError:
-    return UsageError(
-        "more of a gradient arrives in the backward that has stepped on the rest of it",
-        at=f"{place_of_rank()}, module {handle.fqn!r}",
-        fix="run one backward for each forward, or step after backward",
-    )

@@ -2,8 +2,8 @@
 
 New memory holds whatever was there before, and a model that trains on it is silently wrong. So what
 has to be filled by others is marked when it is made, and looked at before it is used: floats are NaN,
-which also shows in every result; in other types every byte is 0xA5, which no boolean has, and integers
-get out of every range. A mark costs one write of the memory, a look at filled memory some bytes.
+of bits that no operation gives, which also shows in every result; in other types every byte is 0xA5,
+which no boolean has, and integers get out of every range.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,6 @@ META_FIX = (
     "or fully_shard(..., sync_module_states=True) with values on the first rank"
 )
 
-_NAN_BYTE = 0xFF  # all ones is NaN in every format that torch has
-_OTHER_BYTE = 0xA5
-_FIRST_LOOK_BYTES = 64
-_CHUNK_BYTES = 1 << 20
-
 
 class MarkedMemory(TorchDispatchMode):
     """A context in which every tensor that is made without values is marked."""
@@ -44,41 +39,30 @@ class MarkedMemory(TorchDispatchMode):
 
 
 def mark_unfilled(tensor: torch.Tensor) -> None:
-    """Overwrite a tensor of any shape with the mark; nothing happens on the meta device, and to what is not dense."""
-    if not _has_plain_memory(tensor):
-        return
-    if tensor.is_contiguous():
-        _as_bytes(tensor).fill_(_mark_of(tensor))
-    else:
-        marked = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        _as_bytes(marked).fill_(_mark_of(tensor))
-        tensor.data.copy_(marked)
+    """Overwrite new memory of any shape with the mark; nothing happens on the meta device, and to what is not dense."""
+    if _can_be_told(tensor):
+        tensor.untyped_storage().fill_(_mark_of(tensor))  # type: ignore[attr-defined]  # torch leaves it out
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
     """Say whether a tensor of any shape and dtype still holds the mark and nothing else."""
-    if not _has_plain_memory(tensor):
+    if not _can_be_told(tensor):
         return False
-    found = _as_bytes(tensor.detach().contiguous())
-    mark = _mark_of(tensor)
-    return bool((found[:_FIRST_LOOK_BYTES] == mark).all()) and all(
-        bool((chunk == mark).all()) for chunk in found.split(_CHUNK_BYTES)
-    )
+    found, mark = tensor.detach().contiguous().view(-1).view(torch.uint8), _mark_of(tensor)
+    # A few bytes first: as a rule there are values.
+    return bool((found[:64] == mark).all()) and bool((found == mark).all())
 
 
-def _has_plain_memory(tensor: torch.Tensor) -> bool:
+def _can_be_told(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    # A few bytes may be the mark by chance.
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and tensor.numel() > 0
+        is_plain
+        and not (tensor.is_meta or tensor.is_quantized)
+        and tensor.numel() > (7 if tensor.dtype in (torch.uint8, torch.int8) else 0)
     )
 
 
 def _mark_of(tensor: torch.Tensor) -> int:
-    return _NAN_BYTE if tensor.is_floating_point() or tensor.is_complex() else _OTHER_BYTE
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.data.view(-1).view(torch.uint8)
+    # All ones is NaN in every format that torch has.
+    return 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0xA5

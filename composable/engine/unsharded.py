@@ -23,7 +23,6 @@ from composable.engine.handle import Handle, HandleStep
 from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
-from composable.engine.secondary import Filling
 from composable.ground.frames import in_region, watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
@@ -258,13 +257,12 @@ class Unsharded:
     Args:
         handles: All handles of the root.
         streams: Of the device where they live.
-        takes_secondary: Says whether a gather of a handle that has secondary shards, or fills them, may now be from
-            these; equal on all ranks.
+        takes_secondary: Says whether a gather of a handle that has secondary shards may now be from these; equal on
+            all ranks.
         on_gather: Called before each gather, if anybody listens.
 
     Attributes:
         hears: Somebody listens.
-        streams: As given; others may take their place where nothing is unsharded.
         members: The handles; they may be resharded by what is done for each.
         find_stale: Lets the ranks find out together which unsharded handles are older than their shards.
     """
@@ -281,7 +279,6 @@ class Unsharded:
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._handles = tuple(handles)
-        self._filling = tuple(one for one in handles if one.secondary is not None and one.secondary.fills)
         self._takes_secondary = takes_secondary
         self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, None] = {}
@@ -305,12 +302,7 @@ class Unsharded:
         handle.show(refuse_strangers)
 
     def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
-        """Start gathering ahead of use; ``unshard`` waits for it.
-
-        Args:
-            handle: The handle.
-            takes_secondary: From secondary shards or not; ``None``: as this rank's own step asks for.
-        """
+        """Start gathering ahead of use, ``unshard`` waits for it; ``takes_secondary``: from secondary shards or not."""
         if handle.view is not ParamView.SHARDED:
             return
         secondary = handle.secondary
@@ -329,11 +321,7 @@ class Unsharded:
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
 
-        A gather in flight is waited for, since peers take part in it.
-
-        Args:
-            handle: The handle.
-            keeps_secondary: Copy secondary shards out of them before.
+        A gather in flight is waited for, since peers take part in it. Secondary shards are copied out of them before.
         """
         if handle not in self.members or handle.held_with is not None:
             return
@@ -370,7 +358,7 @@ class Unsharded:
             has_idle_ranks: Some rank runs no modules, so nobody is asked.
             written: When the optimizer has written the shards, if not in the order of the current stream.
         """
-        if not (self.members or self._filling):
+        if not self.members:
             return
         kept = []
         for handle in tuple(self.members):
@@ -383,14 +371,6 @@ class Unsharded:
                 self.reshard(handle)
             elif handle.settings.reshard_option is False and handle.is_unsharded:
                 kept.append(handle)  # By a forward without gradients.
-        # Others have secondary shards that may be older than their shards; who has none asks as well.
-        for handle in self._filling:
-            if handle.held_with is None and handle not in kept:
-                if handle in self.members:
-                    # Unsharded by hand: it is used as it is, and has newer values.
-                    drop_secondary(handle)
-                else:
-                    kept.append(handle)
         if kept:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
@@ -414,16 +394,8 @@ class Unsharded:
                 handle.discount_writes()
                 continue
             self.reshard(handle)
-            if handle in self._filling:
-                drop_secondary(handle)
 
     # Memory that stays
-
-    def free_kept(self, handle: Handle) -> None:
-        """Free the memory of the buffers of ``handle``, unless it is unsharded or retained."""
-        if handle not in self.members and handle not in self._retained:
-            handle.free_buffers()
-            self.streams.resharded()
 
     def retain_until_backward(self, handle: Handle, *, with_graph: bool = False) -> None:
         """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
@@ -445,12 +417,7 @@ class Unsharded:
         self._calls.setdefault(handle, []).append(watch_running_node())
 
     def notice_backward(self, handles: Iterable[Handle], hear: Callable[[], None]) -> None:
-        """Hear of the next backward also if it gets to no output of an annotated module.
-
-        Args:
-            handles: Whose leaves tell of it.
-            hear: A bound method, called when a backward gets to one of them.
-        """
+        """Call a bound method at the next backward also if that gets to a leaf of ``handles``, and to no output."""
         for handle in handles:
             if handle not in self._leaf_hooks:
                 leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
@@ -509,16 +476,6 @@ def drop_secondary(handle: Handle) -> None:
 
 
 def end_secondary(handle: Handle) -> None:
-    """Free secondary shards of one forward, whose values no other reads; those that a forward filled stay."""
-    if handle.secondary is not None and handle.secondary.are_there and not handle.secondary.fills:
+    """Free secondary shards of one forward, whose values no other reads."""
+    if handle.secondary is not None and handle.secondary.are_there:
         drop_secondary(handle)
-
-
-def end_fill(handle: Handle) -> None:
-    """Start the all-gathers of a handle that wait for a secondary shard; nothing if there are none.
-
-    For whose modules run in orders of their own on each rank: what waits for them starts gathers in that order.
-    """
-    for gather in handle.gathers or ():
-        if isinstance(gather, Filling):
-            gather.go_on()

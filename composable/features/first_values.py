@@ -6,7 +6,7 @@ rank that keeps it, handle by handle. Plain buffers are listed, moved, and made 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -14,19 +14,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Ranks
-from composable.engine import FlatBuffer, MarkedMemory, ShardedParam, has_own_setattr, is_unfilled, mark_unfilled
+from composable.engine import FlatBuffer, MarkedMemory, ShardedParam, has_own_setattr, is_unfilled
 from composable.errors import ConfigError
 from composable.features.whole_values import spread_from
 from composable.ground.names import SUCCESSOR, dtype_text, join_fqn, list_text
 from composable.planning import HandleMembers
 
-__all__ = ["FirstValues", "ParamInitFn", "broadcast_buffer", "buffer_slots", "describe_buffers", "move_buffers"]
+__all__ = ["FirstValues", "ParamInitFn", "describe_buffers", "move_buffers"]
 
 
 _Slot = tuple[nn.Module, str]
 
 
-def buffer_slots(names: Mapping[nn.Module, str]) -> list[list[_Slot]]:
+def _buffer_slots(names: Mapping[nn.Module, str]) -> list[list[_Slot]]:
     """Return the places of every plain buffer, those of one tensor together."""
     found: dict[int, list[_Slot]] = {}
     for module in names:
@@ -44,7 +44,7 @@ def _buffer_in(slots: Sequence[_Slot]) -> torch.Tensor:
 def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
     """Return a line for every buffer, to compare between ranks."""
     lines = []
-    for slots in buffer_slots(names):
+    for slots in _buffer_slots(names):
         buffer = _buffer_in(slots)
         fqns = " = ".join(repr(join_fqn(names[module], name)) for module, name in slots)
         lines.append(f"buffer {fqns} {list(buffer.shape)} {dtype_text(buffer.dtype)}")
@@ -53,7 +53,7 @@ def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
 
 def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
     """Move buffers to the device where the parameters will be unsharded; those on meta stay."""
-    for slots in buffer_slots(names):
+    for slots in _buffer_slots(names):
         buffer = _buffer_in(slots)
         if not buffer.is_meta and buffer.device.type != device.type:
             moved = buffer.to(device)
@@ -61,7 +61,7 @@ def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
                 module._buffers[name] = moved
 
 
-def broadcast_buffer(slots: Sequence[_Slot], ranks: Ranks) -> None:
+def _broadcast_buffer(slots: Sequence[_Slot], ranks: Ranks) -> None:
     """Make a buffer that of the first rank, on every rank: in place where it has memory, else as one new tensor."""
     buffer = _buffer_in(slots)
     is_source = ranks.rank == 0
@@ -89,7 +89,6 @@ class FirstValues:
         names: The modules that the annotation manages, in order, with their FQNs.
         members: Each handle's original parameters.
         built: Each handle's buffers.
-        device: Where shards live.
     """
 
     def __init__(
@@ -97,10 +96,8 @@ class FirstValues:
         names: Mapping[nn.Module, str],
         members: Sequence[HandleMembers],
         built: Sequence[Sequence[FlatBuffer]],
-        device: torch.device,
     ) -> None:
         self._names = names
-        self._device = device
         self._handles: list[list[tuple[nn.Parameter, ShardedParam]]] = [
             [
                 (member.originals[span.fqn], param)
@@ -172,8 +169,8 @@ class FirstValues:
         for pairs in self._handles:
             values = [param.storage_of(self._values.get(id(original), original)) for original, param in pairs]
             spread_from([param.ragged for _, param in pairs], grid, first, values.__getitem__)
-        for slots in buffer_slots(self._names):
-            broadcast_buffer(slots, grid.everyone)
+        for slots in _buffer_slots(self._names):
+            _broadcast_buffer(slots, grid.everyone)
 
     def finish(self) -> None:
         """Leave a note on every buffer that was replaced, for annotations that find it under another name."""
@@ -190,95 +187,64 @@ class FirstValues:
     def _run(self, fn: ParamInitFn, keep: Callable[[nn.Parameter, torch.Tensor], None], *, is_final: bool) -> None:
         """Call ``fn`` on each module that owns something on the meta device, in order.
 
+        A tensor with several names stays one: each owner gets what the one before it left. What was filled by one owner
+        and only made anew by another keeps its values.
+
         Args:
             fn: Of the user.
             keep: Called with an original and its full value, once nothing changes it any more.
             is_final: What has no values now will never have any.
         """
-        run = _InitRun(self._names, self._params, keep, self._device)
+        own = {module: self._own(module) for module in self._names}
+        todo = {module: tensors for module, tensors in own.items() if any(one.is_meta for one in tensors.values())}
+        uses = Counter(id(tensor) for tensors in todo.values() for tensor in tensors.values())
+        # What the function has made so far, by what it is in the place of.
+        latest: dict[int, torch.Tensor] = {}
+        without: list[str] = []
         try:
-            for module in run.todo:
+            for module, tensors in todo.items():
+                self._check_untouched(module, tensors)
+                for name, before in tensors.items():
+                    if id(before) in latest:
+                        _put(module, name, before, latest[id(before)])
                 # Marks tell memory that the function only made from values that it gave.
                 with MarkedMemory() if is_final else nullcontext():
-                    run.call(fn, module)
+                    fn(module)
+                for name, before in tensors.items():
+                    fqn = join_fqn(self._names[module], name)
+                    value = _made(module, name, before, fqn)
+                    if value is not None and not (id(before) in latest and is_unfilled(value)):
+                        latest[id(before)] = value
+                    uses[id(before)] -= 1
+                    if uses[id(before)] == 0:
+                        last = latest.get(id(before))
+                        if last is None or is_unfilled(last):
+                            without.append(fqn)
+                        elif isinstance(before, nn.Parameter):
+                            keep(before, latest.pop(id(before)))
+                    if isinstance(before, nn.Parameter):
+                        _put(module, name, before, before)
         finally:
-            run.restore_params()
-        if is_final and run.without:
+            for module, tensors in todo.items():
+                for name, before in tensors.items():
+                    _put(module, name, before, before if isinstance(before, nn.Parameter) else latest.get(id(before)))
+        if is_final and without:
             raise ConfigError(
                 "param_init_fn left parameters or buffers without values",
-                at=list_text(dict.fromkeys(run.without)),
+                at=list_text(dict.fromkeys(without)),
                 fix="let it give values to all that its module owns itself, also to buffers that __init__ computes",
             )
 
+    def _own(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the parameters that get values here, and the buffers, of ``module`` itself, by name."""
+        params = {name: one for name, one in module._parameters.items() if id(one) in self._params and one is not None}
+        return params | {name: one for name, one in module._buffers.items() if one is not None}
 
-class _InitRun:
-    """One pass of the user's function over the modules.
-
-    A tensor with several names stays one: each owner gets what the one before it left. What
-    was filled by one owner and only made anew by another keeps its values.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[nn.Module, str],
-        params: Mapping[int, ShardedParam],
-        keep: Callable[[nn.Parameter, torch.Tensor], None],
-        device: torch.device,
-    ) -> None:
-        self._names = names
-        self._keep = keep
-        self._device = device
-        self._originals: dict[nn.Module, dict[str, nn.Parameter]] = {
-            module: {
-                name: param for name, param in module._parameters.items() if param is not None and id(param) in params
-            }
-            for module in names
-        }
-        self._buffers = {module: dict(module._buffers) for module in names}
-        self.todo = [module for module in names if any(tensor.is_meta for tensor in self._own(module))]
-        self._uses = Counter(id(tensor) for module in self.todo for tensor in self._own(module))
-        self._is_shared = {key for key, count in self._uses.items() if count > 1}
-        self._latest: dict[int, torch.Tensor] = {}
-        self.without: list[str] = []
-
-    def call(self, fn: ParamInitFn, module: nn.Module) -> None:
-        """Let ``fn`` initialise what ``module`` owns itself, and take the parameters away from it."""
-        originals, buffers = self._originals[module], self._buffers[module]
-        self._check_untouched(module)
-        for name, original in originals.items():
-            if id(original) in self._is_shared and original.is_meta:
-                put(module, name, self._stand_in(original))
-        for name, buffer in buffers.items():
-            if buffer is not None and id(buffer) in self._latest:
-                module._buffers[name] = self._latest[id(buffer)]
-        fn(module)
-        for name, original in originals.items():
-            self._take(module, name, original, module._parameters.get(name))
-            put(module, name, original)
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                self._take(module, name, buffer, module._buffers.get(name))
-                module._buffers[name] = self._latest.get(id(buffer), buffer)
-
-    def restore_params(self) -> None:
-        """Let the modules hold their original parameters, and one tensor under all names of a buffer."""
-        for module in self.todo:
-            for name, original in self._originals[module].items():
-                if module._parameters.get(name) is not original:
-                    put(module, name, original)
-            for name, buffer in self._buffers[module].items():
-                if id(buffer) in self._latest:
-                    module._buffers[name] = self._latest[id(buffer)]
-
-    def _own(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        yield from self._originals[module].values()
-        yield from (buffer for buffer in self._buffers[module].values() if buffer is not None)
-
-    def _check_untouched(self, module: nn.Module) -> None:
+    def _check_untouched(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         changed = [
             join_fqn(self._names[module], name)
-            for name, original in self._originals[module].items()
-            if module._parameters.get(name) is not original
+            for name, original in tensors.items()
+            if isinstance(original, nn.Parameter) and module._parameters.get(name) is not original
         ]
         if changed:
             raise ConfigError(
@@ -287,43 +253,34 @@ class _InitRun:
                 fix="let it change what its module owns itself only: module.to_empty(device=..., recurse=False)",
             )
 
-    def _stand_in(self, original: nn.Parameter) -> nn.Parameter:
-        """Return a real parameter for one with several names, over the values that it has so far."""
-        if id(original) not in self._latest:
-            self._latest[id(original)] = torch.empty_like(original, device=self._device)
-            mark_unfilled(self._latest[id(original)])
-        return nn.Parameter(self._latest[id(original)].detach(), requires_grad=original.requires_grad)
 
-    def _take(self, module: nn.Module, name: str, before: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Note what the function made of one tensor, and hand it over after its last owner's turn."""
-        fqn = join_fqn(self._names[module], name)
-        if value is not None and (value.shape != before.shape or value.dtype != before.dtype):
-            raise ConfigError(
-                f"param_init_fn changed {list(before.shape)} {dtype_text(before.dtype)} to "
-                f"{list(value.shape)} {dtype_text(value.dtype)}",
-                at=repr(fqn),
-                fix="let it give values, and keep shape and dtype",
-            )
-        if not before.is_meta and not isinstance(before, nn.Parameter):
-            # A buffer that had values, perhaps from an earlier annotation: other names of it must see the new ones.
-            if value is not None and value is not before and not value.is_meta and not is_unfilled(value):
-                before.data.copy_(value)
-            self._latest[id(before)] = before
-        elif value is not None and not value.is_meta and not (id(before) in self._latest and is_unfilled(value)):
-            self._latest[id(before)] = value.detach()
-        self._uses[id(before)] -= 1
-        if self._uses[id(before)]:
-            return
-        latest = self._latest.get(id(before))
-        if latest is None or is_unfilled(latest):
-            self.without.append(fqn)
-        if latest is not None and isinstance(before, nn.Parameter):
-            del self._latest[id(before)]
-            self._keep(before, latest)
+def _made(module: nn.Module, name: str, before: torch.Tensor, fqn: str) -> torch.Tensor | None:
+    """Return what a function has put into the place of a parameter or buffer; ``None``: it has no values."""
+    is_param = isinstance(before, nn.Parameter)
+    value = (module._parameters if is_param else module._buffers).get(name)
+    if value is not None and (value.shape != before.shape or value.dtype != before.dtype):
+        raise ConfigError(
+            f"param_init_fn changed {list(before.shape)} {dtype_text(before.dtype)} to "
+            f"{list(value.shape)} {dtype_text(value.dtype)}",
+            at=repr(fqn),
+            fix="let it give values, and keep shape and dtype",
+        )
+    if is_param or before.is_meta:
+        return None if value is None or value.is_meta else value.detach()
+    # A buffer that had values, perhaps from an earlier annotation: other names of it must see the new ones.
+    if value is not None and value is not before and not value.is_meta and not is_unfilled(value):
+        before.data.copy_(value)
+    return before
 
 
-def put(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Let ``module`` hold ``param``, also if it watches assignments."""
+def _put(module: nn.Module, name: str, before: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Let ``module`` hold ``value``, if any, in the place of ``before``, also if it watches assignments."""
+    if value is None:
+        return
+    if not isinstance(before, nn.Parameter):
+        module._buffers[name] = value
+        return
+    param = value if value is before else nn.Parameter(value, requires_grad=before.requires_grad)
     if has_own_setattr(module):
         setattr(module, name, param)
     else:

@@ -1,7 +1,8 @@
-"""Parameters that are named to ``torch.autograd.backward`` and ``grad``: forwards have computed with their other face.
+"""Parameters that are named to ``torch.autograd.backward``: forwards have computed with their other face.
 
 ``model.parameters()`` are sharded between steps, and a graph has the unsharded ones. torch tells nobody which inputs
-it was given, so the first annotation of a process changes the bodies of these two functions.
+it was given, so the first annotation of a process changes the body of that function. ``torch.autograd.grad`` raises by
+itself: it finds none of them in the graph.
 """
 
 import inspect
@@ -12,18 +13,14 @@ import torch
 
 from composable.dtensor import RaggedDTensor
 from composable.engine import handle_of
-from composable.errors import UsageError, place_of_rank, warn_once
-from composable.ground.names import list_text
-from composable.ground.ownership import claim_of
 from composable.ground.torch_private import replace_body
 
 __all__ = ["follow_inputs"]
 
 
 def follow_inputs() -> None:
-    """Let ``backward(inputs=)`` find sharded parameters, and ``grad`` say what it does not; once in a process."""
+    """Let ``backward(inputs=)`` find sharded parameters; once in a process."""
     replace_body(torch.autograd.backward, _backward, only_with=("inputs", 5))
-    replace_body(torch.autograd.grad, _grad)
 
 
 def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,28 +30,6 @@ def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
     if faces:
         call.arguments["inputs"] = [*inputs, *faces]
     return original(*call.args, **call.kwargs)
-
-
-def _grad(original: Any, *args: Any, **kwargs: Any) -> Any:
-    inputs = _listed(kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else ())
-    if claim := next(filter(None, map(claim_of, inputs)), None):
-        warn_once(
-            "torch.autograd.grad of replicated parameters gives the gradients of this rank alone"
-            f"\n  at:  {place_of_rank()}, parameter {claim.fqn!r}"
-            "\n  fix: call backward() and read param.grad; or average them, if those of all ranks are meant"
-        )
-    try:
-        return original(*args, **kwargs)
-    except RuntimeError as error:
-        names = [str(one._spec.layout.label) for one in inputs if _unsharded(one) is not None]
-        if not names:
-            raise
-        raise UsageError(
-            f"torch.autograd.grad of sharded parameters: {error}",
-            at=f"{place_of_rank()}, {list_text(names)}",
-            fix="call backward() and read param.grad; or run forward and grad inside unshard_params(model), where the "
-            "gradients are those of this rank",
-        ) from error
 
 
 def _listed(inputs: Any) -> list[Any]:

@@ -36,7 +36,6 @@ __all__ = [
     "excludes",
     "get_registry",
     "managing_state",
-    "promote_member",
     "remove_annotation",
     "remove_member",
     "set_member",
@@ -156,12 +155,6 @@ def remove_member(module: nn.Module, api_name: str) -> None:
 def remove_annotation(module: nn.Module, api_name: str) -> None:
     """Take ``api_name`` off ``module``'s registry; what the API did to the module is its own to undo."""
     _remove(module, _record_of(module).annotations, api_name)
-
-
-def promote_member(module: nn.Module, annotation: Annotation) -> None:
-    """Make a member of ``annotation.state`` a module that carries the annotation itself."""
-    remove_member(module, annotation.name)
-    _record_for_write(module).annotations[annotation.name] = annotation
 
 
 @overload

@@ -59,7 +59,6 @@ try:
     from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
     from torch._C._autograd import _get_sequence_nr as next_node_number  # of the next node of autograd of this thread
-    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks  # or None
     from torch.autograd.variable import Variable  # its `_execution_engine` runs the end of a backward
     from torch.nn.utils import stateless
     from torch.utils._pytree import tree_map  # moves nested inputs to the device

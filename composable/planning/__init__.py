@@ -35,12 +35,11 @@ from composable.planning.structure import (
     name_modules,
     replacement_of,
 )
-from composable.planning.subclasses import PROTOCOL, Form, SplitNode
+from composable.planning.subclasses import Form, SplitNode
 
 __all__ = [
     "NO_CASTS",
     "NO_OFFLOAD",
-    "PROTOCOL",
     "AlignLike",
     "BufferPlan",
     "CPUOffloadPolicy",

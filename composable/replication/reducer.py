@@ -1,5 +1,6 @@
 """What is chosen for, and asked of, the averaging of some parameters' gradients; how it is copied, moved and closed."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Transport
-from composable.engine import Registration, Stepper, copied_registrations, nearest, refuse_steppers
+from composable.engine import Registration, Stepper, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
 from composable.replication.averaging import GradientAverager
 from composable.replication.buckets import Bucket
@@ -119,9 +120,8 @@ class Reducer(GradientAverager):
         twin.requires_gradient_sync = syncs if after is None else after
         twin.is_last_backward = self.is_last_backward
         twin._kept[:] = self._kept
-        # The nearest comes first; nobody can ask where the modules are while they are being copied.
-        twin.comm_hooks = tuple(copied_registrations(self.comm_hooks, memo))
-        twin.exchange.hook = next(iter(twin.comm_hooks), None)
+        twin.comm_hooks = tuple(copy.deepcopy(one, memo) for one in self.comm_hooks)
+        twin.exchange.hook = copy.deepcopy(self.exchange.hook, memo)
         twin.exchange.arrangement.expect_like(self.exchange.arrangement)
         if self._static is not None:
             twin._static = StaticGraph(self._static.counts, self._static.used, self._static.unused)

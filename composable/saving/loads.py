@@ -207,13 +207,11 @@ def make_room(
                 room = torch.empty(param.local_shape, dtype=param.spec.dtype, device=param.home)
                 mark_unfilled(room)
                 param.show(room)
-                state.mark_handles()
             elif name in submodule._buffers:
                 if id(tensor) not in buffers:
                     buffers[id(tensor)] = torch.empty_like(tensor, device=device)
                     mark_unfilled(buffers[id(tensor)])
                 submodule._buffers[name] = buffers[id(tensor)]
-                state.marked_buffers.append((submodule, name))
 
 
 def _bring_back(module: nn.Module, _: Any) -> None:

@@ -21,7 +21,6 @@ from composable.comm.transport import (
     transport_class,
 )
 from composable.errors import ConfigError, DesyncError
-from tests.ordered_groups import needs_ordered_groups
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 TRANSPORTS = ["process_group", "point_to_point"]
@@ -213,23 +212,6 @@ def exchange_in_part_of_the_world(name: str, groups: list[list[int]]) -> tuple[i
 def test_groups_that_are_parts_of_the_world(name: str) -> None:
     found = run_ranks(exchange_in_part_of_the_world, 4, name, [[0, 2], [1, 3]])
     assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
-
-
-@needs_ordered_groups
-@each_transport
-@on_ranks(3, run=run_ranks)
-def test_slices_follow_the_order_of_the_group(name: str) -> None:
-    group = dist.new_group([2, 0, 1], sort_ranks=False)
-    transport = transport_class(name)(group)
-    assert transport.rank == [2, 0, 1].index(dist.get_rank())
-    for numel in (SMALL, LARGE):
-        exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
-        for pending in exchange.pendings:
-            pending.finish()
-        exchange.check()
-    tensor = torch.tensor([float(dist.get_rank())])
-    transport.begin_broadcast(tensor, 0, transport.allocate_key()).finish()
-    assert tensor.item() == 2
 
 
 @each_transport

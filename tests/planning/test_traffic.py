@@ -110,13 +110,6 @@ a rank sends in a step: 61.4 KiB inside its host, 61.4 KiB to others, in 14 coll
     )
 
 
-def test_a_part_of_a_plan_is_on_the_same_hosts() -> None:
-    made = plan(MLP(layers=1), policy={MLPBlock}, world_size=4, ranks_per_host=2)
-    part = made.part(made.handles[1:], {"blocks.0": ""}, ["MLPBlock"])
-    # Without the root around it.
-    assert part.expected_traffic().between_bytes == made.expected_traffic().handles[1].between_bytes
-
-
 # -- a live annotation
 
 

@@ -33,20 +33,6 @@ def update_after_unshard(bench: Bench) -> None:
         bench.update()
 
 
-def reshard_by_hand(bench: Bench) -> None:
-    for seed in range(2):
-        for block in bench.blocks:
-            block.unshard()
-            read(block)
-            block.reshard()
-        bench.train(1)
-        bench.blocks[-1].unshard(async_op=True)
-        bench.blocks[-1].reshard()
-        loss = bench.forward(seed)
-        loss.backward()
-        bench.update()
-
-
 def read(module: nn.Module) -> None:
     for param in module.parameters():
         param.detach().sum()
@@ -118,14 +104,6 @@ def saver(folder: Path) -> Callable[[Bench], None]:
     return run
 
 
-def local_state(bench: Bench) -> None:
-    bench.train(1)
-    state = {fqn: value.detach().clone() for fqn, value in bench.model.state_dict().items()}
-    bench.train(1)
-    bench.model.load_state_dict(state)
-    bench.train(2)
-
-
 def assign_state(bench: Bench) -> None:
     """Parameters become tensors that a load assigned; the next gathers put them back into the shards."""
     bench.train(2)
@@ -161,15 +139,12 @@ def copies(bench: Bench) -> None:
 BETWEEN_STEPS: dict[str, Callable[[Bench], None]] = {
     "unshard, then forward": update_after_unshard,
     "unshard by hand": lambda bench: (bench.train(1), bench.blocks[0].unshard(), read(bench.blocks[0])),
-    "reshard by hand": reshard_by_hand,
     "unshard_params": show_params(),
-    "unshard_params, copies": show_params(offload_to_cpu=True),
     "unshard_params, writeback": change_params(),
     "unshard_params, rank0_only": change_params(rank0_only=True),
     "unshard_params, offload_to_cpu": change_params(offload_to_cpu=True),
     "run inside unshard_params": run_in_the_block,
     "full state dicts": full_states,
-    "local state dicts": local_state,
     "assign a state dict": assign_state,
     "empty and fill single layers": piece_by_piece,
     "deep copies": copies,

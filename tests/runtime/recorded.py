@@ -35,8 +35,10 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
             if flat.rests_elsewhere:
                 recorder.call(flat.shard, f"the shard of {name}")
             routes = flat.routes
-            for path in (routes.gather_path, routes.gradient_path, routes.secondary_path, routes.fill_path):
-                if path.transport is not None:
+            for path in (routes.gather_path, routes.gradient_path, getattr(routes, "secondary_path", None)):
+                while hasattr(path, "inner"):
+                    path = path.inner
+                if path is not None:
                     path.transport = RecordedTransport(path.transport, recorder, name)
 
 

@@ -216,7 +216,7 @@ class Fails:
     """A path that breaks once, after its work was queued."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner, self.transport = inner, inner.transport
         self.is_due = True
 
     def begin(self, *tensors: torch.Tensor) -> Any:

@@ -25,7 +25,6 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.ground.contract import managing_state
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import on_ranks, run_threads
@@ -180,46 +179,25 @@ def test_a_copy_shares_the_mesh_and_nothing_else() -> None:
 
 
 @on_ranks(2)
-def test_a_part_is_copied_if_handles_lie_wholly_in_it() -> None:
-    model = make_model("mlp")
-    fully_shard(model, policy={MLPBlock})
-    args, _ = inputs_of(model, 0, dist.get_rank())
-    loss_of(model(*args)).backward()
-    blocks = copy.deepcopy(model.blocks)
-    state = fully_shard.state(blocks[0])
-    assert state is fully_shard.state(blocks[2]) and state.modules == tuple(blocks)
-    assert [handle.module_fqns for handle in state.plan.handles] == [("0",), ("1",), ("2",)]
-    block = copy.deepcopy(model.blocks[1])
-    assert fully_shard.state(block).plan.handles[0].params[0].fqn == "up.weight"
-    plain = make_model("mlp")
-    for twin, reference in ((block, plain.blocks[1]), (blocks[2], plain.blocks[2])):
-        loss_of(twin(*args)).backward()
-        loss_of(reference(*args)).backward()
-        for param, expected in zip(twin.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(param), expected.detach())
-    # A module may know one around it, which is then copied too.
-    model.blocks[0].__dict__["owner"] = [model]
-    known = copy.deepcopy(model.blocks[0]).owner[0]
-    assert managing_state(known.blocks[0], "fully_shard").modules == (known,)
-    del model.blocks[0].__dict__["owner"]
+def test_a_part_of_a_model_is_not_copied_alone() -> None:
+    model = fully_shard(make_model("mlp"), policy={MLPBlock})
     pair = make_model("mlp")
     fully_shard([pair.inp, pair.out])
-    fully_shard(pair.blocks[0].up)
     twins = copy.deepcopy([pair.inp, pair.out])
     assert fully_shard.state(twins[0]).modules == tuple(twins)
     copy.deepcopy(pair)
-    whole = fully_shard(make_model("mlp"))
     replicated = make_model("mlp")
     replicate([replicated.inp, replicated.out])
     copy.deepcopy(replicated)
     # An optimizer is no part of a model.
     copy.deepcopy({"optimizer": torch.optim.SGD(model.parameters()), "other": nn.Linear(2, 2)})
-    both = "fix: deep-copy module 'inp' (Linear) and module 'out' (Linear)"
+    both = "module 'inp' (Linear) and module 'out' (Linear)"
     for part, text in (
-        (whole.blocks[0], "handle owns parameters inside and outside"),
-        (pair.inp, both),
-        (model.out, "deep-copy module MLP"),
-        (replicated.out, both),
+        (model.blocks[0], "fix: deep-copy the whole model, module MLP"),
+        (fully_shard(make_model("mlp")).blocks[0], "handle owns parameters inside and outside"),
+        (pair.inp, f"fix: deep-copy the whole model, {both}"),
+        (model.out, "module MLP"),
+        (replicated.out, f"fix: deep-copy {both}"),
     ):
         with pytest.raises(UsageError) as caught:
             copy.deepcopy(part)

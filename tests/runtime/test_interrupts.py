@@ -1,6 +1,6 @@
 """After an exception or Ctrl-C at any line of the package, on all ranks alike, the next step is that of one process.
 
-Here a few lines of each program are tried; ``python -m tests.runtime.interrupts_report`` tries all.
+A few lines of each program are tried.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from composable.engine import Handle
 from composable.engine.buffer import AccumulatedGradients, SecondaryShards
 from composable.engine.param import Faces
 from composable.engine.passes import Forwards
-from composable.engine.unsharded import Unsharded
 from composable.ground.casts import CastBuffers, LentBuffers
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
@@ -60,9 +59,8 @@ def test_the_step_after_an_interrupt_is_right(name: str) -> None:
         (LentBuffers.take_back, "casts of shared buffers"),
         (SecondaryShards.keep, "resharded to two ranks"),
         (Forwards._reshard, "resharded to two ranks"),
-        (Handle.begin_unshard, "over two hosts"),
-        (Faces.show_unsharded, "over two hosts"),
-        (Unsharded.begin_forward, "over two hosts"),
+        (Handle.begin_unshard, "resharded to two ranks"),
+        (Faces.show_unsharded, "resharded to two ranks"),
         # Ranks use other parameters, or have stepped other buckets.
         (Reducer._make_arrival, "nested"),
         (Reducer._make_arrival, "nested, no_sync"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from composable import fully_shard
 from composable.comm import Pending
-from composable.engine.paths import GatherPath, GradientPath, Reduction
+from composable.engine.paths import Gather, GradientPath, Reduction
 from tests.counting import Collective, CountingTransport
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, Run, assert_equal_params, full_params, inputs_of, train_reference
@@ -21,7 +21,7 @@ class HalfPrecision:
     """Sends gradients in bfloat16 and gives the mean back in the dtype they had, as a communication hook would."""
 
     def __init__(self, inner: GradientPath) -> None:
-        self.inner = inner
+        self.inner, self.transport = inner, inner.transport
 
     def begin(self, source: torch.Tensor) -> Reduction:
         finish = self.inner.begin(source.bfloat16())
@@ -31,7 +31,7 @@ class HalfPrecision:
 class FromAfar:
     """Keeps a copy of the shard elsewhere and fetches it for each gather, as offload would."""
 
-    def __init__(self, inner: GatherPath) -> None:
+    def __init__(self, inner: Gather) -> None:
         self.inner = inner
         # Read by the watch of ranks that wait, for as long as the model lives.
         self.transport, self.key = inner.transport, inner.key
