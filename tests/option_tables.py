@@ -60,7 +60,7 @@ from composable import (
 from composable.annotation import sharded_state_of
 from composable.engine import RestingPlace
 from tests import models
-from tests.models import BLOCK_CLASSES, DIM, FloatInput, random_tokens
+from tests.models import BLOCK_CLASSES, DIM, FloatInput
 from tests.pairwise import Table, Value
 
 __all__ = ["MODELS", "NO_CASTS", "REFUSED", "TABLES", "Moment", "blocks_of"]
@@ -71,21 +71,6 @@ TINY_CAP_MB = 300 / 2**20
 
 
 # Models, beside those of tests/models.py
-
-
-class Sparse(nn.Module):
-    """A table with sparse gradients below a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, DIM, sparse=True)
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(tokens).mean(dim=1))
-
-    def example_inputs(self, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (random_tokens(seed, 4, 5, vocab=16),), {}
 
 
 class TiedLayers(models.MLP):
@@ -112,7 +97,7 @@ class Looped(FloatInput):
         return self.last(x)
 
 
-MODELS: dict[str, Callable[[], Any]] = {**models.MODELS, "tied_layers": TiedLayers, "sparse": Sparse, "looped": Looped}
+MODELS: dict[str, Callable[[], Any]] = {**models.MODELS, "tied_layers": TiedLayers, "looped": Looped}
 PLAIN_BLOCKS = (
     "mlp",
     "tied_layers",
@@ -753,9 +738,6 @@ REPLICATED: Table = {
         # A parameter without a gradient is found, or never has one.
         "unused": Value(only={"unused": ["found", "found by a static graph"]}),
         "conditional": Value(only={"unused": ["found"]}),
-        "sparse": Value(
-            only={"precision": ["none"], "hook": ["none"], "optimizer": ["SGD"], "clip": ["none"]},
-        ),
         "called_twice": Value(without=REENTRANT, rounds=AVERAGED),
         "looped": Value(only={"unused": ["static graph", "found by a static graph"]}),
     },
@@ -833,7 +815,7 @@ REPLICATED: Table = {
         **BETWEEN,
         "saved in one handle": does(between=partial(saved, annotate=in_one_handle)).but(
             only={"hook": ["none"], "ignored": ["nothing"], "mesh": ["the world"], "start": ["equal"]},
-            without={**EVEN, "model": ["sparse", "looped"]},
+            without={**EVEN, "model": ["looped"]},
         ),
     },
     **BOTH,

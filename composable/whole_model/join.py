@@ -459,9 +459,8 @@ class _ReplicatedPart:
         self._state = state
         self._source = 0
         self._put_back: Callable[[], None] | None = None
-        state.uneven = state.reducer.teller = self
+        state.reducer.join = self
         state.reducer.count_anew()
-        state.reducer.before_round = self.begin_round
 
     def place_of(self, what: str, args: tuple[Any, ...]) -> str:
         """Return where that happens, for messages."""
@@ -470,8 +469,7 @@ class _ReplicatedPart:
     def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
         """A step of the ranks with these global numbers begins."""
         here = [index for index, number in enumerate(self._numbers) if number in running]
-        self._state.reducer.divide_by(None if divides_by_all or not here else len(here))
-        self._state.reducer.expect(here)
+        self._state.reducer.expect(here, None if divides_by_all else len(here))
         self._source = here[-1] if here else 0
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
@@ -494,23 +492,21 @@ class _ReplicatedPart:
     def finish_join(self, begun: Mapping[int, int]) -> None:
         """Give all ranks the parameters and buffers of the one that has begun most steps. Collective."""
         self._state.reducer.prepare()
-        self._state.broadcast_all(self._numbers.index(_last_of(self._numbers, begun)))
+        self._state.broadcast_all(_last_of(self._numbers, begun))
         if self._put_back is not None:
             self._put_back()
 
     def close(self) -> None:
         """Tell nothing from now on."""
-        reducer = self._state.reducer
-        self._state.uneven = reducer.teller = reducer.before_round = None
-        reducer.count_anew()
-        reducer.divide_by(None)
-        reducer.expect(None)
+        self._state.reducer.join = None
+        self._state.reducer.count_anew()
+        self._state.reducer.expect(None, None)
 
     def _broadcast(self) -> None:
         if self._state.buffers is not None:
             self._state.buffers.broadcast(self._source)
 
-    # What hooks and the reducer call
+    # What hooks and the reducer call, see ``JoinListener``
 
     def is_live(self) -> bool:
         return self._steps.is_live()

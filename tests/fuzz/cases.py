@@ -145,7 +145,7 @@ def draw(
         has_copies: Of shards, on a mesh of two dims.
     """
     rng = random.Random(f"{seed}/copies of shards" if has_copies else seed)
-    tree = _tree(rng, without | {"sparse rows", "compiled", "tied across"})
+    tree = _tree(rng, without | {"compiled", "tied across"})
     front = None
     if "drop" not in without and rng.random() < 0.2:
         front = Spec("drop", rng.getrandbits(32), (Spec(rng.choice(["linear", "scalars"]), rng.getrandbits(32)),))
@@ -214,8 +214,8 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     if not copies.is_static:
         without |= {"reentrant", "reentrant at times"}
     if mode == "mixed":
-        # fully_shard does not take the first, nor what another module's forward uses.
-        without |= {"sparse rows", "tied across"}
+        # fully_shard does not take what another module's forward uses.
+        without |= {"tied across"}
     tree = _tree(rng, without)
     tags = tags_in(tree)
     annotation = dataclasses.replace(draw_annotation(rng, tags, ["hand"]), mode=mode, copies=copies)
@@ -225,7 +225,6 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     )  # fmt: skip
     if mode != "replicate" and not copies.hook:  # Else the tree may be one in which hooks of several modules wait.
         other = dataclasses.replace(other, copies=dataclasses.replace(other.copies or Copies(), hook=""))
-    is_sparse = "sparse" in tags
     case = Case(
         seed=seed,
         world_size=world_size,
@@ -235,9 +234,9 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         other=other,
         programs=(),
         actions=(),
-        optimizer="SGD without decay" if is_sparse else rng.choice(OPTIMIZERS),
+        optimizer=rng.choice(OPTIMIZERS),
         speed=rng.choice(SPEEDS) if mode == "mixed" and not copies.steps else "plain",
-        clip="none" if is_sparse or copies.steps else rng.choice(["none", "none", "own"]),
+        clip="none" if copies.steps else rng.choice(["none", "none", "own"]),
         zero="to None" if copies.steps else rng.choice(ZEROS),
         hooks="",
     )

@@ -210,7 +210,6 @@ def conv(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + torch.tanh(self.conv(x.unsqueeze(1)).mean(1))
 
 
-@kind("sparse rows", tags="sparse", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH, sparse=True))
 @kind("embedding", parts="rows", rows=lambda: nn.Embedding(WIDTH + 1, WIDTH))
 def embedding(self: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
     return x + self.rows((x.detach() > 0).sum(-1))

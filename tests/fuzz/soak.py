@@ -72,7 +72,7 @@ class Trainee:
         self.model = Model(situation.tree)
         annotate_again(self.model, situation.annotation)
         assert self.model.refused == []
-        kind = torch.optim.SGD if "sparse rows" in str(situation.tree) else torch.optim.AdamW
+        kind = torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=1e-3)
         self.groups: list[dist.ProcessGroup] = []  # of all ranks, for ``update_process_group``
 
@@ -82,7 +82,7 @@ class Trainee:
 
     def run(self, name: str) -> None:
         PROGRAMS[name].run(self.step())
-        if "sparse rows" not in str(self.situation.tree) and not self.situation.steps_inside:
+        if not self.situation.steps_inside:
             clip_grad_norm_(self.model.parameters(), 1.0)
         if not self.situation.steps_inside:
             self.optimizer.step()
@@ -192,9 +192,6 @@ SITUATIONS = {
     "static graph": Situation(annotation("replicate", is_static=True)),
     "static graph, reentrant": Situation(
         annotation("replicate", is_static=True), ("input with gradient",), tree=tree("linear", "reentrant", "linear")
-    ),
-    "sparse gradients": Situation(
-        annotation("replicate"), ("plain", "copies: uneven inputs"), tree=tree("sparse rows", "linear")
     ),
     "delayed all-reduce": Situation(annotation("replicate", delays=True)),
     "missing gradients": Situation(annotation("replicate", finds_unused=False), others=(missing_gradients,)),
