@@ -161,7 +161,7 @@ def replicate(
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             delay=choose_delay(delayed, param_to_hook_all_reduce, [(fqn, param) for fqn, param, _ in trained]),
-            has_policy=precision is not None,
+            policy="" if precision is None else str(precision.policy),
         )
         params = [
             ReducedParam(fqn, param, index, None if precision is None else precision.reduce_dtype(param))

@@ -40,8 +40,8 @@ __all__ = ["Reducer"]
 _OPEN = Phase.OPEN
 
 
-class Reducer:
-    """Averages the gradients of a set of parameters over the ranks of one transport.
+class GradientAverager:
+    """Runs the rounds of a set of parameters, over the ranks of one transport.
 
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
@@ -91,93 +91,15 @@ class Reducer:
         self.exchange = BucketExchange(self.params, transport, grid, self.options, self.round, self.stopwatch)
         self._bucket_of = self.exchange.arrangement.bucket_of  # changed in place
 
-    # What users ask
-
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets in order of reduction."""
         return self.exchange.arrangement.buckets
 
     @property
-    def next_buckets(self) -> Sequence[Bucket]:
-        """The buckets, or what they will be in the first backward."""
-        return self.exchange.arrangement.next_buckets()
-
-    @property
-    def arrival_order(self) -> list[int] | None:
-        """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
-        return self.exchange.arrangement.order
-
-    @property
-    def is_rebuilt(self) -> bool:
-        """The buckets follow the order of arrival."""
-        return self.exchange.arrangement.is_rebuilt
-
-    @property
-    def hook(self) -> Registration | None:
-        """The communication hook that holds."""
-        return self.exchange.hook
-
-    @property
     def synchronises(self) -> bool:
         """The next backward averages gradients."""
         return self.requires_gradient_sync and self.is_last_backward
-
-    @property
-    def untraceable(self) -> str:
-        """Why a graph of compiled autograd cannot average the gradients; "": it can."""
-        options = self.options
-        found = {
-            "a communication hook cannot run": self.exchange.hook is not None,
-            "ranks cannot tell each other which parameters they used (find_unused_parameters=True)": (
-                options.find_unused_parameters
-            ),
-            "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))": (
-                options.static_graph or options.delay.params or not self.is_last_backward
-            ),
-            "gradients that tensor parallelism has split cannot be averaged": any(
-                isinstance(item.param, DTensor) for item in self.params
-            ),
-            "an optimizer cannot step inside of it": self.steppers,
-            "ranks without inputs cannot follow (Join)": self.join is not None,
-            "nothing tells modules when to hold their own parameters again (mp_policy)": options.has_policy,
-            "a module of before unannotate cannot run": self._is_closed,
-        }
-        return next((why for why, holds in found.items() if holds), "")
-
-    # What users choose, between two backwards
-
-    def expect_order(self, order: Sequence[int]) -> None:
-        """Let the buckets of the next backward follow ``order``, equal on all ranks; no backward is running."""
-        self.exchange.arrangement.expect(order)
-
-    def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
-        """Return the nearest of ``registrations``.
-
-        Raises:
-            ConfigError: None of them is the nearest.
-            UsageError: An optimizer steps inside backward.
-        """
-        if registrations and self.steppers and self.params:
-            refuse_steppers(self.steppers, self.params[0].fqn)
-        return nearest(registrations)
-
-    def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
-        """Let the nearest of ``registrations`` reduce every bucket; no backward is running.
-
-        Raises:
-            ConfigError: See ``check_comm_hooks``.
-            UsageError: See ``check_comm_hooks``.
-        """
-        self.exchange.hook = self.check_comm_hooks(registrations)
-        self.comm_hooks = tuple(registrations)
-
-    def step_by(self, steppers: Sequence[Stepper]) -> None:
-        """Let these step the parameters, from the next backward on."""
-        self.steppers = tuple(steppers)
-        self.exchange.arrangement.is_lazy = bool(steppers)
-        for bucket in self.buckets:
-            bucket.release()  # Gradients in it keep their memory, and are copied.
 
     # What forward and backward call, in this order
 
@@ -470,6 +392,90 @@ class Reducer:
         for step in self.steppers:
             step(complete)
 
+    def count_anew(self) -> None:
+        """Count backwards from here on: ranks may have kept different numbers."""
+        self.round.kept = self.round.forwards = 0
+
+
+class Reducer(GradientAverager):
+    """Averages gradients: what users ask of it and choose for it, and how it is copied, moved and closed."""
+
+    @property
+    def next_buckets(self) -> Sequence[Bucket]:
+        """The buckets, or what they will be in the first backward."""
+        return self.exchange.arrangement.next_buckets()
+
+    @property
+    def arrival_order(self) -> list[int] | None:
+        """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
+        return self.exchange.arrangement.order
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """The buckets follow the order of arrival."""
+        return self.exchange.arrangement.is_rebuilt
+
+    @property
+    def hook(self) -> Registration | None:
+        """The communication hook that holds."""
+        return self.exchange.hook
+
+    @property
+    def untraceable(self) -> str:
+        """Why a graph of compiled autograd cannot average the gradients; "": it can."""
+        options = self.options
+        found = {
+            "a communication hook cannot run": self.exchange.hook is not None,
+            "ranks cannot tell each other which parameters they used (find_unused_parameters=True)": (
+                options.find_unused_parameters
+            ),
+            "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))": (
+                options.static_graph or options.delay.params or not self.is_last_backward
+            ),
+            "gradients that tensor parallelism has split cannot be averaged": any(
+                isinstance(item.param, DTensor) for item in self.params
+            ),
+            "an optimizer cannot step inside of it": self.steppers,
+            "ranks without inputs cannot follow (Join)": self.join is not None,
+            "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
+            "a module of before unannotate cannot run": self._is_closed,
+        }
+        return next((why for why, holds in found.items() if holds), "")
+
+    # What users choose, between two backwards
+
+    def expect_order(self, order: Sequence[int]) -> None:
+        """Let the buckets of the next backward follow ``order``, equal on all ranks; no backward is running."""
+        self.exchange.arrangement.expect(order)
+
+    def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
+        """Return the nearest of ``registrations``.
+
+        Raises:
+            ConfigError: None of them is the nearest.
+            UsageError: An optimizer steps inside backward.
+        """
+        if registrations and self.steppers and self.params:
+            refuse_steppers(self.steppers, self.params[0].fqn)
+        return nearest(registrations)
+
+    def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
+        """Let the nearest of ``registrations`` reduce every bucket; no backward is running.
+
+        Raises:
+            ConfigError: See ``check_comm_hooks``.
+            UsageError: See ``check_comm_hooks``.
+        """
+        self.exchange.hook = self.check_comm_hooks(registrations)
+        self.comm_hooks = tuple(registrations)
+
+    def step_by(self, steppers: Sequence[Stepper]) -> None:
+        """Let these step the parameters, from the next backward on."""
+        self.steppers = tuple(steppers)
+        self.exchange.arrangement.is_lazy = bool(steppers)
+        for bucket in self.buckets:
+            bucket.release()  # Gradients in it keep their memory, and are copied.
+
     # A life: copies, other ranks, the end
 
     def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
@@ -550,10 +556,6 @@ class Reducer:
         """
         self.exchange.running = running
         self.exchange.scale = 1.0 / (divisor or self._grid.divisor)
-
-    def count_anew(self) -> None:
-        """Count backwards from here on: ranks may have kept different numbers."""
-        self.round.kept = self.round.forwards = 0
 
     def put_aside(self) -> Callable[[], None]:
         """Return what puts the gradients of now back: until then rounds of other ranks leave their averages here."""

@@ -160,12 +160,13 @@ class ReplicateState:
     @opaque
     def casting_pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Do what ``pre_forward`` does, and return the inputs as the policy wants them; modules get their copies."""
-        assert self.precision is not None, "registered with a policy only"
+        precision = self.precision
+        assert precision is not None, "registered with a policy only"
         # Buffers are broadcast before they are cast.
         self.pre_forward(module)
-        part = self.precision.parts[index]
+        part = precision.parts[index]
         part.enter()
-        policy = self.precision.policy
+        policy = precision.policy
         dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root)
         return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
@@ -176,8 +177,9 @@ class ReplicateState:
         Raises:
             UsageError: The forward wrote to a copy.
         """
-        assert self.precision is not None, "registered with a policy only"
-        part = self.precision.parts[index]
+        precision = self.precision
+        assert precision is not None, "registered with a policy only"
+        part = precision.parts[index]
         part.leave()
         has_failed = output is None and sys.exc_info()[1] is not None
         found = output
@@ -188,7 +190,7 @@ class ReplicateState:
                 self.post_forward(index, module, args, None)  # It reads what is raised.
                 part.params.forget()
                 raise
-            output_dtype = self.precision.policy.output_dtype
+            output_dtype = precision.policy.output_dtype
             found = output if output_dtype is None else cast_floats(output, output_dtype)
         self.post_forward(index, module, args, found)
         if has_failed or not torch.is_grad_enabled() or next(differentiable_tensors(found), None) is None:
@@ -197,8 +199,9 @@ class ReplicateState:
 
     @opaque
     def _put_back(self, index: int, *_: Any) -> None:
-        assert self.precision is not None, "registered with a policy only"
-        self.precision.parts[index].put_back()
+        precision = self.precision
+        assert precision is not None, "registered with a policy only"
+        precision.parts[index].put_back()
 
     def before_forward(self, module: nn.Module) -> None:
         """Prepare a forward of ``module`` that a backward may follow.

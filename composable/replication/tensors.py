@@ -143,7 +143,7 @@ class ReplicateOptions:
 
     Attributes:
         delay: Gradients that wait for another.
-        has_policy: There is a mixed precision policy.
+        policy: The mixed precision policy, as text; "": there is none.
 
     Raises:
         ConfigError: One of them is wrong, or two exclude each other.
@@ -157,7 +157,7 @@ class ReplicateOptions:
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     delay: DelayedAllReduce = DelayedAllReduce()
-    has_policy: bool = False
+    policy: str = ""
 
     def __post_init__(self) -> None:
         for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view", "static_graph"):
@@ -490,7 +490,7 @@ def _check_param(
         fix = f"move the module there, or pass a mesh of device type {param.device.type!r}"
     else:
         return
-    at = f"{_place('parameter', fqn, param)} of {' and '.join(map(describe_module, roots))}"
+    at = f"{place_of_rank()}, parameter {fqn!r} of {' and '.join(map(describe_module, roots))}"
     raise ConfigError(what, at=at, fix=fix)
 
 
