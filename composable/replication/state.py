@@ -161,7 +161,8 @@ class ReplicateState:
     def casting_pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Do what ``pre_forward`` does, and return the inputs as the policy wants them; modules get their copies."""
         precision = self.precision
-        assert precision is not None, "registered with a policy only"
+        if precision is None:  # It is registered with a policy only.
+            return None
         # Buffers are broadcast before they are cast.
         self.pre_forward(module)
         part = precision.parts[index]
@@ -178,7 +179,8 @@ class ReplicateState:
             UsageError: The forward wrote to a copy.
         """
         precision = self.precision
-        assert precision is not None, "registered with a policy only"
+        if precision is None:  # It is registered with a policy only.
+            return None
         part = precision.parts[index]
         part.leave()
         has_failed = output is None and sys.exc_info()[1] is not None
@@ -199,9 +201,8 @@ class ReplicateState:
 
     @opaque
     def _put_back(self, index: int, *_: Any) -> None:
-        precision = self.precision
-        assert precision is not None, "registered with a policy only"
-        precision.parts[index].put_back()
+        if self.precision is not None:
+            self.precision.parts[index].put_back()
 
     def before_forward(self, module: nn.Module) -> None:
         """Prepare a forward of ``module`` that a backward may follow.
