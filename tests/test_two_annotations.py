@@ -183,7 +183,7 @@ ConfigError: replicate averages parameter 'weight' already, as 'weight' of modul
   fix: annotate an inner module before the outer one, and have one annotation for modules that share it
 ConfigError: another replicate averages this parameter, as 'layers.0.up.weight' of module Tied
   at:  rank 0, parameter 'up.weight' of module 'layers.0' (Layer)
-  fix: call replicate on the inner module before the outer one, or leave it to the outer one
+  fix: call replicate once for all modules that share it, as replicate([a, b]), or on the module around them
 ConfigError: replicate averages parameter 'up.weight' already, as 'layers.0.up.weight' of module Tied
   at:  rank 0, parameter 'layers.0.up.weight' [4, 4] float32
   fix: annotate an inner module before the outer one, and have one annotation for modules that share it""",
