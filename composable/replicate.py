@@ -4,11 +4,9 @@
 that order: an error leaves the module as it was, on every rank.
 """
 
-import functools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,19 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Ranks, annotating, resolve_ranks
-from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
 from composable.features import follow_inputs
 from composable.ground.contract import annotated_below, check_not_joined, contract
 from composable.ground.names import check_outside_inference, describe_module, readable_twice
-from composable.ground.torch_hooks import after_gradients, at_end_of_backward
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
-    NO_PRECISION,
-    BucketOptions,
     BufferSync,
-    DelayedAllReduce,
     ManagedTensors,
     Precision,
     PrecisionPlan,
@@ -37,17 +30,12 @@ from composable.replication import (
     Reducer,
     ReplicateOptions,
     ReplicateState,
-    broadcast_tensors,
-    check_device_of,
-    check_steppable,
+    broadcast_params,
     choose_delay,
     choose_device,
     find_ignored,
     find_tensors,
-    local_of,
-    move_inputs,
     plan_precision,
-    register_replicate_hooks,
 )
 from composable.saving import register_load_check
 from composable.whole_model import check_ranks_below
@@ -114,9 +102,8 @@ def replicate(
             the next backward overwrites. If false, it is a tensor of its own, at the price
             of that much memory and of a copy.
         static_graph: Promise that every backward of a rank is like its first one. Then a parameter may get several
-            gradients in a backward, as with reentrant checkpoints, and those that no rank uses are left out of the
-            buckets. Another backward is an error that says what is different. Gradients of the first one travel
-            at its end.
+            gradients in a backward, as with reentrant checkpoints. Another backward is an error that says what is
+            different. Gradients of the first one travel at its end.
         delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, not
             before the gradient of ``param_to_hook_all_reduce`` is there: away from other collectives, say.
         param_to_hook_all_reduce: What they wait for.
@@ -153,7 +140,19 @@ def replicate(
     def make_plan() -> _Planned:
         check_outside_inference("replicate")
         check_ranks_below(state, Grid.whole(ranks))
-        choices = ReplicateOptions(
+        device = choose_device(device_ids, ranks.device.type)
+        state.ignored = find_ignored(modules, ignored_modules, ignored_params)
+        managed = find_tensors(modules, state.ignored, device, ranks.numbers)
+        precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
+        split = [fqn for fqn, param, _ in managed.params if isinstance(param, DTensor)]
+        if precision is not None and split:
+            raise ConfigError(
+                "mp_policy cannot be for parameters that are split over other ranks",
+                at=f"{place_of_rank()}, parameter {split[0]!r}",
+                fix="replicate those modules before, without a policy",
+            )
+        trained = [(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
+        options = ReplicateOptions(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
@@ -161,20 +160,14 @@ def replicate(
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
+            delay=choose_delay(delayed, param_to_hook_all_reduce, [(fqn, param) for fqn, param, _ in trained]),
+            policy="" if precision is None else str(precision.policy),
         )
-        device = choose_device(device_ids, None)
-        state.ignored = find_ignored(modules, ignored_modules, ignored_params)
-        managed = find_tensors(modules, state.ignored, ranks.device.type, ranks.numbers)
-        precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
-        _check_policy(managed, has_policy=precision is not NO_PRECISION)
-        bucketed = [(fqn, p) for fqn, p, _ in managed.params if p.requires_grad and id(p) not in managed.sparse]
-        delay = choose_delay(delayed, param_to_hook_all_reduce, bucketed)
-        planned = _Planned(choices, managed, precision, delay, device)
-        if any(has_torch_optimizer(item.param) for item in planned.trainable):
-            check_steppable(planned.trainable)
-        if device is not None:
-            check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
-        return planned
+        params = [
+            ReducedParam(fqn, param, index, None if precision is None else precision.reduce_dtype(param))
+            for fqn, param, index in trained
+        ]
+        return _Planned(options, managed, params, precision, device)
 
     def compare(planned: _Planned | None, failure: ComposableError | None) -> None:
         text = "" if planned is None else planned.text
@@ -197,36 +190,26 @@ def replicate(
     return module
 
 
-class _Planned:
+class _Planned(NamedTuple):
     """What one call comes to, checked: nothing is changed yet.
 
     Attributes:
-        trainable: What gets averages, in the order of ``named_parameters()``.
-        options: Of the buckets.
-        text: Equal on ranks that may go on together.
+        params: What gets averages, in the order of ``named_parameters()``.
+        precision: What the policy asks for; ``None``: there is none.
+        device: Of the parameters.
     """
 
-    def __init__(
-        self,
-        choices: ReplicateOptions,
-        managed: ManagedTensors,
-        precision: PrecisionPlan,
-        delay: tuple[tuple[str, ...], str] | None,
-        device: torch.device | None,
-    ) -> None:
-        self.choices = choices
-        self.managed = managed
-        self.precision = precision
-        self.device = device
-        self.trainable = [
-            ReducedParam(fqn, param, index, precision.reduce_dtype(param), is_sparse=id(param) in managed.sparse)
-            for fqn, param, index in managed.params
-            if param.requires_grad
-        ]
-        place = {item.fqn: index for index, item in enumerate(self.trainable)}
-        waits = None if delay is None else DelayedAllReduce(frozenset(place[fqn] for fqn in delay[0]), place[delay[1]])
-        self.options: BucketOptions = replace(choices.bucket_options(waits), has_policy=precision is not NO_PRECISION)
-        self.text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines, *precision.lines])
+    options: ReplicateOptions
+    managed: ManagedTensors
+    params: list[ReducedParam]
+    precision: PrecisionPlan | None
+    device: torch.device
+
+    @property
+    def text(self) -> str:
+        """What is equal on ranks that may go on together."""
+        precision = [] if self.precision is None else self.precision.lines
+        return "\n".join([*self.options.lines, *self.managed.lines, *precision])
 
 
 def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
@@ -238,48 +221,27 @@ def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
 
 def _execute(state: ReplicateState, planned: _Planned) -> None:
     """Change the modules: what can fail came before. Collective."""
-    choices, managed, trainable = planned.choices, planned.managed, planned.trainable
-    transport, device_of_ranks = state.transport, state.grid.everyone.device
-    transport.connect()
-    buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
-    if choices.init_sync:
-        broadcast_tensors([local_of(param) for _, param, _ in managed.params], transport, device_of_ranks)
-    if choices.starts_with_equal_buffers:
-        broadcast_tensors(buffers, transport, device_of_ranks)
-    if choices.keeps_buffers_equal and buffers:
-        state.buffers = BufferSync(managed.buffers, transport, device_of_ranks)
+    options, managed, precision = planned.options, planned.managed, planned.precision
+    ranks = state.grid.everyone
+    state.transport.connect()
+    if options.init_sync:
+        broadcast_params([param for _, param, _ in managed.params], ranks, min(ranks.numbers))
+    buffers = BufferSync(managed.buffers, state.transport, ranks.device)
+    if options.starts_with_equal_buffers:
+        buffers.broadcast()
+    if options.keeps_buffers_equal and managed.buffers:
+        state.buffers = buffers
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    state.reducer = Reducer(trainable, transport, state.grid, planned.options, at_end_of_backward)
-    if planned.options.has_policy:
-        state.precision = Precision(planned.precision, state.modules, state.ignored.modules, trainable)
-    state.follow()
+    state.reducer = Reducer(planned.params, state.transport, state.grid, options)
+    if precision is not None:
+        state.precision = Precision.of(precision, state.modules, state.ignored.modules, planned.params)
     state.take_over_optimizers()
-    state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
-    for index, module in enumerate(state.modules):
-        before_backward = functools.partial(state.before_backward, index)
-        around = state.before_forward, state.after_forward, before_backward
-        if state.precision is not None:
-            state.hook_handles += state.precision.register(module, index, *around)
-        else:
-            state.hook_handles += register_replicate_hooks(module, *around)
+    state.register(planned.device)
+    for module in state.modules:
         state.hook_handles += register_load_check(module)
-        if planned.device is not None and planned.device.type != "cpu":
-            state.hook_handles += move_inputs(module, planned.device)
-    if state.precision is not None:
-        state.hook_handles += state.precision.keep_skipped()
     state.watch()
     for module in state.modules:
         add_replicate_mixin(module)
         # Set before, it hides behind the property that the module has now.
         if not vars(module).pop("require_backward_grad_sync", True):
             state.reducer.requires_gradient_sync = False
-
-
-def _check_policy(managed: ManagedTensors, *, has_policy: bool) -> None:
-    split = [fqn for fqn, param, _ in managed.params if isinstance(param, DTensor) or id(param) in managed.sparse]
-    if has_policy and split:
-        raise ConfigError(
-            "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
-            at=f"{place_of_rank()}, parameter {split[0]!r}",
-            fix="replicate those modules before, without a policy",
-        )

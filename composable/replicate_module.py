@@ -132,7 +132,7 @@ remove_replicate_mixin = _SWAP.remove
 def add_replicate_mixin(module: nn.Module) -> None:
     """Give an annotated module the methods of its kind, unless it has them."""
     state = replicate_state_of(module)
-    is_casting = state is not None and state.precision is not None and bool(state.precision.parts)
+    is_casting = state is not None and state.precision is not None
     (_CASTING_SWAP if is_casting else _SWAP).add(module)
 
 
@@ -166,7 +166,6 @@ class ReductionStats:
             will have.
         bucket_fqns: The parameters of each bucket.
         arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.
-        sparse_fqns: Parameters with sparse gradients, which lie in no bucket.
         missing_fqns: Parameters that got no gradient in the last backward.
         sample_rate: One backward in so many is measured, besides the first ten.
         timing: The last backward that was measured and averaged; ``None``: none was.
@@ -179,7 +178,6 @@ class ReductionStats:
     bucket_bytes: tuple[int, ...]
     bucket_fqns: tuple[tuple[str, ...], ...]
     arrival_order: tuple[str, ...] | None
-    sparse_fqns: tuple[str, ...]
     missing_fqns: tuple[str, ...]
     sample_rate: int
     timing: BackwardTiming | None
@@ -216,7 +214,6 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         bucket_bytes=tuple(bucket.sent_bytes for bucket in buckets),
         bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in buckets),
         arrival_order=None if order is None else tuple(fqns[index] for index in order),
-        sparse_fqns=tuple(item.fqn for item in reducer.params if item.is_sparse),
         missing_fqns=tuple(fqn for fqn, count in zip(fqns, seen, strict=True) if not count),
         sample_rate=reducer.stopwatch.every,
         timing=reducer.stopwatch.read(),
@@ -226,8 +223,8 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
 def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Let other ranks average the gradients of a replicated module: when ranks have gone, or have come back.
 
-    Nothing is sent to the ranks of before, which may be gone. Parameters and hooks stay, and the order of gradients
-    where all know the same; a compiled module stays as it was compiled. What a backward that was stopped has left is
+    Nothing is sent to the ranks of before, which may be gone. Parameters and hooks stay, the order of gradients is
+    learned anew; a compiled module stays as it was compiled. What a backward that was stopped has left is
     forgotten: gradients are as they were on this rank, so drop those of that step. Names, shapes, dtypes, the
     arguments of ``replicate`` and the hook are compared, values are not: give ranks that come back those of the
     others. The states of communication hooks keep the process group they have.

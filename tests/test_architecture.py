@@ -61,7 +61,7 @@ ANY = {"*"}
 NAMES_OF_DIST = {
     "composable.errors": {"is_available", "is_initialized", "get_rank"},
     "composable.ground.torch_private": ANY,
-    "composable.replication.reports": {"get_debug_level"},
+    "composable.replication.exchange": {"get_debug_level"},
     "composable.dtensor.gather": {"get_debug_level"},
 }
 

@@ -400,26 +400,6 @@ def test_a_static_graph_that_changes_is_an_error_and_ranks_stay_equal() -> None:
     assert_equal_params(one, other, tolerance=0)
 
 
-@on_ranks(2)
-def test_an_embedding_with_sparse_gradients_is_stepped_by_another_optimizer() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
-    twin = copy.deepcopy(model)
-    replicate(model[0])
-    replicate(model)
-    after, inside = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
-    step_in_backward(inside)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        model(torch.tensor([step, rank])).square().sum().backward()
-        for other in range(world_size):
-            (twin(torch.tensor([step, other])).square().sum() / world_size).backward()
-        for one in (after, optimizer):
-            step_and_drop(one)
-    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-6)
-
-
 # Memory
 
 DIM, DEPTH = 256, 8
@@ -704,17 +684,9 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
         yield lambda optimizer=optimizer: step_in_backward(optimizer), "a communication hook reduces these gradients"
     model, optimizer = built(make=lambda params: torch.optim.LBFGS(list(params)))
     yield lambda: step_in_backward(optimizer), "needs a closure"
-    pair = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
-    replicate(pair[0])
-    replicate(pair[1])
-    steps = torch.optim.SGD(pair.parameters(), lr=0.1)
-    yield lambda: step_in_backward(steps), "beside sparse gradients"
     around = nn.Sequential(replicate(nn.Linear(4, 4)), nn.Linear(4, 4).requires_grad_(requires_grad=False))
     step_in_backward(sgd(replicate(around).parameters()))
     yield lambda: register_comm_hook(around, state, allreduce_hook), "goes with no communication hook"
-    pair(torch.ones(1, dtype=torch.int64)).sum().backward()
-    assert all(param.grad is not None for param in pair.parameters()), "nothing is half-done"
-    steps.step()
     plain = make_model("mlp")
     yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
     model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))

@@ -172,17 +172,7 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "precision": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
     "copies": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float64)),
     "buffers": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.float64)),
-    "sparse": lambda model: replicate(add_sparse_table(model)),
 }
-
-
-def add_sparse_table(model: nn.Module) -> nn.Module:
-    """Let the first layer add a row of a table with sparse gradients to its input; the row is zero."""
-    first, table = model.get_submodule("0"), nn.Embedding(3, DIM, sparse=True)
-    nn.init.zeros_(table.weight)
-    first.register_module("table", table)
-    first.register_forward_pre_hook(lambda module, args: (args[0] + table(torch.tensor([1])),))
-    return model
 
 
 def refused(kind: str, way: str) -> str:
@@ -222,7 +212,6 @@ def refused(kind: str, way: str) -> str:
         ("precision", "enable"),
         ("copies", "config"),
         ("buffers", "enable"),
-        ("sparse", "config"),
     ],
 )
 def test_what_a_graph_cannot_do_is_refused_on_every_rank_and_the_next_step_is_right(kind: str, way: str) -> None:

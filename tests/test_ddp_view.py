@@ -281,21 +281,6 @@ def test_several_modules_and_a_sharded_optimizer_join() -> None:
 
 
 @on_ranks(2)
-def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> None:
-    table, head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
-    model = replicate(seeded(lambda: nn.Sequential(table, head), 0))
-    with Join([as_ddp(model)], divide_by_initial_world_size=False):
-        for _ in range(1 + dist.get_rank()):
-            model.zero_grad()
-            model(torch.tensor([0, 2])).sum().backward()
-    # Alike on both ranks in the first step; in the second one alone has inputs, and the mean is its own gradient.
-    expected = torch.zeros(4, 2)
-    expected[[0, 2]] = head.weight.detach()
-    assert table.weight.grad is not None
-    torch.testing.assert_close(table.weight.grad.to_dense(), expected)
-
-
-@on_ranks(2)
 def test_a_rank_without_inputs_follows_what_others_do_before_the_last_backward_of_a_step() -> None:
     model: Any = replicate(nn.Linear(2, 1, bias=False))
     with torch.no_grad():

@@ -59,7 +59,6 @@ def lose_a_rank(way: str) -> None:
         loss_at(model, step, rank).backward()
         torch.testing.assert_close(gradients_of(model), expected(step, [0, 1, 2]))
     left = dist.new_group([0, 1])
-    before = reduction_stats(model)
     if way == "kept":
         with no_sync(model):
             loss_at(model, 7, rank).backward()
@@ -72,7 +71,7 @@ def lose_a_rank(way: str) -> None:
         handle.remove()
     update_process_group(model, left)
     after = reduction_stats(model)
-    assert after.world_size == 2 and after.arrival_order == before.arrival_order
+    assert after.world_size == 2 and after.arrival_order is None
     for step in range(3, 6):
         model.zero_grad(set_to_none=step != 4)
         loss_at(model, step, rank).backward()
@@ -296,7 +295,7 @@ def log_of_a_level(level: str) -> list[str]:
 
 def test_debug_levels_tell_of_buckets_and_of_what_is_sent() -> None:
     first, rebuilt = (
-        f"bucket 1, 56 bytes of torch.float32: {names}" for names in ("'weight', 'bias'", "'bias', 'weight'")
+        f"bucket 1, 48 bytes of torch.float32: {names}" for names in ("'weight', 'bias'", "'bias', 'weight'")
     )
     told = [
         "replicate: 1 buckets from backward 1 on, of ranks [0, 1]",

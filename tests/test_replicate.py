@@ -155,9 +155,7 @@ def test_parameters_unused_everywhere_are_named_on_every_rank_and_the_next_step_
         errors[1],
         """\
 backward ended without a gradient for 2 parameters: 'left.weight', 'right.weight'
-    the last gradient to arrive was that of 'always.weight'
     so did rank 1, perhaps for other parameters
-    the last module to get a gradient: 'always' on ranks 0, 1
   at:  rank 0
   fix: let every parameter take part in the loss on every rank, freeze those that do not before replicate, or pass find_unused_parameters=True""",
     )
@@ -181,42 +179,6 @@ def test_parameters_unused_on_one_rank_are_an_error_on_every_rank_and_the_next_s
         assert f"{names}\n" in errors[1] and f"at:  rank {rank}" in errors[1]
         assert errors[0] == errors[2] == ""
         torch.testing.assert_close(gradients, results[0][1], rtol=0, atol=0)
-
-
-class Cut(nn.Module):
-    """Layers, of which a rank's backward reaches the last ones only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(DIM))
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, cut: int) -> torch.Tensor:
-        x = x * self.scale
-        for index, layer in enumerate(self.layers):
-            x = layer(x.detach() if index + 1 == cut else x)
-        return x
-
-
-def cut_off(*, static: bool) -> list[str]:
-    model = replicate(seeded(Cut, 0), static_graph=static, bucket_cap_mb=TINY_CAP_MB)
-    rank = dist.get_rank()
-    last_lines = []
-    for cut in (0, rank, 0, 3 if rank == 1 else 0):
-        model.zero_grad()
-        loss = model(random_input(rank, BATCH, DIM), cut).square().mean()
-        try:
-            loss.backward()
-        except UsageError as error:
-            last_lines.append(next(line for line in error.what.splitlines() if "the last module" in line).strip())
-    return last_lines
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_the_error_names_the_module_that_each_rank_saw_last(*, static: bool) -> None:
-    start = "the last module to get a gradient: the replicated module on rank"
-    first = start + " 0, 'layers.0' on rank 1, 'layers.1' on rank 2"
-    assert run_threads(cut_off, 3, static=static) == [[first, start + "s 0, 2, 'layers.2' on rank 1"]] * 3
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -362,7 +324,6 @@ def test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting(*, set_to
         first,
         """\
 rank 1 did not finish backward: an exception stopped it there
-    the last module to get a gradient: 'inp' on rank 0, 'blocks.1.up' on rank 1
   at:  rank 0
   fix: drop the gradients of this step, and see what was raised there""",
     )

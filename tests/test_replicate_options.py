@@ -144,10 +144,10 @@ def refuse(wrong: dict[str, Any]) -> tuple[str, bool]:
         ({"device_ids": ["gpu"]}, "device_ids[0] is 'gpu'\n  at:  rank 1"),
         (
             {"device_ids": ["meta"]},
-            "parameter is on cpu, and the device that was given is meta\n  at:  rank 1, parameter 'inp.weight'",
+            "device_ids[0] is meta, and gradients are averaged on cpu\n  at:  rank 1",
         ),
         ({"ignored_params": "a parameter"}, "ignored_params is a torch.nn.parameter.Parameter\n  at:  rank 1"),
-        ({"ignored_params": [3]}, "ignored_params holds 3\n  at:  rank 1"),
+        ({"ignored_params": [3]}, "ignored_params holds 3, which is not in the module\n  at:  rank 1"),
         (
             {"ignored_params": ["out.wait"]},
             "ignored_params holds 'out.wait', which is not in the module\n  at:  rank 1",

@@ -315,7 +315,7 @@ _PLACES = {
     "output_device": ("leave it out, since outputs stay where the module makes them",),
     "shard_as_bytes": (_IN_OPTIONS,),
     "sharding_strategy": ("pass it as strategy=",),
-    "skip_all_reduce_unused_params": ("pass static_graph=True, which leaves out what no rank uses",),
+    "skip_all_reduce_unused_params": ("leave it out, since what no rank uses travels as zeros",),
     "transport": (_IN_OPTIONS,),
     "unused_gradients": (_IN_OPTIONS,),
     "use_orig_params": ("leave it out, since parameters keep their names and shapes always",),

@@ -7,7 +7,6 @@ buckets follow the order of arrival.
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
 
-import sys
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -17,8 +16,14 @@ from torch import nn
 from composable.comm import Transport
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import foreach_copy_, foreach_mul_
-from composable.replication.options import BucketOptions
-from composable.replication.tensors import ReducedParam, grad_dtype_of, local_gradient, local_of, wrapped_like
+from composable.replication.tensors import (
+    ReducedParam,
+    ReplicateOptions,
+    grad_dtype_of,
+    local_gradient,
+    local_of,
+    wrapped_like,
+)
 
 __all__ = ["Arrangement", "Bucket", "plan_buckets"]
 
@@ -38,8 +43,7 @@ class Bucket:
 
     Args:
         index: Its place in the order of reduction.
-        members: Each parameter, with its place among all. Without any, where all gradients are sparse, it is there
-            for its tail.
+        members: Each parameter, with its place among all.
         tail_numel: Elements behind the gradients.
         is_last: No bucket follows.
         key: Of its all-reduce.
@@ -230,22 +234,11 @@ class Bucket:
                 param.grad = view if is_view and dtype is view.dtype else view.to(dtype, copy=True)
 
 
-class _Outside:
-    """Stands in for the bucket of parameters that are in none: never full, never sent."""
-
-    def __init__(self) -> None:
-        self.pending = 0  # Becomes less with each arrival, and so never zero again.
-
-    def index(self) -> int:
-        """Return a place behind those of all buckets."""
-        return sys.maxsize
-
-
 class Arrangement:
     """The buckets of some parameters.
 
     Args:
-        params: What they hold. Sparse gradients lie in none; the last bucket waits for them, since it has the flags.
+        params: What they hold.
         transport: Gives each bucket its key.
         options: What the user chose.
         tail_numel: Elements behind the gradients of the last bucket.
@@ -255,64 +248,46 @@ class Arrangement:
         bucket_of: That of each parameter; the list is changed in place.
         delayed: Those that wait for the gradient of a parameter in another one.
         order: The order in which gradients are expected; ``None``: not known.
+        counts: How many gradients of each parameter are expected; ``None``: one, or not known.
         is_rebuilt: The buckets of the last backward follow the order of arrival.
         is_lazy: New buckets get memory with their first gradients, and lose it when those are stepped.
     """
 
     def __init__(
-        self, params: Sequence[ReducedParam], transport: Transport, options: BucketOptions, *, tail_numel: int
+        self, params: Sequence[ReducedParam], transport: Transport, options: ReplicateOptions, *, tail_numel: int
     ) -> None:
         self.buckets: list[Bucket] = []
-        self.bucket_of: list[Bucket | _Outside] = []
+        self.bucket_of: list[Bucket] = []
         self.delayed: list[Bucket] = []
         self.order: list[int] | None = None
+        self.counts: Sequence[int] | None = None
         self.is_rebuilt = False
         self.is_lazy = False
         self._params = params
         self._transport = transport
         self._options = options
         self._tail_numel = tail_numel
-        self._sparse = [index for index, item in enumerate(params) if item.is_sparse]
-        self._unused: frozenset[int] = frozenset()
-        self._counts: Sequence[int] | None = None
 
-    @property
-    def expectation(self) -> str:
-        """What buckets follow: ranks whose texts are equal make equal ones."""
-        return f"{self.order} without {sorted(self._unused)}, {'known' if self._counts else 'not known'} to be all"
-
-    def expect(self, order: Sequence[int], counts: Sequence[int] | None = None, unused: Sequence[int] = ()) -> None:
-        """Let the buckets of the next backward follow what is known.
-
-        Args:
-            order: The parameters as their gradients come.
-            counts: How many gradients of each parameter come; ``None``: what was known of that.
-            unused: The parameters of which none come.
-        """
-        self.order = list(order)
-        if counts is not None:
-            self._counts, self._unused = counts, frozenset(unused)
+    def expect(self, order: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        """Let the buckets of the next backward follow what is known, see ``order`` and ``counts``."""
+        self.order, self.counts = list(order), counts or self.counts
         self.is_rebuilt = False
-
-    def expect_like(self, other: "Arrangement") -> None:
-        """Expect what ``other`` does, if that knows."""
-        if other.order is not None:
-            self.expect(other.order, other._counts, [*other._unused])
 
     def prepare(self) -> None:
         """Have the buckets of the backward that begins."""
-        if self.order is None:
-            if not self.buckets:
-                self._build(self._first_groups())
-        elif not self.is_rebuilt:
-            self._rebuild(self.order)
-            self.is_rebuilt = True
+        if self.order is None and self.buckets:
+            return
+        if not self.is_rebuilt:
+            # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
+            self.dissolve()
+            self._build()
+            self.is_rebuilt = self.order is not None
 
     def next_buckets(self) -> Sequence[Bucket]:
         """Return the buckets there are; before the first backward what they will be, without memory."""
         if self.buckets or not self._params:
             return self.buckets
-        groups = (self._planned(self.order) if self.order is not None else self._first_groups()) or [[]]
+        groups = self._groups()
         return [self._bucket(number, groups, key=-1, is_lazy=True) for number in range(len(groups))]
 
     def dissolve(self) -> None:
@@ -325,91 +300,52 @@ class Arrangement:
                     param.grad = view.clone()
         self.bucket_of.clear()
 
-    def _inside(self, order: Sequence[int]) -> list[int]:
-        """Return ``order`` with delayed parameters in their place, and without those that are in no bucket."""
-        delay = self._options.delay
-        outside = self._unused.union(self._sparse)
-        return [index for index in (order if delay is None else delay.order(order)) if index not in outside]
-
-    def _planned(self, order: Sequence[int]) -> list[list[int]]:
-        """Return the parameters of each bucket, if gradients come in this order."""
-        sizes = [item.bucket_bytes for item in self._params]
-        cap_bytes = self._options.cap_bytes
-        return plan_buckets(
-            self._inside(order), self._keys(), sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes
-        )
-
-    def _first_groups(self) -> list[list[int]]:
-        """Return the parameters of each bucket while no order of arrival is known."""
-        in_order = range(len(self._params))
-        if self.is_lazy:
-            # Most gradients come in about this order, and the others cost memory in one backward.
-            return self._planned(in_order[::-1])
-        return plan_buckets(self._inside(in_order), self._keys(), [0] * len(in_order), first_cap_bytes=1, cap_bytes=1)
-
-    def _keys(self) -> list[object]:
-        """Return what the parameters of one bucket must have in common, by parameter."""
-        delayed = () if self._options.delay is None else self._options.delay.params
-        return [
-            (item.bucket_dtype, item.param.is_complex(), item.param.device, index in delayed)
+    def _groups(self) -> list[list[int]]:
+        """Return the parameters of each bucket."""
+        delay, cap_bytes = self._options.delay, self._options.cap_bytes
+        keys = [
+            (item.bucket_dtype, item.param.is_complex(), item.param.device, index in delay.params)
             for index, item in enumerate(self._params)
         ]
-
-    def _rebuild(self, order: Sequence[int]) -> None:
-        """Make buckets in order of arrival, and move the gradients that lie in the old ones."""
-        kept = [
-            (self._params[index].param, index, view)
-            for bucket in self.buckets
-            for index, view in zip(bucket.param_indices, bucket.views, strict=True)
-            if self._params[index].param.grad is view
-        ]
-        # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
-        self.buckets.clear()
-        self.bucket_of.clear()
-        self._build(self._planned(order))
-        if self.is_lazy:
-            return  # Gradients in old buckets are copied as those that autograd made.
-        new_views = {i: v for bucket in self.buckets for i, v in zip(bucket.param_indices, bucket.views, strict=True)}
-        for param, index, view in kept:
-            param.grad = new_views[index].copy_(view) if index in new_views else view
+        order, sizes = self.order, [item.bucket_bytes for item in self._params]
+        if order is None and self.is_lazy:
+            # Most gradients come in about this order, and the others cost memory in one backward.
+            order = [*range(len(keys))][::-1]
+        elif order is None:
+            order, sizes = [*range(len(keys))], [0] * len(keys)
+        return plan_buckets(delay.order(order), keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
 
     def _bucket(self, number: int, groups: Sequence[Sequence[int]], *, key: int, is_lazy: bool) -> Bucket:
         group, is_last = groups[number], number == len(groups) - 1
-        first = self._params[group[0] if group else 0]
-        dtype = first.bucket_dtype if group else torch.float32
+        first = self._params[group[0]]
         return Bucket(
             number,
             [(index, self._params[index].param) for index in group],
             tail_numel=self._tail_numel if is_last else 0,
             is_last=is_last,
             key=key,
-            like=torch.empty(0, dtype=dtype, device=first.param.device),
+            like=torch.empty(0, dtype=first.bucket_dtype, device=first.param.device),
             is_lazy=is_lazy,
         )
 
-    def _build(self, groups: Sequence[Sequence[int]]) -> None:
-        buckets: list[Bucket] = []
-        delayed = () if self._options.delay is None else self._options.delay.params
+    def _build(self) -> None:
+        groups, delay = self._groups(), self._options.delay
         self.delayed = []
-        groups = groups or [[]]  # The last one has the tail, whatever else it has.
-        attached = [index for index in self._sparse if index not in self._unused]
+        buckets = []
         for number, group in enumerate(groups):
-            is_last = number == len(groups) - 1
             bucket = self._bucket(number, groups, key=self._transport.allocate_key(), is_lazy=self.is_lazy)
-            awaited = [*group, *attached] if is_last else group
-            bucket.arrivals = len(awaited) if self._counts is None else sum(self._counts[index] for index in awaited)
-            if not frozenset(delayed).isdisjoint(group):
+            if self.counts is not None:
+                bucket.arrivals = sum(self.counts[index] for index in group)
+            if group[0] in delay.params:
                 bucket.arrivals += 1
                 self.delayed.append(bucket)
-            if self._options.static_graph and (is_last or self._counts is None):
+            if self._options.static_graph and (bucket.is_last() or self.counts is None):
                 # In a graph that nobody has seen a parameter may get another gradient, and in one that was to be
                 # the same too, also parameters of which this rank had none: the end of backward tells.
                 bucket.arrivals += 1 + len(self._params)
             buckets.append(bucket)
         holder = {index: bucket for bucket in buckets for index in bucket.param_indices}
-        holder |= dict.fromkeys(attached, buckets[-1])
-        outside = _Outside()
-        self.bucket_of[:] = [holder.get(index, outside) for index in range(len(self._params))]
+        self.bucket_of[:] = [holder[index] for index in range(len(self._params))]
         self.buckets[:] = buckets
 
 

@@ -1,44 +1,191 @@
-"""What a reducer has with the ranks of one transport: its buckets, and how they are averaged.
+"""What the ranks of a reducer send each other: buckets, and flags behind the last one, which tell what went wrong.
 
 A bucket travels as an all-reduce, or as a communication hook lets it. Ranks that wait know this file by its name: a
 wait in torch.distributed in a call from here is one in code of the user's.
+
+Behind the gradients of the last bucket lie *flags*: one per parameter, set by the ranks that have a gradient for it;
+for each rank one number that is not zero if the rank complains, and how often it ran the modules since the last
+average. The all-reduce adds them up, so every rank knows which parameters were unused everywhere, and of errors
+elsewhere, without a collective more.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from composable.comm import Grid, Pending, Transport
 from composable.engine import Registration, reduced_otherwise
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_region
-from composable.ground.names import described, list_text
+from composable.ground.names import count_text, described, list_text, ranks_text
 from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
-from composable.replication.options import BucketOptions
-from composable.replication.outside_buckets import SparseGradients
-from composable.replication.reports import (
-    HOOK_FAILED,
-    DebugNotes,
-    FlagBlock,
-    Report,
-    Stopwatch,
-    round_error,
-    warn_out_of_step,
-)
-from composable.replication.rounds import Round, StaticGraph
-from composable.replication.tensors import ReducedParam
+from composable.replication.rounds import Round, StaticGraph, Stopwatch
+from composable.replication.tensors import ReducedParam, ReplicateOptions
 
-__all__ = ["BucketExchange"]
+__all__ = ["GRAPH_CHANGED", "STOPPED", "BucketExchange", "FlagBlock", "Report"]
 
 
+_LOG = logging.getLogger("composable")
+
+# What a rank tells the others besides how many parameters have no gradient.
+STOPPED = -1
+HOOK_FAILED = -2
+GRAPH_CHANGED = -3
+
+# The highest count: bfloat16 holds all integers up to it.
+_MOST_RUNS = 256
+_MAX_NAMES_SHOWN = 10
 # The longest wait inside backward that may be in vain: a bucket of the default size takes less at 1 Gbit/s.
 _LONGEST_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
+
+
+class Report(NamedTuple):
+    """What the flags said.
+
+    Attributes:
+        used: Of each parameter, how many ranks had a gradient.
+        complaints: Of each rank, its number.
+        runs: Of each rank, how often it ran the modules since the last average; 0: it follows others.
+    """
+
+    used: Sequence[float] = ()
+    complaints: Sequence[float] = ()
+    runs: Sequence[float] = ()
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Ranks ran the modules different numbers of times since the last average, which need not be wrong."""
+        return len({*self.runs} - {0}) > 1
+
+
+class FlagBlock:
+    """Writes and reads the elements behind the gradients of every round.
+
+    Args:
+        count: How many parameters there are.
+        rank: This rank, as the transport has it.
+        world_size: Ranks of the transport.
+    """
+
+    __slots__ = ("_count", "_late", "_plain", "_rank", "_world_size", "numel")
+
+    def __init__(self, count: int, rank: int, world_size: int) -> None:
+        self.numel = count + 2 * world_size
+        self._count = count
+        self._rank = rank
+        self._world_size = world_size
+        self._plain: torch.Tensor | None = None  # All of it, where this rank does not complain and ran once.
+        self._late: tuple[torch.Tensor, torch.Event] | None = None
+
+    def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
+        """Fill ``block`` [numel] before it is sent.
+
+        Args:
+            block: Of the last bucket.
+            used: Of each parameter, whether this rank has a gradient; ``None``: all arrived, and there is no complaint.
+            complaint: This rank's number.
+            runs: How often this rank ran the modules since the last average; 0: it follows others.
+        """
+        count, own_run = self._count, self._count + self._world_size + self._rank
+        if self._plain is None or self._plain.dtype != block.dtype or self._plain.device != block.device:
+            values = [1] * count + [int(index == own_run) for index in range(count, self.numel)]
+            self._plain = torch.tensor(values, dtype=block.dtype, device=block.device)
+        block.copy_(self._plain)
+        if runs != 1:
+            block[own_run] = min(runs, _MOST_RUNS)
+        if used is not None:
+            block[:count].copy_(torch.tensor(used, dtype=block.dtype))
+            block[count + self._rank] = complaint
+
+    def report(self, values: Sequence[float]) -> Report:
+        """Return what a block says whose elements have these values after the all-reduce."""
+        count, size = self._count, self._world_size
+        return Report(values[:count], values[count : count + size], values[count + size :])
+
+    def read(self, block: torch.Tensor) -> Report | None:
+        """Return what the ranks say in ``block`` [numel], if one complains or ran the modules another number of times.
+
+        On a device other than the CPU, where reading would stop this thread until the device is
+        idle, return that of the round before, if any.
+        """
+        if block.device.type == "cpu":
+            told = block[self._count :].tolist()
+            # As a rule no complaint, and equal numbers.
+            is_plain = not any(told[: self._world_size]) and told.count(told[-1]) == self._world_size
+            return None if is_plain else self._notable(block.tolist())
+        report = None
+        if self._late is not None:
+            host, event = self._late
+            event.synchronize()  # Of the round before; long done.
+            values = host.tolist()
+            values[self._count + self._rank] = 0  # This rank has raised it by itself.
+            report = self._notable(values)
+        host = torch.empty(block.shape, dtype=block.dtype, pin_memory=block.device.type == "cuda")
+        host.copy_(block, non_blocking=True)
+        event = torch.Event(block.device.type)
+        event.record()
+        self._late = (host, event)
+        return report
+
+    def _notable(self, values: Sequence[float]) -> Report | None:
+        report = self.report(values)
+        return report if any(report.complaints) or report.is_out_of_step else None
+
+
+class DebugNotes:
+    """Writes notes on the buckets of one reducer, at the levels of ``torch.distributed.get_debug_level()``.
+
+    OFF: nothing. INFO: its buckets, each time they are made. DETAIL: also each bucket that is sent, after the ranks
+    have made sure that all send the same one.
+
+    Attributes:
+        is_off: Nothing is noted.
+        checks: Compare the ranks before each bucket.
+    """
+
+    def __init__(self, params: Sequence[ReducedParam], grid: Grid) -> None:
+        level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch does not list it as exported
+        self.is_off = level == dist.DebugLevel.OFF  # type: ignore[attr-defined]
+        self.checks = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+        self._params = params
+        self._ranks = grid.everyone
+        self._first: Bucket | None = None
+
+    def begin(self, buckets: Sequence[Bucket], number: int) -> None:
+        """Note the buckets of backward ``number``, if they are new."""
+        if self._first is not buckets[0]:
+            self._first = buckets[0]
+            ranks = [*self._ranks.numbers]
+            _LOG.info("replicate: %d buckets from backward %d on, of ranks %s", len(buckets), number, ranks)
+            for bucket in buckets:
+                _LOG.info("replicate: %s", self._text(bucket))
+
+    def before_send(self, bucket: Bucket) -> None:
+        """Note a bucket that is sent next, and make sure that all ranks send it. Collective.
+
+        Raises:
+            DesyncError: Another rank is about to send another one.
+        """
+        text = self._text(bucket)
+        self._ranks.compare(
+            text,
+            shown=lambda: text,
+            what="the ranks are about to average different buckets",
+            fix="run the same modules with the same options on every rank",
+        )
+        _LOG.info("replicate: send %s", text)
+
+    def _text(self, bucket: Bucket) -> str:
+        names = list_text([self._params[index].fqn for index in bucket.param_indices])
+        return f"bucket {bucket.index() + 1}, {bucket.flat.nbytes} bytes of {bucket.flat.dtype}: {names}"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -46,7 +193,7 @@ class _HookPending:
     """A bucket that a communication hook reduces."""
 
     exchange: "BucketExchange"
-    hook: Registration
+    name: str
     bucket: Bucket
     future: "torch.futures.Future[Any]"
 
@@ -55,7 +202,9 @@ class _HookPending:
             result = self.future.wait()
         except RuntimeError as error:
             # What a callback has raised: the ranks may have met, so this one goes on, and they are told with the flags.
-            self.exchange.note_raised(self.hook, error)
+            text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
+            what = f"the future of the communication hook {self.name} raised {text}"
+            self.exchange.note_failure(ConfigError(what, fix="see what was raised there"), error)
             result = self.bucket.flat.new_zeros(1)
         self.bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
 
@@ -78,9 +227,7 @@ class BucketExchange:
         transport: As given.
         scale: Of a gradient before it is added to those of the other ranks.
         group_name: Of the process group that averages in a graph; "": one rank.
-        order_key: Of what is shared beside gradients.
         arrangement: The buckets.
-        sparse: Averages what lies in no bucket.
         notes: Written about each backward.
         running: The ranks that have gradients, as the transport has them; ``None``: all.
         hook: The communication hook; ``None``: an all-reduce per bucket.
@@ -91,7 +238,7 @@ class BucketExchange:
         params: Sequence[ReducedParam],
         transport: Transport,
         grid: Grid,
-        options: BucketOptions,
+        options: ReplicateOptions,
         own_round: Round,
         stopwatch: Stopwatch,
     ) -> None:
@@ -102,7 +249,6 @@ class BucketExchange:
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self.hook: Registration | None = None
         self._params = params
-        self._device = ranks.device
         self._numbers = sorted(ranks.numbers)  # As the transport has them.
         self._options = options
         self._round = own_round
@@ -110,11 +256,10 @@ class BucketExchange:
         self._has_warned = False
         self._flags = FlagBlock(len(params), transport.rank, transport.world_size)
         # Each takes a key of the transport, in this order on every rank.
-        self.order_key = transport.allocate_key()
+        self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
-        self.sparse = SparseGradients([item.param for item in params if item.is_sparse], transport)
         self.arrangement = Arrangement(params, transport, options, tail_numel=self._flags.numel)
-        self.notes = DebugNotes(params, ranks)
+        self.notes = DebugNotes(params, grid)
         self._pendings: list[Pending] = []
         # What is wrong with what the hook gave in this round; it has met the other ranks all the same.
         self._failure: ConfigError | None = None
@@ -126,10 +271,9 @@ class BucketExchange:
         buckets = list(self.arrangement.buckets)
         for bucket in buckets:
             if bucket.key == key:
-                names = [self._params[index].fqn for index in bucket.param_indices]
-                number = f"bucket {bucket.index() + 1} of {len(buckets)}"
-                return f"the all-reduce of {number}, gradients of {list_text(names, 3)}"
-        return "the order of gradients" if key == self.order_key else "buffers or flags"
+                names = list_text([self._params[index].fqn for index in bucket.param_indices], 3)
+                return f"the all-reduce of bucket {bucket.index() + 1} of {len(buckets)}, gradients of {names}"
+        return "the order of gradients" if key == self._order_key else "buffers or flags"
 
     # The buckets of a round, in order
 
@@ -139,7 +283,7 @@ class BucketExchange:
         Streams: gradients are copied on the current one, which the collective waits for.
         """
         # A communication hook averages by itself. What is stepped inside backward is dropped there: no copy then.
-        is_view = self._options.grads_as_views or self.arrangement.is_lazy
+        is_view = self._options.gradient_as_bucket_view or self.arrangement.is_lazy
         bucket.pack(self.scale if self.hook is None else 1.0, grads_as_views=is_view)
         self._send(bucket)
 
@@ -178,14 +322,13 @@ class BucketExchange:
         if hook.takes_bucket:
             future = hook.function(hook.state, bucket)
             if hasattr(future, "wait"):
-                self._pendings.append(_HookPending(self, hook, bucket, future))
+                self._pendings.append(_HookPending(self, hook.name, bucket, future))
             else:
                 what = f"the communication hook returned {described(future)}"
-                failure = ConfigError(what, fix="return a torch.futures.Future of the averages")
-                self._failure = self._failure or failure
+                self.note_failure(ConfigError(what, fix="return a torch.futures.Future of the averages"))
         else:
             averages, wrong = reduced_otherwise(hook, bucket.buffer())
-            self._failure = self._failure or wrong
+            self.note_failure(wrong)
             bucket.take_result(torch.zeros_like(bucket.buffer()) if averages is None else averages)
         if bucket.is_last():
             if is_on_host:
@@ -196,13 +339,11 @@ class BucketExchange:
             self._write_flags(bucket.tail)
             self._pendings.append(self.transport.begin_all_reduce(bucket.tail, self._flags_key))
 
-    def note_raised(self, hook: Registration, error: RuntimeError) -> None:
-        """Note what the future of a communication hook has raised."""
-        text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
-        what = f"the future of the communication hook {hook.name} raised {text}"
-        failure = ConfigError(what, fix="see what was raised there")
-        failure.__cause__ = error
-        self._failure = self._failure or failure
+    def note_failure(self, failure: ConfigError | None, cause: Exception | None = None) -> None:
+        """Note what the communication hook did wrong, to be raised when the round has ended."""
+        if failure is not None and self._failure is None:
+            failure.__cause__ = cause
+            self._failure = failure
 
     def raise_failure(self) -> None:
         """Raise what the hook did wrong in the round that has ended, if anything."""
@@ -223,10 +364,9 @@ class BucketExchange:
                 item.param.grad is not None or bucket.index() < stepped
                 for item, bucket in zip(self._params, self.arrangement.bucket_of, strict=True)
             ]
-        order = own_round.order
         # Experts are called as their ranks like, and a module around synchronises all.
         runs = 0 if own_round.is_led else own_round.forwards or own_round.kept + 1
-        self._flags.write(block, used, complaint, order[-1] if order else None, runs)
+        self._flags.write(block, used, complaint, runs)
 
     # The end of a round
 
@@ -276,9 +416,9 @@ class BucketExchange:
             What ``FlagBlock.read`` does; and of each parameter, how many ranks had a gradient, ``None``: all had one.
         """
         self.finish()
-        self.sparse.average(self.scale)
         # What an optimizer steps inside backward gets its gradients there.
-        is_view, buckets = self._options.grads_as_views, [] if self.arrangement.is_lazy else self.arrangement.buckets
+        is_view = self._options.gradient_as_bucket_view
+        buckets = [] if self.arrangement.is_lazy else self.arrangement.buckets
         for bucket in buckets:
             if bucket.casts or not is_view:
                 bucket.unpack()
@@ -290,50 +430,105 @@ class BucketExchange:
             bucket.adopt(used, is_view=is_view)
         return report, used
 
-    def wait_for_zeros(self) -> torch.Tensor:
-        """Wait for all buckets of a backward that was stopped; returns what the ranks said [flags]."""
-        self.finish()
-        self.sparse.average(self.scale, is_stopped=True)
-        return self.flags.clone()
-
     @property
     def flags(self) -> torch.Tensor:
         """What the ranks said with the last bucket [flags], in its dtype."""
         return self.arrangement.buckets[-1].tail
 
-    def went_well(self, values: Sequence[float]) -> bool:
-        """Say whether no rank complained; ``values`` is what the ranks said."""
-        return not self._flags.is_complaint(values)
+    def report_of(self, flags: torch.Tensor) -> Report:
+        """Return what the ranks said in flags [flags]; waits for the device."""
+        return self._flags.report(flags.tolist())
 
     def agree_on_order(self) -> list[int]:
         """Return the order in which gradients arrived on the first rank, the others at the end. Collective."""
-        order = self._round.full_order()
+        # An exception may have come between the notes in `seen` and `order`.
+        order = list(dict.fromkeys([*self._round.order, *range(len(self._params))]))
         if self.transport.world_size == 1:
             return order
-        sent = torch.tensor(order, device=self.arrangement.buckets[0].flat.device)
-        self.transport.begin_broadcast(sent, 0, self.order_key).finish()
+        sent = torch.tensor(order, device=self.flags.device)
+        self.transport.begin_broadcast(sent, 0, self._order_key).finish()
         agreed: list[int] = sent.tolist()
         return agreed
 
-    def share(self, number: float) -> list[float]:
-        """Return the number of each rank, in the order of the transport. Collective; no backward is running."""
-        numbers = torch.zeros(self.transport.world_size, device=self._device)
-        numbers[self.transport.rank] = number
-        self.transport.begin_all_reduce(numbers, self.order_key).finish()
-        shared: list[float] = numbers.tolist()
-        return shared
+    # What went wrong
 
     def warn_of(self, report: Report) -> None:
         """Log, once, that ranks ran the modules different numbers of times: one may have left out a backward."""
-        if not self._has_warned:
-            self._has_warned = True
-            runs = zip(self._numbers, report.runs, strict=True)
-            warn_out_of_step({rank: round(count) for rank, count in runs if count}, self._params[0].fqn)
+        if self._has_warned:
+            return
+        self._has_warned = True
+        runs = zip(self._numbers, report.runs, strict=True)
+        lines = [f"    {ranks_text([rank])}: {round(count)}" for rank, count in runs if count]
+        _LOG.warning(
+            "ranks had different numbers of forwards or backwards since gradients were last averaged\n%s\n"
+            "  at:  %s, module with parameter %r\n  fix: %s",
+            "\n".join(lines),
+            place_of_rank(),
+            self._params[0].fqn,
+            "nothing, if each of them belongs to this backward, or to none; but where a rank left out a backward, or "
+            "was alone in no_sync, averages are of different steps from there on: run the same backwards on every "
+            "rank, and forwards that are not to be trained on under torch.no_grad()",
+        )
 
-    def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> Exception:
-        """Return the error for what went wrong here, or for what did elsewhere."""
-        numbers, order = self._numbers, self._round.order
-        running = numbers if self.running is None else [numbers[place] for place in self.running]
-        hook = "" if self.hook is None else f" {self.hook.name}"
-        last, own = order[-1] if order else None, numbers[self.transport.rank]
-        return round_error(self._params, missing, last, report, numbers, own, static, running, hook)
+    def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> UsageError:
+        """Return the error for what went wrong in a backward, here or on another rank.
+
+        Args:
+            missing: Which parameters got no gradient on this rank, and should have.
+            report: What the ranks said.
+            static: What all backwards were to be like; ``None``: nothing.
+        """
+        fqns, own_rank = [item.fqn for item in self._params], self._numbers[self.transport.rank]
+        told = {rank: value for rank, value in zip(self._numbers, report.complaints, strict=False) if rank != own_rank}
+        changed = [rank for rank, value in told.items() if value == GRAPH_CHANGED]
+        if static is not None and (static.changes or changed):
+            return _graph_changed(fqns, static, report.used, changed)
+        others = [rank for rank, value in told.items() if value > 0]
+        stopped = [rank for rank, value in told.items() if value == STOPPED]
+        failed = [rank for rank, value in told.items() if value == HOOK_FAILED]
+        lines = []
+        if missing:
+            names = list_text([fqns[index] for index in missing], _MAX_NAMES_SHOWN)
+            lines.append(f"backward ended without a gradient for {count_text(len(missing), 'parameter')}: {names}")
+            if others:
+                lines.append(f"    so did {ranks_text(others)}, perhaps for other parameters")
+        elif others:
+            # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost. Gradients
+            # of backwards before, which were not dropped, hide them too.
+            full = len(self._numbers if self.running is None else self.running) - 0.5
+            unused = [fqn for fqn, used in zip(fqns, report.used, strict=False) if used < full]
+            names = list_text(unused, _MAX_NAMES_SHOWN) if unused else "some parameters"
+            lines.append(f"{ranks_text(others)} ended backward without a gradient for {names}")
+        fix = (
+            "let every parameter take part in the loss on every rank, freeze those that do not before replicate, "
+            "or pass find_unused_parameters=True"
+            if lines
+            else "drop the gradients of this step, and see what was raised there"
+        )
+        if stopped:
+            lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
+        if failed:
+            hook = "" if self.hook is None else f" {self.hook.name}"
+            lines.append(
+                f"{ranks_text(failed)} got no averages of the right dtype and shape from the communication hook{hook}"
+            )
+        return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
+
+
+def _graph_changed(
+    fqns: Sequence[str], static: StaticGraph, used: Sequence[float], others: Sequence[int]
+) -> UsageError:
+    """Return the error for a backward that is not like the first, though it was promised to be."""
+    promise = "is not like the first one, as static_graph=True says"
+    if static.changes:
+        shown = [f"{fqns[index]!r} ({count_text(now, 'gradient')}, {then} then)" for index, now, then in static.changes]
+        what = f"this backward {promise}: {list_text(shown, _MAX_NAMES_SHOWN, write=str)}"
+        if others:
+            what += f"\n    nor is that of {ranks_text(others)}"
+    else:
+        counts = zip(fqns, used, static.used, strict=False)
+        elsewhere = [fqn for fqn, now, then in counts if now != then]
+        names = f": {list_text(elsewhere, _MAX_NAMES_SHOWN)}" if elsewhere else ""
+        what = f"the backward of {ranks_text(others)} {promise}{names}"
+    fix = "drop the gradients of this step; use the same parameters in every step, or find_unused_parameters=True"
+    return UsageError(what, at=place_of_rank(), fix=fix)

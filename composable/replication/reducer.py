@@ -1,25 +1,405 @@
-"""What is chosen for, and asked of, the averaging of some parameters' gradients; how it is copied, moved and closed."""
+"""Averages the gradients of replicated modules, bucket by bucket as they fill.
+
+A *round* is one backward that synchronises. In it every rank starts the all-reduce of every
+bucket exactly once and in the same order: a bucket is started when its own gradients are
+there and the bucket before it was started, and whatever is left is started when backward
+ends. So ranks whose gradients arrive in another order, or not at all, never wait for each
+other in vain. The last bucket ends with flags and complaints.
+
+What is averaged is the whole ``param.grad``: gradients that backwards without
+synchronisation left there, and ones averaged before (equal on all ranks, so averaging them
+again changes nothing) need no bookkeeping.
+
+Source: PyTorch Distributed, arXiv 2006.15704.
+"""
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Transport
-from composable.engine import Registration, Stepper, nearest, refuse_steppers
+from composable.engine import Registration, Stepper, check_backward, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
-from composable.replication.averaging import GradientAverager
+from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
+from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
-from composable.replication.rounds import Phase, StaticGraph
-from composable.replication.tensors import ReducedParam, check_steppable
+from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
+from composable.replication.outside_buckets import traced_arrival
+from composable.replication.rounds import JoinListener, Phase, Round, StaticGraph, Stopwatch
+from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of
 
 __all__ = ["Reducer"]
 
 
+_OPEN = Phase.OPEN
+
+
+class GradientAverager:
+    """Runs the rounds of a set of parameters, over the ranks of one transport.
+
+    Args:
+        params: In ``named_parameters()`` order, equal on all ranks.
+        transport: Of these ranks; used for nothing else, since its calls must keep their order.
+        grid: These ranks.
+        options: What the user chose.
+
+    Attributes:
+        number: Its place among all that end a backward.
+        requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
+        is_last_backward: If not, backward is no round either.
+        sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
+        round: The running backward, or the last one.
+        rounds: How many backwards there were, the running one included.
+        exchange: Averages buckets over the ranks.
+        comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
+        stopwatch: Measures some backwards.
+        join: Told of what starts before it does, while ranks may run out of inputs; ``None``: they do not.
+        steppers: Get parameters that have their averages, and step them inside backward.
+    """
+
+    def __init__(
+        self, params: Sequence[ReducedParam], transport: Transport, grid: Grid, options: ReplicateOptions
+    ) -> None:
+        self.number = next_ending_number()
+        self.params = tuple(params)
+        self.options = options
+        self.requires_gradient_sync = True
+        self.is_last_backward = True
+        self.sync_after_context: bool | None = None
+        self.round = Round([0] * len(params))
+        self.rounds = 0
+        self.comm_hooks: tuple[Registration, ...] = ()
+        self.stopwatch = Stopwatch(grid.everyone.device)
+        self.join: JoinListener | None = None
+        self.steppers: tuple[Stepper, ...] = ()
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._missing: list[int] | None = None  # Of the round that is ending; None: none is.
+        self._kept = bytearray(len(params))  # Arrived since the last round, without synchronisation.
+        self._connect(transport, grid)
+
+    def _connect(self, transport: Transport, grid: Grid) -> None:
+        """Have what depends on the ranks, as it is before the first backward."""
+        self._grid = grid
+        self._static = StaticGraph() if self.options.static_graph else None
+        self.exchange = BucketExchange(self.params, transport, grid, self.options, self.round, self.stopwatch)
+        self._bucket_of = self.exchange.arrangement.bucket_of  # changed in place
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets in order of reduction."""
+        return self.exchange.arrangement.buckets
+
+    @property
+    def synchronises(self) -> bool:
+        """The next backward averages gradients."""
+        return self.requires_gradient_sync and self.is_last_backward
+
+    # What forward and backward call, in this order
+
+    def prepare(self) -> None:
+        """Put things right before a forward, if the last backward was stopped by an exception.
+
+        Collective if that backward had started an all-reduce: the ranks that wait for the rest get it.
+        """
+        # Nothing is in flight but what was cut short, a broadcast of buffers say.
+        self.exchange.transport.settle()
+        # A backward that is running is none of the forward's business: so this one was stopped.
+        if self.round.phase is not Phase.AT_REST:
+            self._recover()
+        if self.round.kept and all(item.param.grad is None for item in self.params):
+            self._forget_kept()  # Dropped.
+
+    def arm(self, module_index: int) -> None:
+        """Note that the gradient of an output of an annotated module arrives."""
+        if self.params:  # Else other annotations below average everything.
+            if self.round.phase is not _OPEN:
+                self._open()
+            self.round.arm(module_index, self.params)
+
+    def follow(self) -> None:
+        """Take part in the running backward, which all ranks run: whether gradients arrive here or not."""
+        if self.params:
+            if self.round.phase is not _OPEN:
+                self._open()
+            self.round.follow()
+
+    def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Yield what each parameter calls with itself, of any shape, once its ``grad`` has this backward's gradient."""
+        return map(self._make_arrival, range(len(self.params)))
+
+    def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
+        # Runs once per parameter and backward: what it reads most is a local of this call. What leads to the
+        # parameters is held weakly: Python's collector does not see that a parameter holds its hooks.
+        own_round, find_reducer = self.round, weakref.ref(self)
+        seen, order, is_trigger = own_round.seen, own_round.order, index == self.options.delay.trigger
+
+        @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
+        def arrive(_: torch.Tensor) -> None:
+            reducer = find_reducer()
+            if reducer is None:
+                return  # The module is gone, and only the parameter lives on.
+            if own_round.phase is not _OPEN:
+                reducer._open()
+            if seen[index]:
+                reducer._arrive_again(index)
+                return
+            seen[index] = 1
+            order.append(index)
+            bucket = reducer._bucket_of[index]
+            bucket.pending -= 1
+            if not bucket.pending:
+                reducer._launch_full()
+            if is_trigger:
+                for delayed in reducer.exchange.arrangement.delayed:
+                    delayed.pending -= 1
+                reducer._launch_full()
+
+        return arrive
+
+    def _arrive_again(self, index: int) -> None:
+        """Accept another gradient in one backward as long as the first has not been sent.
+
+        Raises:
+            UsageError: It has been.
+        """
+        self.round.seen[index] += 1
+        bucket, static = self._bucket_of[index], self._static
+        if self.round.synchronises and bucket.index() < self.round.sent:
+            what = "a parameter got a second gradient in one backward, after the first was sent to the other ranks"
+            fix = "use activation checkpointing with use_reentrant=False, or pass static_graph=True"
+            if static is not None:
+                what = "a parameter got more gradients in one backward than in the first one, as static_graph=True says"
+                fix = "drop the gradients of this step, and use the same parameters in every step"
+            raise UsageError(what, at=f"{place_of_rank()}, parameter {self.params[index].fqn!r}", fix=fix)
+        if static is not None and static.allows(index, self.round.seen[index]):
+            bucket.pending -= 1
+            if not bucket.pending:
+                self._launch_full()
+
+    def _open(self) -> None:
+        """Begin a backward."""
+        with self._lock:
+            if self.round.phase is _OPEN:
+                return  # Another device's thread was first.
+            if self._is_closed:
+                raise UsageError(
+                    "backward of a forward that ran before the model's annotation was taken off",
+                    at=place_of_rank(),
+                    fix="run backward before unannotate, or forward again after it",
+                )
+            if self.round.phase is Phase.STOPPED:
+                self._recover()
+            if self.steppers:
+                check_backward(self.params[0].fqn)
+            if self.join is not None:
+                self.join.begin_round(self.synchronises)
+            self._clear(synchronises=self.synchronises)
+            self.round.open(at_end_of_backward(self))
+            self.stopwatch.begin(self.rounds)
+            if not self.exchange.notes.is_off:
+                self.exchange.notes.begin(self.buckets, self.rounds)
+
+    @torch.no_grad()
+    def _clear(self, *, synchronises: bool) -> None:
+        self.exchange.arrangement.prepare()
+        self.round.clear(self.buckets, synchronises=synchronises)
+        self.rounds += 1
+
+    def _launch_full(self) -> None:
+        buckets, own_round = self.buckets, self.round
+        if not own_round.synchronises or own_round.is_led:
+            # In which order the gradients of several modules come is each rank's own business.
+            return
+        with self._lock, torch.no_grad():
+            while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
+                self._launch(buckets[own_round.sent])
+                if self.steppers:
+                    # One is on its way while the next one fills.
+                    self._step_sent()
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.join is not None:
+            self.join.send()
+        self.exchange.launch(bucket)
+
+    def start(self) -> None:
+        """End a backward: start the reduction of what is left."""
+        own_round, static = self.round, self._static
+        self._missing = None
+        is_due = own_round.is_due()
+        if is_due and not own_round.synchronises:
+            for index in own_round.order:
+                self._kept[index] = 1
+            own_round.kept += 1
+        if not is_due or not own_round.synchronises:
+            own_round.close()
+            return
+        accepts = self.options.find_unused_parameters or static is not None or own_round.is_led
+        missing = [] if accepts else own_round.missing(self.params, self._kept)
+        own_round.complaint = len(missing)
+        if static is not None and not static.holds(own_round.seen):
+            own_round.complaint = GRAPH_CHANGED
+        self._missing = missing
+        if self.stopwatch.is_on:
+            self.stopwatch.mark("computed")
+        with torch.no_grad():
+            for bucket in self.buckets[own_round.sent :]:
+                self._launch(bucket)
+
+    def finish(self) -> None:
+        """Wait for the averages, and complain about what is missing.
+
+        Raises:
+            UsageError: On this or another rank, parameters got no gradient.
+        """
+        missing, self._missing = self._missing, None
+        if missing is None:
+            return
+        if self.join is not None:
+            self.join.finish()
+        report = self._finish_round()
+        if self.stopwatch.is_on:
+            self.stopwatch.end()
+        self._conclude(missing, report)
+
+    @torch.no_grad()
+    def _finish_round(self) -> Report | None:
+        """Wait for all buckets, and give every parameter its average; returns complaints of ranks."""
+        report, used = self.exchange.wait()
+        self._end_round(self.exchange.flags)
+        if self.steppers:
+            self._step_rest(used)
+        if report is not None and not any(report.complaints):
+            self.exchange.warn_of(report)
+            return None
+        return report
+
+    def _conclude(self, missing: Sequence[int], report: Report | None) -> None:
+        """Close the round, and raise what went wrong in it."""
+        self.round.close()
+        self.exchange.raise_failure()
+        if missing or self.round.complaint or report is not None:
+            raise self.exchange.error_of(missing, report or Report(), self._static)
+
+    def _end_round(self, flags: torch.Tensor) -> None:
+        """Take from a round what is to hold for all later ones; ``flags`` is what the ranks said."""
+        self._forget_kept()
+        arrangement, static = self.exchange.arrangement, self._static
+        if arrangement.order is None:
+            arrangement.expect(self.exchange.agree_on_order())
+        if static is not None and static.counts is None and arrangement.order is not None:
+            report = self.exchange.report_of(flags)
+            if not any(report.complaints):
+                static.counts, static.used = self.round.seen.copy(), report.used
+                arrangement.expect(arrangement.order, static.counts)
+
+    def _forget_kept(self) -> None:
+        self._kept[:] = bytes(len(self._kept))
+        self.count_anew()
+
+    # A backward that an exception stopped
+
+    def _recover(self) -> None:
+        """Complete the round of a backward that was stopped, so that no rank waits for this one.
+
+        The gradients in the buckets become zero: what a round that was stopped leaves there is
+        of no use, and the user may have set it to zero while it was on its way.
+        """
+        self.exchange.transport.settle()
+        # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
+        if self.round.synchronises and (self.round.accumulates or self.round.order):
+            self.round.complaint = STOPPED
+            if self.join is not None:
+                self.join.recover()
+            self.recover_shadow()
+        else:
+            self.round.kept += not self.round.synchronises
+            self._forget_round()
+
+    @torch.no_grad()
+    def recover_shadow(self) -> None:
+        """Send zeros for all buckets that were not sent, which ranks wait for, and wait for them. Collective."""
+        self.exchange.send_zeros()
+        self.exchange.finish()
+        flags = self.exchange.flags.clone()
+        if not self.steppers:
+            for bucket in self.buckets:
+                bucket.clear()
+        self._end_round(flags)
+        self._forget_round()
+        if self.steppers:
+            # As the other ranks have done, or do when they hear of this: else parameters would differ.
+            self._step_rest(flags.tolist())
+
+    def _forget_round(self) -> None:
+        self.exchange.forget()
+        self._missing = None
+        self.round.close()
+
+    # Steps inside backward
+
+    def _step_sent(self) -> None:
+        """Step the buckets before the one that was sent last, and free them, as far as their averages come in time.
+
+        Another rank may have other gradients first, and wait for this one elsewhere in its backward, say for a module
+        that is sharded: so no wait here may be without end, and the end of backward steps the rest.
+        """
+        own_round = self.round
+        while own_round.stepped < own_round.sent - 1:
+            bucket = self.buckets[own_round.stepped]
+            if bucket.has_split and not bucket.flat.is_cuda:
+                return  # Such a step may be collective, and how many buckets come in time differs between ranks.
+            if not self.exchange.finish_first():
+                return
+            if bucket.casts:
+                bucket.unpack()
+            own_round.stepped += 1
+            self._step([self.params[index].param for index in bucket.param_indices])
+            if not bucket.is_last():
+                bucket.release()
+
+    def _step_rest(self, used: Sequence[float] | None) -> None:
+        """Step the others, by averages that are there, and free all buckets.
+
+        Args:
+            used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
+        """
+        for bucket in self.buckets[self.round.stepped :]:
+            if bucket.casts:
+                bucket.unpack()
+            params = [self.params[index].param for index in bucket.param_indices]
+            for index, param, view in zip(bucket.param_indices, params, bucket.views, strict=True):
+                if used is not None and used[index] == 0:
+                    continue
+                if grad_dtype_of(param) is view.dtype:
+                    param.grad = view
+                elif param.grad is None:
+                    param.grad = view.to(grad_dtype_of(param))
+            # What is cut short goes on here: the other ranks step all buckets.
+            self.round.stepped += 1
+            self._step(params)
+            bucket.release()
+
+    def _step(self, params: Sequence[nn.Parameter]) -> None:
+        complete = [param for param in params if param.grad is not None]
+        for step in self.steppers:
+            step(complete)
+
+    def count_anew(self) -> None:
+        """Count backwards from here on: ranks may have kept different numbers."""
+        self.round.kept = self.round.forwards = 0
+
+
 class Reducer(GradientAverager):
-    """Averages the gradients of a set of parameters over the ranks of one transport."""
+    """Averages gradients: what users ask of it and choose for it, and how it is copied, moved and closed."""
 
     @property
     def next_buckets(self) -> Sequence[Bucket]:
@@ -44,23 +424,26 @@ class Reducer(GradientAverager):
     @property
     def untraceable(self) -> str:
         """Why a graph of compiled autograd cannot average the gradients; "": it can."""
-        if self.exchange.hook is not None:
-            return "a communication hook cannot run"
-        if self.options.find_unused:
-            return "ranks cannot tell each other which parameters they used (find_unused_parameters=True)"
-        if self.options.static_graph or self.options.delay is not None or not self.is_last_backward:
-            return "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))"
-        if any(item.is_sparse or isinstance(item.param, DTensor) for item in self.params):
-            return "gradients that are sparse, or that tensor parallelism has split, cannot be averaged"
-        if self.steppers:
-            return "an optimizer cannot step inside of it"
-        if self.before_round is not None:
-            return "ranks without inputs cannot follow (Join)"
-        if self.options.has_policy:
-            return "nothing tells modules when to hold their own parameters again (mp_policy)"
-        if self._is_closed:
-            return "a module of before unannotate cannot run"
-        return ""
+        options = self.options
+        found = {
+            "a communication hook cannot run": self.exchange.hook is not None,
+            "ranks cannot tell each other which parameters they used (find_unused_parameters=True)": (
+                options.find_unused_parameters
+            ),
+            "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))": (
+                options.static_graph or options.delay.params or not self.is_last_backward
+            ),
+            "gradients that tensor parallelism has split cannot be averaged": any(
+                isinstance(item.param, DTensor) for item in self.params
+            ),
+            "an optimizer cannot step inside of it": self.steppers,
+            "ranks without inputs cannot follow (Join)": self.join is not None,
+            "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
+            "a module of before unannotate cannot run": self._is_closed,
+        }
+        return next((why for why, holds in found.items() if holds), "")
+
+    # What users choose, between two backwards
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return the nearest of ``registrations``.
@@ -84,22 +467,16 @@ class Reducer(GradientAverager):
         self.comm_hooks = tuple(registrations)
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
-        """Let these step the parameters, from the next backward on.
-
-        Raises:
-            ConfigError: See ``check_steppable``.
-        """
-        if steppers:
-            check_steppable(self.params)
+        """Let these step the parameters, from the next backward on."""
         self.steppers = tuple(steppers)
         self.exchange.arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
             bucket.release()  # Gradients in it keep their memory, and are copied.
 
-    # A life: copies, other ranks, the end.
+    # A life: copies, other ranks, the end
 
     def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
-        """Return a reducer of copied parameters: the same options, order and hook, and buckets of its own.
+        """Return a reducer of copied parameters: the same options and hook; it learns the order of gradients anew.
 
         Args:
             params: Copies of this one's, in the same order.
@@ -109,13 +486,13 @@ class Reducer(GradientAverager):
         Raises:
             UsageError: A backward is running.
         """
-        if self.round.phase is Phase.OPEN:
+        if self.round.phase is _OPEN:
             raise UsageError(
                 "a replicated module cannot be copied inside a backward",
                 at=place_of_rank(),
                 fix="copy it before or after",
             )
-        twin = Reducer(params, transport, self._grid, self.options, self._after_backward)
+        twin = Reducer(params, transport, self._grid, self.options)
         syncs, after = self.requires_gradient_sync, self.sync_after_context
         twin.requires_gradient_sync = syncs if after is None else after
         twin.is_last_backward = self.is_last_backward
@@ -130,23 +507,16 @@ class Reducer(GradientAverager):
     def move_to(self, transport: Transport, grid: Grid) -> None:
         """Talk to other ranks from now on, and forget what a backward that was stopped has left; none is running.
 
-        Collective. Hooks stay; so does the order of gradients, if these ranks know the same one. Gradients get memory
-        of their own.
+        Hooks stay; the order of gradients is learned anew. Gradients get memory of their own.
         """
-        before, hook = self.exchange.arrangement, self.exchange.hook
-        before.dissolve()
+        hook = self.exchange.hook
+        self.exchange.arrangement.dissolve()
         self.round.reset()
         self._missing = None
-        self.forget_kept()
+        self._forget_kept()
         self._connect(transport, grid)
         self.exchange.hook = hook
         self.exchange.arrangement.is_lazy = bool(self.steppers)
-        is_known = grid.everyone.are_alike(before.expectation)
-        if is_known:
-            self.exchange.arrangement.expect_like(before)
-        if self._static is not None:
-            # How many ranks used a parameter is not known of these.
-            self._static = StaticGraph(self._static.counts, [], self._static.unused) if is_known else StaticGraph()
 
     @torch.no_grad()
     def average_kept_gradients(self) -> None:
@@ -154,8 +524,7 @@ class Reducer(GradientAverager):
         if not self.params:
             return
         self.prepare()
-        is_any = any(self.share(any(self._kept)))
-        if is_any:
+        if any(self._grid.everyone.objects(any(self._kept))):
             self.exchange.arrangement.prepare()
             self.round.clear(self.buckets, synchronises=True)
             self.round.is_led = True  # Ranks may have kept different numbers.
@@ -164,7 +533,7 @@ class Reducer(GradientAverager):
             _, used = self.exchange.wait()
             if self.steppers:
                 self._step_rest(used)
-        self.forget_kept()
+        self._forget_kept()
         self.exchange.raise_failure()
 
     def close(self) -> None:
@@ -177,23 +546,15 @@ class Reducer(GradientAverager):
         self.comm_hooks = ()
         self._is_closed = True
 
-    # Ranks that run out of inputs.
+    # Ranks that run out of inputs
 
-    def share(self, number: float) -> list[float]:
-        """Return the number of each rank, in the order of the transport. Collective; no backward is running."""
-        return self.exchange.share(number)
+    def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:
+        """Expect gradients of these ranks only, as the transport has them, and divide sums of gradients by a number.
 
-    def divide_by(self, divisor: int | None) -> None:
-        """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
-        self.exchange.scale = 1.0 / (divisor or self._grid.divisor)
-
-    def expect(self, running: Sequence[int] | None) -> None:
-        """Expect gradients of these ranks only, as the transport has them; ``None``: of all."""
+        ``None``: all ranks, and their number.
+        """
         self.exchange.running = running
-
-    def count_anew(self) -> None:
-        """Count backwards from here on: before a ``Join``, ranks may have kept different numbers."""
-        self.round.kept = self.round.forwards = 0
+        self.exchange.scale = 1.0 / (divisor or self._grid.divisor)
 
     def put_aside(self) -> Callable[[], None]:
         """Return what puts the gradients of now back: until then rounds of other ranks leave their averages here."""
@@ -207,24 +568,17 @@ class Reducer(GradientAverager):
 
         return put_back
 
-    @torch.no_grad()
     def begin_shadow(self) -> None:
         """Do what a backward begins with."""
         for item in self.params:
             item.param.grad = None
-        self.exchange.arrangement.prepare()
-        self.round.clear(self.buckets, synchronises=True)
+        self._clear(synchronises=True)
         self.round.kept, self.round.forwards = -1, 0
-        self.rounds += 1
 
     @torch.no_grad()
     def send_shadow(self) -> None:
         """Send zeros for the next bucket. Collective."""
         self.exchange.send_zeros(1)
-
-    def recover_shadow(self) -> None:
-        """Do what the others do about a round that was stopped there, if one has begun. Collective."""
-        self._complete_stopped()
 
     def end_shadow(self) -> None:
         """Wait for the averages. Collective.

@@ -1,19 +1,21 @@
-"""What a reducer knows of one backward: what arrived, in which order, how it ended, how the first one was."""
+"""What a reducer knows of one backward: what arrived, in which order, how it ended, how the first one was, its time."""
 
 import enum
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
 from composable.replication.tensors import ReducedParam
 
-__all__ = ["Phase", "Round", "StaticGraph"]
+__all__ = ["BackwardTiming", "JoinListener", "Phase", "Round", "StaticGraph", "Stopwatch"]
 
 
 class Phase(enum.Enum):
@@ -126,18 +128,11 @@ class Round:
             params: All of them.
             kept: Of each parameter, whether it got one before, without synchronisation.
         """
-        if self.is_complete:
-            return []
         return [
             index
-            for index, item in enumerate(params)
+            for index, item in enumerate(() if self.is_complete else params)
             if not self.seen[index] and not kept[index] and item.module_index in self._armed_modules
         ]
-
-    def full_order(self) -> list[int]:
-        """Return all parameters in the order of arrival, those without a gradient at the end."""
-        # An exception may have come between the notes in `seen` and `order`.
-        return list(dict.fromkeys([*self.order, *range(len(self.seen))]))
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:
@@ -179,34 +174,127 @@ class StaticGraph:
     Attributes:
         counts: How many gradients each parameter gets in a backward of this rank; ``None``: no backward has shown it.
         used: Of each parameter, how many ranks had a gradient for it then.
-        unused: The parameters that no rank had a gradient for; equal on all ranks.
         changes: (parameter, gradients, gradients expected) for what was not as expected in the last backward.
     """
 
     counts: list[int] | None = None
-    used: list[float] = field(default_factory=list)
-    unused: list[int] = field(default_factory=list)
+    used: Sequence[float] = ()
     changes: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def learn(self, seen: Sequence[int], used: Sequence[float]) -> None:
-        """Take a backward that ended well on every rank as the one that all others are like."""
-        self.counts = list(seen)
-        self.used = list(used)
-        self.unused = [index for index, number in enumerate(used) if not number]
 
     def allows(self, index: int, seen: int) -> bool:
         """Say whether the gradient number ``seen`` of a parameter in one backward is one of those expected."""
         return self.counts is not None and seen <= self.counts[index]
 
-    def holds(self, seen: Sequence[int], kept: Sequence[int]) -> bool:
-        """Say whether a backward is like the first one; notes ``changes``.
-
-        Args:
-            seen: How many gradients of each parameter it had.
-            kept: Of each parameter, whether one came without synchronisation before: of ``unused`` it is in no bucket.
-        """
-        self.changes = [(index, 1, 0) for index in self.unused if kept[index] and not seen[index]]
-        if self.counts is not None and self.counts != seen:
-            expected = enumerate(zip(seen, self.counts, strict=True))
-            self.changes += [(index, now, then) for index, (now, then) in expected if now != then]
+    def holds(self, seen: Sequence[int]) -> bool:
+        """Say whether a backward with so many gradients of each parameter is like the first one; notes ``changes``."""
+        expected = enumerate(zip(seen, self.counts or seen, strict=True))
+        self.changes = [(index, now, then) for index, (now, then) in expected if now != then]
         return not self.changes
+
+
+class JoinListener(Protocol):
+    """Tells ranks without inputs what this one is about to start: forwards, rounds, buckets. Each is collective."""
+
+    def is_live(self) -> bool:
+        """Say whether the context lasts: it has not ended, also not by an exception."""
+        ...
+
+    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
+        """Tell of a forward of ``module`` that a backward may follow; ``broadcasts``: buffers are made equal."""
+        ...
+
+    def begin_round(self, synchronises: bool) -> None:
+        """Tell of a backward, and whether it averages."""
+        ...
+
+    def send(self) -> None:
+        """Tell that the next bucket is started."""
+        ...
+
+    def finish(self) -> None:
+        """Tell that the round ends."""
+        ...
+
+    def recover(self) -> None:
+        """Tell that a round that was stopped ends: all buckets that were not started are."""
+        ...
+
+
+# Times
+
+# As many first backwards are measured as are not like the others.
+_FIRST = 10
+
+
+@dataclass(frozen=True)
+class BackwardTiming:
+    """One backward of this rank, in milliseconds.
+
+    Attributes:
+        compute_ms: From the first gradient to the last.
+        reduce_ms: From the first bucket that was sent to the end of backward.
+        overlap_ms: What the two have in common.
+    """
+
+    compute_ms: float
+    reduce_ms: float
+    overlap_ms: float
+
+    @property
+    def overlap_ratio(self) -> float:
+        """The part of averaging that was hidden behind the computation, 0 to 1."""
+        return self.overlap_ms / self.reduce_ms if self.reduce_ms else 0.0
+
+
+class Stopwatch:
+    """Measures one backward in so many: by the clock, or by events where gradients live on a device.
+
+    Attributes:
+        every: Each backward of this number is measured, besides the first ten.
+        is_on: The running backward is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.every = 100
+        self.is_on = False
+        self._device = device
+        self._marks: dict[str, Any] = {}
+        self._last: dict[str, Any] | None = None
+
+    def begin(self, number: int) -> None:
+        """Start with backward ``number``, from 1 on, if it is one to measure."""
+        self.is_on = number <= _FIRST or number % self.every == 0
+        if self.is_on:
+            self._marks = {}
+            self.mark("begin")
+
+    def mark(self, name: str) -> None:
+        """Note the time under ``name``, once in a backward."""
+        if name in self._marks:
+            return
+        if self._device.type == "cpu":
+            self._marks[name] = time.perf_counter() * 1000
+        else:
+            self._marks[name] = torch.Event(self._device.type, enable_timing=True)
+            self._marks[name].record()
+
+    def end(self) -> None:
+        """Keep what was measured."""
+        self.mark("end")
+        self._last = self._marks
+        self.is_on = False
+
+    def read(self) -> BackwardTiming | None:
+        """Return the last backward that was measured; waits until the device has come to its end."""
+        if self._last is None:
+            return None
+        begin, computed, sent, end = (self._last[name] for name in ("begin", "computed", "sent", "end"))
+        if isinstance(end, torch.Event):
+            end.synchronize()
+        compute_ms = _between(begin, computed)
+        return BackwardTiming(compute_ms, _between(sent, end), max(0.0, compute_ms - _between(begin, sent)))
+
+
+def _between(start: Any, stop: Any) -> float:
+    elapsed_ms: float = start.elapsed_time(stop) if isinstance(start, torch.Event) else stop - start
+    return elapsed_ms

@@ -1,18 +1,21 @@
-"""What a replicated module remembers."""
+"""What a replicated module remembers, and what it does around forward and backward."""
 
 import copy
+import sys
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Transport, Tree, described, notice_tree
-from composable.engine import StepEvent, forget_torch_hooks, has_torch_optimizer, refuse_steppers, step_torch_optimizers
+from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
+from composable.engine import StepEvent, forget_torch_hooks, refuse_steppers, step_torch_optimizers
 from composable.errors import UsageError, place_of_rank
+from composable.ground.casts import cast_floats, keep_dtype
 from composable.ground.contract import get_registry
-from composable.ground.frames import in_split_backward, is_functional_call, modules_of_copy
+from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
 from composable.ground.names import check_module, class_name, describe_module, list_text
 from composable.ground.ownership import (
     CHANGES,
@@ -24,90 +27,55 @@ from composable.ground.ownership import (
     release,
     watch_registrations,
 )
-from composable.ground.torch_hooks import Contents, after_gradients
-from composable.ground.torch_private import optimizers_in_backward
-from composable.replication.forwards import Precision
-from composable.replication.outside_buckets import BufferSync, broadcast_tensors
+from composable.ground.torch_hooks import (
+    Contents,
+    GradientHook,
+    after_gradients,
+    around_forward,
+    around_state_dict,
+    before_forward,
+    beside_forward,
+    differentiable_tensors,
+    on_gradient,
+)
+from composable.ground.torch_private import opaque, optimizers_in_backward, tree_map
+from composable.planning import managed_modules
+from composable.replication.outside_buckets import BufferSync, broadcast_params
+from composable.replication.precision import Precision
 from composable.replication.reducer import Reducer
 from composable.replication.rounds import Phase
-from composable.replication.tensors import Ignored, check_steppable, local_of, own_modules, unmanaged_params
+from composable.replication.tensors import Ignored, unmanaged_params
 
 __all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
 
 
-@dataclass(eq=False, repr=False)
-class ReplicaProgress:
-    """Tells ranks that wait where the replicated modules of one annotation are; read from another thread.
-
-    Attributes:
-        name: What the modules are called.
-        reducer: Averages their gradients.
-        transport: Of their ranks.
-        forwards: How many there were, the running one included.
-        rounds_before: How many backwards there were before the last forward.
-        is_forward: It is running.
-        failure: What it raised.
-    """
-
-    name: str
-    reducer: Reducer
-    transport: Transport
-    forwards: int = 0
-    rounds_before: int = 0
-    is_forward: bool = False
-    failure: str = ""
-
-    def __post_init__(self) -> None:
-        notice_tree(self)
-
-    def enter_forward(self) -> None:
-        """Note that a forward begins."""
-        self.forwards += 1
-        self.rounds_before = self.reducer.rounds
-        self.is_forward, self.failure = True, ""
-
-    def exit_forward(self, failure: str) -> None:
-        """Note that a forward ends; ``failure``: what it raised."""
-        self.is_forward, self.failure = False, failure
-
-    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
-        """Return where they are; ``None`` before they talk."""
-        reducer, transport = self.reducer, self.transport
-        if not transport.groups:
-            return None
-        phase = reducer.round.phase
-        is_last = phase is Phase.OPEN or reducer.rounds > self.rounds_before
-        tree = Tree(
-            self.name,
-            self.forwards,
-            reducer.rounds,
-            is_inside=self.is_forward or phase is Phase.OPEN or (is_last and in_backward),
-            is_backward=is_last,
-            failure=self.failure,
-        )
-        return AnnotationStatus(transport.groups[0].group_name, tree, transport)
-
-    def name_of(self, started: Started) -> str | None:
-        """Return what is exchanged."""
-        own = self.transport.groups
-        return self.reducer.exchange.name_of(started.tag // 2) if own and started.transport.groups == own else None
+def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
+    """Do nothing: in a graph there are no rounds, and where parameters are lent its first gradient is refused."""
 
 
-class JoinListener(Protocol):
-    """What is to be told of each forward that a backward may follow."""
+class _ReplicaOutputHook(GradientHook):
+    """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
 
-    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
-        """Meet the ranks without inputs, at a forward of ``module``; ``broadcasts``: buffers are to be made equal."""
-        ...
+    __slots__ = ("_index", "_state")
 
-    def is_live(self) -> bool:
-        """Say whether the context lasts: it has not ended, also not by an exception."""
-        ...
+    def __init__(self, state: "ReplicateState", index: int) -> None:
+        self._state = state
+        self._index = index
+
+    @partial(opaque, traced=_nothing)
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._state.before_backward(self._index)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _ReplicaOutputHook and (other._state, other._index) == (self._state, self._index)
+
+    def __hash__(self) -> int:
+        return hash((id(self._state), self._index))
 
 
 @dataclass(eq=False, repr=False)
 class ReplicateState:
-    """State of one ``replicate`` annotation.
+    """State of one ``replicate`` annotation; tells ranks that wait where its modules are, from another thread.
 
     Attributes:
         modules: The annotated module, or the list of modules of one call.
@@ -120,17 +88,14 @@ class ReplicateState:
         grid: The ranks, which all hold every parameter.
         transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
         hook_handles: Remove them, and the modules run as plain ones again.
-        standing: Tells other ranks that wait where the modules are.
         view: What ``as_ddp`` has made.
         follows: A sharded module around, on more ranks, says when ranks meet.
         has_parts: On some of the ranks, modules inside are annotated on a part of them.
-        uneven: AnnotationStatus of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
     reducer: Reducer = field(init=False)
     grid: Grid = field(init=False)
     transport: OwnTransport = field(init=False)
-    standing: ReplicaProgress = field(init=False)
     modules: tuple[nn.Module, ...] = ()
     ignored: Ignored = field(default_factory=Ignored)
     buffers: BufferSync | None = None
@@ -141,14 +106,103 @@ class ReplicateState:
     view: object = None
     follows: bool = False
     has_parts: bool = False
-    uneven: JoinListener | None = None
     _seen: tuple[int, int] = (-1, 0)
     _contents: dict[nn.Module, Contents] = field(default_factory=dict)
+    # For ranks that wait: forwards so far, backwards before the last one, whether it is running, what it raised.
+    _forwards: int = 0
+    _rounds_before: int = 0
+    _is_forward: bool = False
+    _failure: str = ""
 
     @property
     def is_joined(self) -> bool:
         """The modules are inside of a ``Join``: ranks without inputs follow them as they were when that was made."""
-        return self.uneven is not None and self.uneven.is_live()
+        return self.reducer.join is not None and self.reducer.join.is_live()
+
+    # What runs around forward and backward
+
+    def register(self, device: torch.device) -> None:
+        """Run around the modules from now on; inputs that are tensors are moved to ``device``, unless it is the CPU."""
+        self.hook_handles = after_gradients([item.param for item in self.reducer.params], self.reducer.arrivals())
+        for index, module in enumerate(self.modules):
+            if self.precision is None:
+                after = partial(self.post_forward, index)
+                self.hook_handles += beside_forward(module, self.pre_forward, after)
+            else:
+                before, after = partial(self.casting_pre_forward, index), partial(self.casting_post_forward, index)
+                # Outside of all others, which run between the casts.
+                self.hook_handles += around_forward(module, before, after)
+                put_back = partial(self._put_back, index)
+                self.hook_handles += around_state_dict(module, before_save=[put_back], before_load=[put_back])
+            if device.type != "cpu":
+                self.hook_handles.append(before_forward(module, partial(_move_inputs, device)))
+        if self.precision is not None:
+            for module in self.precision.skipped:
+                self.hook_handles += keep_dtype(module)
+
+    @opaque
+    def pre_forward(self, module: nn.Module, *_: Any) -> None:
+        """Prepare a forward; activation checkpointing runs a module again inside backward, which is none."""
+        if not in_backward():
+            self.before_forward(module)
+
+    @opaque
+    def post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a forward of the annotated module ``index`` has ended, or what it raised."""
+        if not in_backward():
+            error = sys.exc_info()[1] if output is None else None
+            self._is_forward, self._failure = False, "" if error is None else described(error)
+        if torch.is_grad_enabled():
+            hook = _ReplicaOutputHook(self, index)
+            for tensor in differentiable_tensors(output):
+                on_gradient(tensor, hook)
+
+    @opaque
+    def casting_pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Do what ``pre_forward`` does, and return the inputs as the policy wants them; modules get their copies."""
+        precision = self.precision
+        if precision is None:  # It is registered with a policy only.
+            return None
+        # Buffers are broadcast before they are cast.
+        self.pre_forward(module)
+        part = precision.parts[index]
+        part.enter()
+        policy = precision.policy
+        dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root)
+        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+
+    @opaque
+    def casting_post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """Do what ``post_forward`` does, and return the output as the policy wants it.
+
+        Raises:
+            UsageError: The forward wrote to a copy.
+        """
+        precision = self.precision
+        if precision is None:  # It is registered with a policy only.
+            return None
+        part = precision.parts[index]
+        part.leave()
+        has_failed = output is None and sys.exc_info()[1] is not None
+        found = output
+        if not has_failed:
+            try:
+                part.check_not_written()
+            except UsageError:
+                self.post_forward(index, module, args, None)  # It reads what is raised.
+                part.params.forget()
+                raise
+            output_dtype = precision.policy.output_dtype
+            found = output if output_dtype is None else cast_floats(output, output_dtype)
+        self.post_forward(index, module, args, found)
+        if has_failed or not torch.is_grad_enabled() or next(differentiable_tensors(found), None) is None:
+            part.params.forget()
+        return None if found is output else found
+
+    @opaque
+    def _put_back(self, index: int, *_: Any) -> None:
+        if self.precision is not None:
+            self.precision.parts[index].put_back()
 
     def before_forward(self, module: nn.Module) -> None:
         """Prepare a forward of ``module`` that a backward may follow.
@@ -157,7 +211,9 @@ class ReplicateState:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
                 something else averages gradients, or an optimizer in backward is beside a hook.
         """
-        self.progress.enter_forward()
+        self._forwards += 1
+        self._rounds_before = self.reducer.rounds
+        self._is_forward, self._failure = True, ""
         if not torch.is_grad_enabled():
             return
         contents = self._contents.get(module)
@@ -183,8 +239,8 @@ class ReplicateState:
         if len(self.modules) == 1:  # Of several, ranks may call some.
             self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
-        if self.uneven is not None:
-            self.uneven.begin_forward(module, broadcasts=broadcasts)
+        if self.reducer.join is not None:
+            self.reducer.join.begin_forward(module, broadcasts=broadcasts)
         elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
 
@@ -212,17 +268,13 @@ class ReplicateState:
         elif event is StepEvent.BACKWARD and self.follows:
             self.reducer.follow()
 
-    def broadcast_all(self, source_rank: int) -> None:
-        """Give every rank the parameters and buffers of one rank of the transport. Collective; nothing is running."""
-        tensors: list[torch.Tensor] = [local_of(item.param) for item in self.reducer.params]
-        tensors += [local_of(param) for _, param in self.frozen]
-        slots = [] if self.buffers is None else self.buffers.slots
-        tensors += [buffer for owner, name in slots if (buffer := owner[name]) is not None]
-        broadcast_tensors(tensors, self.transport, self.grid.everyone.device, source_rank)
-
-    def after_forward(self, error: BaseException | None) -> None:
-        """Note that a forward has ended, or what it raised."""
-        self.progress.exit_forward("" if error is None else described(error))
+    def broadcast_all(self, source: int) -> None:
+        """Give every rank the parameters and buffers of the rank of that number. Collective; nothing is running."""
+        ranks = self.grid.everyone
+        params = [*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)]
+        broadcast_params(params, ranks, source)
+        if self.buffers is not None:
+            self.buffers.broadcast(sorted(ranks.numbers).index(source))
 
     def before_backward(self, index: int) -> None:
         """Note that the gradient of an output of the annotated module ``index`` arrives.
@@ -233,6 +285,8 @@ class ReplicateState:
         if in_split_backward():
             self.refuse_split_backward()
         self.reducer.arm(index)
+        if self.precision is not None:
+            self.precision.parts[index].enter_backward()
 
     def refuse_split_backward(self) -> NoReturn:
         """Raise, as a stage of torch's pipelines writes gradients to parameters by itself, where nothing averages them.
@@ -248,13 +302,39 @@ class ReplicateState:
             "examples/clients/pipelining.py",
         )
 
+    # What ranks that wait ask
+
+    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
+        """Return where the modules are; ``None`` before they talk."""
+        if not self.transport.groups:
+            return None
+        phase, rounds = self.reducer.round.phase, self.reducer.rounds
+        is_last = phase is Phase.OPEN or rounds > self._rounds_before
+        tree = Tree(
+            " + ".join(map(class_name, self.modules)),
+            self._forwards,
+            rounds,
+            is_inside=self._is_forward or phase is Phase.OPEN or (is_last and in_backward),
+            is_backward=is_last,
+            failure=self._failure,
+        )
+        return AnnotationStatus(self.transport.groups[0].group_name, tree, self.transport)
+
+    def name_of(self, started: Started) -> str | None:
+        """Return what is exchanged."""
+        own = self.transport.groups
+        return self.reducer.exchange.name_of(started.tag // 2) if own and started.transport.groups == own else None
+
+    # What the annotation manages
+
     def watch(self) -> None:
-        """Mark what the annotation manages, and notice what is added to its modules from now on."""
+        """Mark what the annotation manages; notice what is added to its modules, and ranks that wait, from now on."""
         self._claim()
         mark_managed(self._own_modules())
+        notice_tree(self)
 
     def _own_modules(self) -> list[nn.Module]:
-        return [module for root in self.modules for _, module in own_modules(root, self.ignored.modules, self.modules)]
+        return list(managed_modules(self.modules, self.ignored.modules))
 
     def _claim(self) -> None:
         for fqn, param in [*((item.fqn, item.param) for item in self.reducer.params), *self.frozen]:
@@ -263,7 +343,6 @@ class ReplicateState:
     def _look_again(self, module: nn.Module) -> None:
         """Look at the modules as they are now: ``module`` has changed or runs for the first time."""
         if is_functional_call():
-            self.reducer.is_lent = True
             return  # What is lent for one call was not added.
         check_callers()
         added = list(unmanaged_params(self.modules, self.ignored))
@@ -279,9 +358,7 @@ class ReplicateState:
         watch_registrations(self._own_modules())
         # Modules may hold copies in low precision where one of several is called inside another.
         of_params = dict.values if self.precision is None else dict.keys
-        self._contents[module] = Contents(
-            (one for _, one in own_modules(module, self.ignored.modules, self.modules)), of_params
-        )
+        self._contents[module] = Contents(managed_modules([module], self.ignored.modules), of_params)
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
 
     def take_over_optimizers(self) -> None:
@@ -289,11 +366,8 @@ class ReplicateState:
 
         Raises:
             UsageError: There is a communication hook.
-            ConfigError: See ``check_steppable``.
         """
         reducer = self.reducer
-        if any(has_torch_optimizer(item.param) for item in reducer.params):
-            check_steppable(reducer.params)
         if forget_torch_hooks(item.param for item in reducer.params) and step_torch_optimizers not in reducer.steppers:
             if reducer.comm_hooks:
                 refuse_steppers([step_torch_optimizers], reducer.params[0].fqn)
@@ -311,12 +385,6 @@ class ReplicateState:
         self.reducer.move_to(self.transport, grid)
         if self.buffers is not None:
             self.buffers = BufferSync(self.buffers.slots, self.transport, grid.everyone.device)
-        self.follow()
-
-    def follow(self) -> None:
-        """Let other ranks that wait ask where the modules are."""
-        name = " + ".join(class_name(module) for module in self.modules)
-        self.progress = ReplicaProgress(name, self.reducer, self.transport)
 
     def abandon_step(self) -> None:
         """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""
@@ -364,18 +432,18 @@ class ReplicateState:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
         twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        twin.ignored = self.ignored.copied(modules, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
         for hook in twin.reducer.comm_hooks:
             hook.place_copy(memo)
-        twin.ignored = self.ignored.copied(modules, memo)
-        twin.follow()
         of_modules = self.hook_handles[len(params) :]
         twin.hook_handles = [
             *after_gradients([item.param for item in params], twin.reducer.arrivals()),
             *(copy.deepcopy(hook, memo) for hook in of_modules),
         ]
         twin._claim()
+        notice_tree(twin)
         leave_alone(copy.deepcopy(module, memo) for module in self._own_modules() if is_left_alone(module))
         return twin
 
@@ -385,6 +453,14 @@ class ReplicateState:
             at=", ".join([place_of_rank(), *(describe_module(module) for module in self.modules)]),
             fix="save its state_dict(); copy.deepcopy copies it",
         )
+
+
+@opaque
+def _move_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(move, (args, kwargs))
 
 
 def replicate_state_of(module: nn.Module) -> ReplicateState | None:

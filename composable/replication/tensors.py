@@ -1,11 +1,11 @@
-"""Which parameters and buffers ``replicate`` manages, which it leaves alone, and whether it can manage them.
+"""Which parameters and buffers ``replicate`` manages and which it leaves alone, and its options, all of it checked.
 
 Of a parameter that tensor parallelism has split, a rank averages the part that it holds.
 """
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,8 +15,16 @@ from torch.nn.parameter import is_lazy
 
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.contract import excludes, get_registry
-from composable.ground.names import class_name, describe_module, described, join_fqn, list_text
+from composable.ground.contract import get_registry
+from composable.ground.names import (
+    check_bool,
+    check_device,
+    check_number,
+    class_name,
+    describe_module,
+    described,
+    join_fqn,
+)
 from composable.ground.ownership import (
     claim_of,
     is_left_alone,
@@ -26,25 +34,24 @@ from composable.ground.ownership import (
     names_left_alone,
     rival_on,
 )
-from composable.planning import replacement_of
+from composable.planning import managed_modules, name_modules, replacement_of
 
 __all__ = [
+    "DelayedAllReduce",
     "Ignored",
     "ManagedTensors",
     "ReducedParam",
-    "check_steppable",
+    "ReplicateOptions",
+    "choose_delay",
+    "choose_device",
     "find_ignored",
     "find_tensors",
     "grad_dtype_of",
     "local_gradient",
     "local_of",
-    "own_modules",
     "unmanaged_params",
     "wrapped_like",
 ]
-
-
-_Buffers = dict[str, torch.Tensor | None]
 
 
 @torch.no_grad()
@@ -87,14 +94,12 @@ class ReducedParam:
         param: The parameter itself.
         module_index: Which of the annotated modules it belongs to.
         reduce_dtype: In which its gradient travels; ``None``: that of the parameter.
-        is_sparse: Its gradient is sparse, and in no bucket.
     """
 
     fqn: str
     param: nn.Parameter
     module_index: int = 0
     reduce_dtype: torch.dtype | None = None
-    is_sparse: bool = False
 
     @property
     def bucket_dtype(self) -> torch.dtype:
@@ -107,19 +112,145 @@ class ReducedParam:
         return local_of(self.param).nbytes // self.param.dtype.to_real().itemsize * self.bucket_dtype.itemsize
 
 
-def check_steppable(params: Sequence[ReducedParam]) -> None:
-    """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
+# What the user chose
+
+
+@dataclass(frozen=True)
+class DelayedAllReduce:
+    """Gradients that are not sent before that of another parameter has arrived.
+
+    Attributes:
+        params: Whose gradients, by their place among all.
+        trigger: Which parameter they wait for.
+    """
+
+    params: tuple[int, ...] = ()
+    trigger: int = -1
+
+    def order(self, order: Sequence[int]) -> list[int]:
+        """Return an order of arrival with the delayed ones behind the one they wait for."""
+        if not self.params:
+            return list(order)
+        at = list(order).index(self.trigger) + 1
+        before = [index for index in order[:at] if index not in self.params]
+        after = [index for index in order[at:] if index not in self.params]
+        return [*before, *(index for index in order if index in self.params), *after]
+
+
+@dataclass(frozen=True)
+class ReplicateOptions:
+    """Arguments of ``replicate``, under the names they have there; and what follows from others.
+
+    Attributes:
+        delay: Gradients that wait for another.
+        policy: The mixed precision policy, as text; "": there is none.
 
     Raises:
-        ConfigError: Not every gradient comes in a bucket.
+        ConfigError: One of them is wrong, or two exclude each other.
     """
-    sparse = [item.fqn for item in params if item.is_sparse]
-    if sparse:
+
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool | None = None
+    forward_sync_buffers: bool | None = None
+    init_sync: bool = True
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    delay: DelayedAllReduce = DelayedAllReduce()
+    policy: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view", "static_graph"):
+            check_bool(name, getattr(self, name))
+        for name in ("broadcast_buffers", "forward_sync_buffers"):
+            check_bool(name, getattr(self, name), or_none=True)
+        check_number("bucket_cap_mb", self.bucket_cap_mb, above=0.0, fix="pass a number of MiB above zero")
+        if self.broadcast_buffers is not None and self.forward_sync_buffers is not None:
+            raise ConfigError(
+                "both broadcast_buffers and forward_sync_buffers are given",
+                at=place_of_rank(),
+                fix="pass forward_sync_buffers alone; with broadcast_buffers=False buffers differ from the start",
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        """One text per option, to compare between ranks; each may choose for itself what its gradients are."""
+        shared = (one.name for one in fields(self) if one.name != "gradient_as_bucket_view")
+        return [f"option {name}={getattr(self, name)}" for name in shared]
+
+    @property
+    def cap_bytes(self) -> int:
+        """Most bytes of a bucket that holds more than one parameter."""
+        return int(min(self.bucket_cap_mb, 2**40) * 2**20)
+
+    @property
+    def starts_with_equal_buffers(self) -> bool:
+        """Buffers are broadcast at annotation."""
+        return self.init_sync and self.broadcast_buffers is not False
+
+    @property
+    def keeps_buffers_equal(self) -> bool:
+        """Buffers are broadcast before each training forward."""
+        return self.broadcast_buffers is not False and self.forward_sync_buffers is not False
+
+
+def choose_device(device_ids: object, device_type: str) -> torch.device:
+    """Return the one device of a list; ``None``: any of that type, on which gradients are averaged.
+
+    Raises:
+        ConfigError: There is more than one, or it is none of that type.
+    """
+    if device_ids is None:
+        return torch.device(device_type)
+    if not isinstance(device_ids, Sequence) or isinstance(device_ids, str) or len(device_ids) != 1:
+        what = device_ids if isinstance(device_ids, list | tuple) else described(device_ids)
         raise ConfigError(
-            f"an optimizer cannot step inside backward beside sparse gradients, of {list_text(sparse, 3)}",
-            at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
-            fix="step after backward, or build embeddings with sparse=False",
+            f"device_ids is {what}", at=place_of_rank(), fix="pass a list of one device, or None: a rank has one"
         )
+    check_device("device_ids[0]", device_ids[0])
+    device = torch.device(device_ids[0])
+    if device.type != device_type:
+        what = f"device_ids[0] is {device}, and gradients are averaged on {device_type}"
+        raise ConfigError(what, at=place_of_rank(), fix="pass the device of the parameters, or a mesh of its type")
+    return device
+
+
+def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Parameter]]) -> DelayedAllReduce:
+    """Return which gradients wait for which other one.
+
+    Args:
+        named: ``delay_all_reduce_named_params``: (name, parameter) pairs.
+        trigger: ``param_to_hook_all_reduce``.
+        params: FQNs and parameters, of any shapes, of which gradients are averaged.
+
+    Raises:
+        ConfigError: Only one of the two is given, or a parameter is none of ``params``.
+    """
+    if (named is None) is not (trigger is None):
+        raise ConfigError(
+            "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other",
+            at=place_of_rank(),
+            fix="pass both, or none",
+        )
+    index_of = {id(param): index for index, (_, param) in enumerate(params)}
+    try:
+        delayed = [(f"{name!r}", param) for name, param in named or ()]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "delay_all_reduce_named_params is no list of (name, parameter) pairs",
+            at=place_of_rank(),
+            fix="pass pairs as named_parameters() gives them",
+        ) from None
+    for what, param in [*delayed, *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
+        if id(param) not in index_of:
+            raise ConfigError(
+                f"an all-reduce is delayed by {what}, whose gradient replicate does not average here",
+                at=place_of_rank(),
+                fix="pass parameters of the module that require a gradient and are not ignored",
+            )
+    if not delayed:
+        return DelayedAllReduce()
+    return DelayedAllReduce(tuple(sorted({index_of[id(param)] for _, param in delayed})), index_of[id(trigger)])
 
 
 # What is left alone
@@ -137,19 +268,10 @@ class Ignored:
     modules: frozenset[nn.Module] = frozenset()
     tensors: tuple[torch.Tensor, ...] = ()
 
-    def ids(self, roots: Sequence[nn.Module]) -> set[int]:
-        """Return the ids of all parameters and buffers that are left alone, by the mark of torch on a root too."""
-        found = [*self.tensors]
-        for module in self.modules:
-            found += [*module.parameters(), *module.buffers()]
-        ids = {id(tensor) for tensor in found}
-        for root in roots:
-            if names := frozenset(names_left_alone(root)):
-                # What is tied is left alone if all its names are marked.
-                named = list(_named_tensors([root]))
-                others = {id(tensor) for fqn, tensor in named if fqn not in names}
-                ids |= {id(tensor) for _, tensor in named} - others
-        return ids
+    def ids(self) -> set[int]:
+        """Return the ids of all parameters and buffers that are left alone."""
+        below = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        return {id(tensor) for tensor in (*self.tensors, *below)}
 
     def copied(self, modules: Collection[nn.Module], memo: dict[int, Any]) -> "Ignored":
         """Return the same of a deep copy of ``modules``."""
@@ -160,7 +282,7 @@ class Ignored:
 
 
 def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_params: object) -> Ignored:
-    """Return what the two arguments name.
+    """Return what the two arguments name, and what torch's mark on a root does.
 
     Args:
         roots: The annotated modules.
@@ -184,7 +306,7 @@ def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_pa
                 at=f"{place_of_rank()}, {describe_module(one)}",
                 fix="take it out of ignored_modules",
             )
-    return Ignored(frozenset(modules), tuple(_ignored_tensors(roots, ignored_params)))
+    return Ignored(frozenset(modules), (*_ignored_tensors(roots, ignored_params), *_marked(roots)))
 
 
 def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iterator[torch.Tensor]:
@@ -193,29 +315,35 @@ def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iter
     fix = "pass a list or set of parameters of the module, or of names of its parameters and buffers"
     if isinstance(ignored_params, str | torch.Tensor | Mapping) or not isinstance(ignored_params, Iterable):
         raise ConfigError(f"ignored_params is {described(ignored_params)}", at=place_of_rank(), fix=fix)
-    by_name = dict(_named_tensors(roots))
+    several = len(roots) > 1
+    by_name = {
+        name: tensor for number, root in enumerate(roots) for name, tensor in _named(root, str(number) * several)
+    }
     known = {id(tensor) for tensor in by_name.values()}
     for one in ignored_params:
-        if isinstance(one, str) and one in by_name:
-            yield by_name[one]
-        elif isinstance(one, nn.Parameter) and id(one) in known:
-            yield one
-        elif isinstance(one, str | nn.Parameter):
-            what = f"{one!r}" if isinstance(one, str) else f"a parameter {list(one.shape)}"
+        found = by_name.get(one) if isinstance(one, str) else one
+        if not isinstance(found, torch.Tensor) or id(found) not in known:
+            what = f"a parameter {list(one.shape)}" if isinstance(one, torch.Tensor) else described(one)
             raise ConfigError(
                 f"ignored_params holds {what}, which is not in the module",
                 at=f"{place_of_rank()}, {describe_module(roots[0])}",
-                fix="take it out, or correct its name",
+                fix=fix,
             )
-        else:
-            raise ConfigError(f"ignored_params holds {described(one)}", at=place_of_rank(), fix=fix)
+        yield found
 
 
-def _named_tensors(roots: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, root in enumerate(roots):
-        prefix = str(index) if len(roots) > 1 else ""
-        yield from root.named_parameters(prefix, remove_duplicate=False)
-        yield from root.named_buffers(prefix, remove_duplicate=False)
+def _marked(roots: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield what users told torch's wrapper to leave alone: what is tied only if all its names are marked."""
+    for root in roots:
+        names = frozenset(names_left_alone(root))
+        if names:
+            others = {id(tensor) for fqn, tensor in _named(root) if fqn not in names}
+            yield from (tensor for _, tensor in _named(root) if id(tensor) not in others)
+
+
+def _named(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    yield from root.named_parameters(prefix, remove_duplicate=False)
+    yield from root.named_buffers(prefix, remove_duplicate=False)
 
 
 # What is managed
@@ -227,188 +355,145 @@ class ManagedTensors:
 
     Attributes:
         params: (FQN, parameter, index of the annotated module), each parameter once.
-        buffers: The slots of the buffers, each tensor once.
+        buffers: The module's buffers and the name in them, each tensor once.
         lines: One text per parameter and buffer, to compare between ranks.
         modules: The modules whose own tensors these are.
-        sparse: The ids of the parameters that get sparse gradients.
     """
 
     params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
-    buffers: list[tuple[_Buffers, str]] = field(default_factory=list)
+    buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    sparse: set[int] = field(default_factory=set)
 
 
 def find_tensors(
-    modules: Sequence[nn.Module], ignored: Ignored, device_type: str, ranks: Sequence[int] = ()
+    roots: Sequence[nn.Module], ignored: Ignored, device: torch.device, ranks: Sequence[int] = ()
 ) -> ManagedTensors:
     """Return the parameters and buffers that no other annotation manages.
 
     Args:
-        modules: What is annotated.
+        roots: What is annotated.
         ignored: What of it is left alone.
-        device_type: Where gradients are averaged.
+        device: Where gradients are averaged; without an index, any of its type.
         ranks: Who averages, by global number: a parameter may be split over others.
 
     Raises:
         ConfigError: One of them, or a module, cannot be used.
     """
-    for module in modules:
-        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+    for root in roots:
+        if type(root).forward is nn.Module.forward and "forward" not in root.__dict__:
             raise ConfigError(
-                f"{class_name(module)} has no forward, so nothing would tell when it runs",
-                at=f"{place_of_rank()}, {describe_module(module)}",
+                f"{class_name(root)} has no forward, so nothing would tell when it runs",
+                at=f"{place_of_rank()}, {describe_module(root)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
     managed = ManagedTensors()
-    seen = ignored.ids(modules)
-    below = [get_registry(one) for module in modules for one in module.modules() if one not in modules]
+    names, seen = name_modules(roots), ignored.ids()
+    below = [get_registry(one) for root in roots for one in root.modules() if one not in roots]
     nested = {id(found["replicate"].state) for found in below if "replicate" in found}
-    for path, visited, index in _own_modules(modules, ignored.modules):
-        managed.modules.append(visited)
-        _check_alone(visited)
-        if isinstance(visited, nn.Embedding | nn.EmbeddingBag) and visited.sparse:
-            managed.sparse.add(id(visited.weight))
-            managed.lines.append(f"sparse gradients of module {path!r}")
-        for name, param in visited._parameters.items():
-            if param is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            claim = claim_of(param)
-            if claim is not None and id(claim.owner) in nested:
-                continue  # Averaged there, whoever uses it.
-            fqn = join_fqn(path, name)
-            _check_free(fqn, param, modules)
-            _check_tensor("parameter", fqn, param)
-            _check_place(fqn, param, device_type, ranks)
-            managed.params.append((fqn, param, index))
-            managed.lines.append(
-                f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
-                f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
-                f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
-            )
-        for name, buffer in visited._buffers.items():
-            if buffer is None or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            fqn = join_fqn(path, name)
-            _check_tensor("buffer", fqn, buffer)
-            if isinstance(buffer, DTensor):
-                raise _sharded_already("buffer", fqn, buffer)
-            managed.buffers.append((visited._buffers, name))
-            managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
+    for index, root in enumerate(roots):
+        for module in managed_modules([root], ignored.modules):
+            managed.modules.append(module)
+            _check_module(module)
+            for name, param in module._parameters.items():
+                claim = claim_of(param)
+                # One that an annotation inside has is averaged there, whoever uses it.
+                if param is not None and id(param) not in seen and not (claim and id(claim.owner) in nested):
+                    fqn = join_fqn(names[module], name)
+                    _check_tensor("parameter", fqn, param)
+                    _check_param(fqn, param, roots, device, ranks)
+                    managed.params.append((fqn, param, index))
+                    managed.lines.append(_line_of(fqn, param))
+                    seen.add(id(param))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    fqn = join_fqn(names[module], name)
+                    _check_tensor("buffer", fqn, buffer)
+                    managed.buffers.append((module._buffers, name))
+                    managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
+                    seen.add(id(buffer))
     is_annotated_below = any(not {"replicate", "fully_shard"}.isdisjoint(found) for found in below)
     if not any(param.requires_grad for _, param, _ in managed.params) and not is_annotated_below:
         raise ConfigError(
             "no parameter requires a gradient, so there is nothing to average",
-            at=f"{place_of_rank()}, {describe_module(modules[0])}",
+            at=f"{place_of_rank()}, {describe_module(roots[0])}",
             fix="do not replicate it, or unfreeze parameters first",
         )
     return managed
 
 
-def unmanaged_params(modules: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (FQN, parameter of any shape) for what ``modules`` hold now and no annotation manages."""
-    left = ignored.ids(modules)
-    for path, visited, _ in _own_modules(modules, ignored.modules):
-        for name, param in () if is_left_alone(visited) else visited._parameters.items():
+def _line_of(fqn: str, param: nn.Parameter) -> str:
+    return (
+        f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
+        f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
+        f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
+    )
+
+
+def unmanaged_params(roots: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (FQN, parameter of any shape) for what ``roots`` hold now and no annotation manages."""
+    left = ignored.ids()
+    for module in managed_modules(roots, ignored.modules):
+        for name, param in () if is_left_alone(module) else module._parameters.items():
             if param is not None and id(param) not in left and not is_managed(param):
-                yield join_fqn(path, name), param
+                yield join_fqn(name_modules(roots)[module], name), param
 
 
-def _own_modules(roots: Sequence[nn.Module], ignored: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield what ``own_modules`` does of each root, behind its number where there are several, and that number."""
-    for index, root in enumerate(roots):
-        for path, module in own_modules(root, ignored, roots):
-            yield (f"{index}.{path}".rstrip(".") if len(roots) > 1 else path), module, index
-
-
-def own_modules(
-    root: nn.Module, ignored: Collection[nn.Module], roots: Collection[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) left to right, without ignored modules and those that carry an annotation of their own."""
-    seen: set[nn.Module] = set()
-    stack = [("", root)]
-    while stack:
-        path, module = stack.pop()
-        if module in seen or module in ignored:
-            continue
-        if module not in roots and ("replicate" in get_registry(module) or excludes(module, "replicate")):
-            continue
-        seen.add(module)
-        yield path, module
-        children = [(name, child) for name, child in module._modules.items() if child is not None]
-        stack.extend((join_fqn(path, name), child) for name, child in reversed(children))
-
-
-def _check_alone(module: nn.Module) -> None:
-    """Refuse a module of which torch averages the gradients."""
+def _check_module(module: nn.Module) -> None:
     rival = rival_on(module)
+    at = f"{place_of_rank()}, {describe_module(module)}"
     if rival is not None:
         raise ConfigError(
-            f"two things would average these gradients: replicate and {rival}",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix=keep_one(rival),
+            f"two things would average these gradients: replicate and {rival}", at=at, fix=keep_one(rival)
         )
-
-
-def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> None:
-    """Refuse a parameter that another annotation, or an optimizer of its own, takes care of."""
-    claim, replacement = claim_of(param), replacement_of(param)
-    if claim is not None:
-        others: tuple[nn.Module, ...] = getattr(claim.owner, "modules", ())
-        around = {below for other in others for below in other.modules()}
-        what = f"another replicate averages this parameter, as {claim.fqn!r} of {_names(others)}"
-        fix = "call replicate once for all modules that share it, as replicate([a, b]), or on the module around them"
-        if all(module in around for module in modules):
-            fix = "call replicate on the inner module before the outer one, or leave it to the outer one"
-    elif replacement is not None or (is_sharded(param) and not isinstance(param, DTensor)):
-        name = fqn if replacement is None else replacement.fqn
-        what = f"fully_shard has taken and sharded this parameter, as {name!r}"
-        fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
-    elif stepper_of(param) is not None:
-        what = "step_in_backward steps on this parameter, before its gradient is averaged"
-        fix = "call replicate first, then step_in_backward"
-    else:
-        return
-    raise ConfigError(what, at=f"{place_of_rank()}, parameter {fqn!r} of {_names(modules)}", fix=fix)
-
-
-def _names(modules: Sequence[nn.Module]) -> str:
-    return " and ".join(map(describe_module, modules))
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        raise ConfigError("its gradients are sparse", at=at, fix="build it with sparse=False, or ignore the module")
 
 
 def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
-        place = f"{place_of_rank()}, {kind} {fqn!r}"
-        raise ConfigError(f"{kind} has no shape yet", at=place, fix="run one forward before replicate")
-    if tensor.device.type == "meta":
-        fix = "materialize and initialise the module before replicate"
-        raise ConfigError(f"{kind} is on the meta device", at=_place(kind, fqn, tensor), fix=fix)
+        what, fix = "has no shape yet", "run one forward before replicate"
+    elif tensor.device.type == "meta":
+        what, fix = "is on the meta device", "materialize and initialise the module before replicate"
+    elif kind == "buffer" and isinstance(tensor, DTensor):
+        what, fix = "is a DTensor, which is sharded already", "ignore its module"
+    else:
+        return
+    raise ConfigError(f"{kind} {what}", at=_place(kind, fqn, tensor), fix=fix)
 
 
-def _check_place(fqn: str, param: nn.Parameter, device_type: str, ranks: Sequence[int]) -> None:
-    """Refuse a parameter of another device, or one that is split over the ranks that average."""
-    if isinstance(param, DTensor):
-        shared = {*param.device_mesh.mesh.flatten().tolist()} & {*ranks}
-        if is_sharded(param) or len(shared) != 1:  # This rank alone is in both.
-            raise _sharded_already("parameter", fqn, param)
-    if param.device.type != device_type:
-        raise ConfigError(
-            f"parameter is on {param.device}, and gradients are averaged on {device_type}",
-            at=_place("parameter", fqn, param),
-            fix=f"move the module to {device_type}, or pass a mesh of device type {param.device.type!r}",
+def _check_param(
+    fqn: str, param: nn.Parameter, roots: Sequence[nn.Module], device: torch.device, ranks: Sequence[int]
+) -> None:
+    """Refuse a parameter that something else takes care of, or that is elsewhere."""
+    claim, replacement = claim_of(param), replacement_of(param)
+    if claim is not None:
+        others = " and ".join(map(describe_module, getattr(claim.owner, "modules", ())))
+        what = f"another replicate averages this parameter, as {claim.fqn!r} of {others}"
+        fix = "call replicate once for all modules that share it, as replicate([a, b]), or on the module around them"
+    elif replacement is not None or (is_sharded(param) and not isinstance(param, DTensor)):
+        what = (
+            f"fully_shard has taken and sharded this parameter, as {fqn if replacement is None else replacement.fqn!r}"
         )
-
-
-def _sharded_already(kind: str, fqn: str, tensor: torch.Tensor) -> ConfigError:
-    return ConfigError(
-        f"{kind} is a {type(tensor).__name__}, which is sharded already",
-        at=_place(kind, fqn, tensor),
-        fix="ignore its module, or call replicate on it before fully_shard on an ancestor",
-    )
+        fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
+    elif stepper_of(param) is not None:
+        what = "step_in_backward steps on this parameter, before its gradient is averaged"
+        fix = "call replicate first, then step_in_backward"
+    elif isinstance(param, DTensor) and (
+        # Of the ranks that hold its parts, this one alone may average.
+        is_sharded(param) or len({*param.device_mesh.mesh.flatten().tolist()} & {*ranks}) != 1
+    ):
+        what = f"parameter is a {type(param).__name__}, which is sharded already"
+        fix = "ignore its module, or call replicate on it before fully_shard on an ancestor"
+    elif param.device.type != device.type or device.index not in (None, param.device.index):
+        what = f"parameter is on {param.device}, and gradients are averaged on {device}"
+        fix = f"move the module there, or pass a mesh of device type {param.device.type!r}"
+    else:
+        return
+    at = f"{place_of_rank()}, parameter {fqn!r} of {' and '.join(map(describe_module, roots))}"
+    raise ConfigError(what, at=at, fix=fix)
 
 
 def _place(kind: str, fqn: str, tensor: torch.Tensor) -> str:
-    return f"{place_of_rank()}, {kind} {fqn!r} {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+    shape = "" if is_lazy(tensor) else f" {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+    return f"{place_of_rank()}, {kind} {fqn!r}{shape}"

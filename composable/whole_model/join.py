@@ -403,9 +403,8 @@ class _ReplicatedPart:
         self._state = state
         self._source = 0
         self._put_back: Callable[[], None] | None = None
-        state.uneven = state.reducer.teller = self
+        state.reducer.join = self
         state.reducer.count_anew()
-        state.reducer.before_round = self.begin_round
 
     def describe(self, what: str, args: tuple[Any, ...]) -> str:
         """Return where that happens, for messages."""
@@ -413,8 +412,7 @@ class _ReplicatedPart:
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
         """A step of the ranks at these places begins; sums are divided by ``divisor``, ``None``: as ever."""
-        self._state.reducer.divide_by(divisor)
-        self._state.reducer.expect(running)
+        self._state.reducer.expect(running, divisor)
         self._source = running[-1] if running else self._source
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
@@ -437,23 +435,21 @@ class _ReplicatedPart:
     def finish_join(self) -> None:
         """Give all ranks the parameters and buffers of the last one that had inputs. Collective."""
         self._state.reducer.prepare()
-        self._state.broadcast_all(self._source)
+        self._state.broadcast_all(sorted(self._state.grid.everyone.numbers)[self._source])
         if self._put_back is not None:
             self._put_back()
 
     def close(self) -> None:
         """Tell nothing from now on."""
-        reducer = self._state.reducer
-        self._state.uneven = reducer.teller = reducer.before_round = None
-        reducer.count_anew()
-        reducer.divide_by(None)
-        reducer.expect(None)
+        self._state.reducer.join = None
+        self._state.reducer.count_anew()
+        self._state.reducer.expect(None, None)
 
     def _broadcast(self) -> None:
         if self._state.buffers is not None:
             self._state.buffers.broadcast(self._source)
 
-    # What hooks and the reducer call
+    # What hooks and the reducer call, see ``JoinListener``
 
     def is_live(self) -> bool:
         return self._steps.is_live()

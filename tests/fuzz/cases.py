@@ -187,7 +187,7 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         *(seed, world_size, tree, annotation, other),
         optimizer="SGD without decay" if is_sparse else rng.choice(OPTIMIZERS),
         speed=rng.choice(SPEEDS) if mode == "mixed" and not copies.steps else "plain",
-        clip="none" if is_sparse or copies.steps else rng.choice(["none", "none", "own"]),
+        clip="none" if copies.steps else rng.choice(["none", "none", "own"]),
         zero="to None" if copies.steps else rng.choice(ZEROS),
     )
     case = _with_actions(case, rng, without, steps)

@@ -9,8 +9,7 @@ from torch import nn
 
 from composable.comm import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
-from composable.ground.torch_hooks import at_end_of_backward
-from composable.replication import BucketOptions, ReducedParam, Reducer
+from composable.replication import ReducedParam, Reducer, ReplicateOptions
 from composable.replication.buckets import Bucket, plan_buckets
 from tests.models import MLP, random_input, seeded
 
@@ -64,9 +63,9 @@ class RecordingTransport(Transport):
 def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Reducer, RecordingTransport]:
     transport = RecordingTransport(world_size)
     params = [ReducedParam(fqn, param) for fqn, param in model.named_parameters()]
-    choices = BucketOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
+    choices = ReplicateOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
     grid = Grid.whole(Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size))))
-    reducer = Reducer(params, transport, grid, choices, at_end_of_backward)
+    reducer = Reducer(params, transport, grid, choices)
     for item, arrive in zip(params, reducer.arrivals(), strict=True):
         item.param.register_post_accumulate_grad_hook(arrive)
     return reducer, transport
@@ -192,7 +191,7 @@ def test_the_gradients_of_a_bucket_are_views_of_the_buffer_that_a_hook_set() -> 
 
 def test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_arrival() -> None:
     model = seeded(MLP, 0)
-    reducer, transport = attach(model, cap_bytes=1)
+    reducer, transport = attach(model, bucket_cap_mb=2**-20)
     arrived: list[str] = []
     sent_at: list[int] = []
     for fqn, param in model.named_parameters():
@@ -200,8 +199,8 @@ def test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_ar
         param.register_post_accumulate_grad_hook(lambda _: sent_at.append(len(transport.sent)))
     backward(model)
     assert len(transport.sent) == len(reducer.buckets) == 1
-    # Every gradient once, a flag per parameter, and three numbers per rank.
-    assert transport.sent == [sum(param.numel() for param in model.parameters()) + len(arrived) + 3 * 2]
+    # Every gradient once, a flag per parameter, and two numbers per rank.
+    assert transport.sent == [sum(param.numel() for param in model.parameters()) + len(arrived) + 2 * 2]
     first_round = arrived.copy()
     transport.sent.clear()
     sent_at.clear()
@@ -223,7 +222,7 @@ def test_a_full_bucket_waits_for_the_one_before_it() -> None:
             return (inner.sum().sin() * outer).sum()
 
     model = Pair()
-    _, transport = attach(model, cap_bytes=1)
+    _, transport = attach(model, bucket_cap_mb=2**-20)
     model(swap=False).backward()
     arrived: list[str] = []
     for fqn, param in model.named_parameters():
@@ -232,13 +231,13 @@ def test_a_full_bucket_waits_for_the_one_before_it() -> None:
         transport.sent.clear()
         model(swap=swap).backward()
         # The last bucket carries the flags.
-        assert transport.sent == [40, 80 + 2 + 3 * 2]
+        assert transport.sent == [40, 80 + 2 + 2 * 2]
     assert arrived == ["first", "second", "second", "first"]
 
 
 def test_a_gradient_held_by_the_user_keeps_its_value_when_gradients_are_no_views() -> None:
     model = seeded(MLP, 0)
-    attach(model, grads_as_views=False)
+    attach(model, gradient_as_bucket_view=False)
     backward(model, 0)
     held = [param.grad for param in model.parameters() if param.grad is not None]
     values = gradients_of(model)

@@ -73,7 +73,7 @@ def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
     program, file = program_named(name), inspect.getfile(function)
     lines, first = inspect.getsourcelines(function)
     # Where the optimizer has begun, some of its parameters may be stepped; that is so in any step.
-    wanted = {first + number for number, line in enumerate(lines) if "self.step(" not in line}
+    wanted = {first + number for number, line in enumerate(lines) if "self._step(" not in line}
     most = 99 if function.__qualname__.startswith("Reducer") else 2
     points = [one for one in points_of(program) if file.endswith(one.file) and one.line in wanted and one.nth <= most]
     assert len(points) >= (6 if most == 2 else 20)

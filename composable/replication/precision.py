@@ -1,0 +1,226 @@
+"""What a mixed precision policy asks of a replicated module, and what that lends its modules while it runs."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable.errors import UsageError, place_of_rank
+from composable.ground.casts import CastBuffers, Lending, LowPrecisionParams, ParamSlot
+from composable.ground.contract import get_registry
+from composable.ground.frames import is_called_again, modules_in_call
+from composable.ground.names import describe_module, dtype_text, join_fqn
+from composable.ground.ownership import claim_of
+from composable.planning import (
+    MixedPrecisionPolicy,
+    ParamDtypes,
+    managed_modules,
+    name_modules,
+    skipped_modules,
+)
+from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of
+
+__all__ = ["Precision", "PrecisionPlan", "plan_precision"]
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """What a policy asks of the modules of one annotation.
+
+    Attributes:
+        policy: The user's.
+        params: What is used, of this annotation and of those inside, of any shapes, with its dtypes.
+        skipped: Modules that keep their dtype, each with the outermost of them around it.
+        lines: The policy, and one text for each parameter that is cast, to compare between ranks.
+    """
+
+    policy: MixedPrecisionPolicy
+    params: Mapping[nn.Parameter, ParamDtypes]
+    skipped: Mapping[nn.Module, nn.Module]
+    lines: Sequence[str] = ()
+
+    def reduce_dtype(self, param: nn.Parameter) -> torch.dtype | None:
+        """Return the dtype in which the gradient of ``param``, of any shape, travels, if it is not the parameter's."""
+        found = self.params[param].reduce
+        return None if found is param.dtype else found
+
+
+def plan_precision(
+    roots: Sequence[nn.Module], ignored: Iterable[nn.Module], managed: ManagedTensors, policy: MixedPrecisionPolicy
+) -> PrecisionPlan | None:
+    """Return what ``policy`` asks of what is managed, and of what annotations inside manage that is used here too.
+
+    Raises:
+        ConfigError: ``param_dtype_override_fn`` raised or returned no dtype.
+    """
+    if not str(policy):
+        return None
+    skipped, names = skipped_modules(managed.modules, policy), name_modules(roots)
+    fqns = {id(param): fqn for fqn, param, _ in managed.params}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    keeps: set[int] = set()
+    for module in managed_modules(roots, frozenset(ignored)):
+        for name, param in module._parameters.items():
+            if param is not None and (id(param) in fqns or claim_of(param) is not None):
+                found.setdefault(id(param), (fqns.get(id(param)) or join_fqn(names[module], name), param))
+                if module in skipped:
+                    keeps.add(id(param))
+    params, lines = {}, [f"precision: {policy}"]
+    for key, (fqn, param) in found.items():
+        chosen = policy.dtypes_of(param, fqn, is_skipped=key in keeps)
+        params[param] = chosen
+        if chosen != (param.dtype, param.dtype):
+            lines.append(f"{fqn!r} as {dtype_text(chosen.compute)} reduced in {dtype_text(chosen.reduce)}")
+    return PrecisionPlan(policy, params, skipped, lines)
+
+
+class Precision:
+    """What the modules of one annotation do in mixed precision.
+
+    Args:
+        policy: What is asked.
+        skipped: The outermost modules that keep their dtype.
+        parts: What is lent, for each annotated module.
+        params: Whose gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        policy: MixedPrecisionPolicy,
+        skipped: Sequence[nn.Module],
+        parts: Sequence["LentPart"],
+        params: Sequence[ReducedParam],
+    ) -> None:
+        self.policy = policy
+        self.skipped = skipped
+        self.parts = parts
+        self._params = params
+        for item in params if policy.keep_low_precision_grads else ():
+            _rest_grad_in(item.param, item.reduce_dtype or item.param.dtype)
+
+    @staticmethod
+    def of(
+        plan: PrecisionPlan, roots: Sequence[nn.Module], ignored: frozenset[nn.Module], params: Sequence[ReducedParam]
+    ) -> "Precision":
+        """Return what annotated modules do that were planned for just now."""
+        skipped = list(dict.fromkeys(plan.skipped.values()))
+        return Precision(plan.policy, skipped, [_part_of(plan, root, ignored) for root in roots], params)
+
+    def copied(self, params: Sequence[ReducedParam], memo: dict[int, Any]) -> "Precision":
+        """Return the same of a deep copy of the modules, whose parameters are ``params``."""
+        skipped = [copy.deepcopy(module, memo) for module in self.skipped]
+        return Precision(self.policy, skipped, [part.copied(memo) for part in self.parts], params)
+
+    def put_back(self) -> None:
+        """Let modules hold their own after a forward that was cut short."""
+        for part in self.parts:
+            part.put_back()
+
+    def close(self) -> None:
+        """Let gradients rest in their parameters' dtypes, as those of plain parameters."""
+        self.put_back()
+        for item in self._params:
+            _rest_grad_in(item.param, item.param.dtype)
+
+
+def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module]) -> "LentPart":
+    modules = [module for module in managed_modules([root], ignored) if module not in plan.skipped]
+    slots = []
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is not None and param in plan.params:
+                dtype = plan.params[param].compute
+                # One that has the dtype is cast once `module.to(dtype)` has given it another one.
+                if dtype is not param.dtype or dtype is plan.policy.param_dtype:
+                    slots.append(ParamSlot(module, name, dtype))
+    return LentPart(root, modules, slots, plan.policy.buffer_dtype)
+
+
+class LentPart:
+    """What is lent while one annotated module runs, forward or backward.
+
+    Args:
+        root: The annotated module.
+        modules: Those of it whose buffers are lent.
+        slots: The places of parameters that are lent.
+        buffer_dtype: Of buffers meanwhile; ``None``: their own.
+
+    Attributes:
+        params: Lends the copies of parameters.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Sequence[nn.Module],
+        slots: Sequence[ParamSlot],
+        buffer_dtype: torch.dtype | None,
+    ) -> None:
+        self._module = root
+        self._modules = modules
+        self._slots = slots
+        self._buffer_dtype = buffer_dtype
+        self.params = LowPrecisionParams(slots)
+        self._lendings: list[Lending] = [self.params, *([] if buffer_dtype is None else [CastBuffers(buffer_dtype)])]
+        self._calls = 0
+
+    def copied(self, memo: dict[int, Any]) -> "LentPart":
+        """Return the same of a deep copy of the module."""
+        slots = [ParamSlot(copy.deepcopy(module, memo), name, dtype) for module, name, dtype in self._slots]
+        modules = [copy.deepcopy(module, memo) for module in self._modules]
+        return LentPart(copy.deepcopy(self._module, memo), modules, slots, self._buffer_dtype)
+
+    @property
+    def is_root(self) -> bool:
+        """The running call of the module is in none of another annotated module."""
+        return not any(get_registry(other) for other in modules_in_call() if other is not self._module)
+
+    def enter(self) -> None:
+        """Lend for a call."""
+        is_outermost = not self._calls or not is_called_again(self._module)
+        self._calls = 1 if is_outermost else self._calls + 1
+        for lending in self._lendings:
+            lending.enter(self._modules, is_outermost=is_outermost)
+
+    def leave(self) -> None:
+        """Undo ``enter``."""
+        if self._calls:
+            self._calls -= 1
+            for lending in self._lendings:
+                lending.leave()
+
+    def check_not_written(self) -> None:
+        """Refuse what a forward wrote to a copy.
+
+        Raises:
+            UsageError: It would be lost.
+        """
+        slot = self.params.written()
+        if slot is not None:
+            raise UsageError(
+                f"a forward wrote to a parameter, of which it held a copy in {dtype_text(slot.dtype)}",
+                at=f"{place_of_rank()}, parameter {slot.name!r} of {describe_module(slot.module)}",
+                fix="write to it between two steps, or add the class of its module to skipped_module_classes",
+            )
+
+    def enter_backward(self) -> None:
+        """Lend for the running backward, in which parts of forward may run again."""
+        for lending in self._lendings:
+            lending.enter_backward(self._modules)
+
+    def put_back(self) -> None:
+        """Let the modules hold their own, unless the module is running."""
+        if self._module not in modules_in_call():
+            self._calls = 0
+            for lending in self._lendings:
+                lending.put_back()
+
+
+def _rest_grad_in(param: nn.Parameter, dtype: torch.dtype) -> None:
+    if grad_dtype_of(param) is not dtype:
+        grad, param.grad = param.grad, None
+        param.grad_dtype = dtype
+        param.grad = None if grad is None else grad.to(dtype)
