@@ -51,7 +51,7 @@ def start_server() -> None:
     multiprocessing.set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
     # It is no child of the forks, which therefore would start another one.
-    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 def run_tests(root: Path, tests: Sequence[str], patience_s: float, *, takes_notes: bool = False) -> Ran:
