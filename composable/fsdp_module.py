@@ -153,12 +153,10 @@ class FSDPModule(GatherSettings, ReductionSettings):
 
 # What torch's class has and this library has no use for: why, and ``False`` is taken.
 REFUSED_SETTERS = {
-    "set_custom_all_gather": "the library chooses how ranks gather, into memory of its own",
-    "set_custom_reduce_scatter": "a communication hook reduces gradients in another way: register_comm_hook",
-    "set_allocate_memory_from_process_group_for_comm": "parameters are gathered in torch's memory, not staged",
-    "set_symm_mem_for_comm": "parameters are gathered in torch's memory, not staged",
     "set_custom_all_gather": "what moves bytes in another way is a transport of its own",
     "set_custom_reduce_scatter": "what moves bytes in another way is a transport of its own",
+    "set_allocate_memory_from_process_group_for_comm": "parameters are gathered in torch's memory, not staged",
+    "set_symm_mem_for_comm": "parameters are gathered in torch's memory, not staged",
     "set_separate_reduce_scatter_group": "gathers and reduce-scatters go through one transport",
     "_set_unshard_async_op": "gathers run on a stream of their own, and allocate there",
 }

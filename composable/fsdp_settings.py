@@ -92,8 +92,7 @@ class GatherSettings(AnnotatedModule):
 
         The values are gathered as ever. What False lets go is freed with the next reshard.
         """
-        for handle in _chosen(self, recurse, keep=keep):
-            handle.settings.keeps_storage = keep
+        _set(self, recurse, "keeps_storage", keep=keep)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Choose what to all-gather while this module's forward runs, in order.
@@ -160,10 +159,10 @@ class ReductionSettings(AnnotatedModule):
         check_bool("requires_all_reduce", requires_all_reduce)
         handles = _chosen(self, recurse)
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
-            raise _refused(
-                self,
+            raise ConfigError(
                 "set_requires_all_reduce(False) leaves out an all-reduce, and gradients of a 1-D mesh need none",
-                "call set_requires_gradient_sync(False) to accumulate without any reduction",
+                at=place_of(self),
+                fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
         for handle in handles:
             for flat in handle.buffers:

@@ -232,9 +232,10 @@ def _ranks_of(module: nn.Module) -> Ranks:
     Raises:
         UsageError: Nothing is annotated there, or on different ranks.
     """
-    ranks, *others = [state.grid.everyone for state in states_of(module.modules())] or [None]
-    if ranks is None:
+    found = [state.grid.everyone for state in states_of(module.modules())]
+    if not found:
         raise nothing_annotated("joinable", module)
+    ranks, *others = found
     for one in others:
         if {*one.numbers} != {*ranks.numbers}:
             raise UsageError(

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import _traversal_utils
-from composable.comm import Ranks
 from composable.engine import (
     META_FIX,
     Handle,
@@ -22,7 +21,7 @@ from composable.engine import (
     refuse_steppers,
     step_torch_optimizers,
 )
-from composable.errors import UsageError, place_of_rank, warn_once
+from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
 from composable.ground.ownership import (
@@ -173,5 +172,3 @@ def _unmanaged(root: nn.Module, states: Collection[AnnotatedState]) -> Iterator[
         for name, param in () if is_left_alone(module) else module._parameters.items():
             if param is not None and id(param) not in left and (module, name) not in slots and not is_managed(param):
                 yield join_fqn(names[module], name), param
-
-

@@ -80,8 +80,9 @@ def collect_whole(
         index for index, tensor in enumerate(tensors) if dst is None or head in _givers(tensor, ranks, dst).values()
     ]
     # Into ``out`` values are cast last.
-    cast = {} if out is not None else {"dtype": dtype, "device": device}
-    blocks = dict(zip(given, collect_blocks([tensors[index] for index in given], taker=taker, **cast) or ()))
+    early, place = (dtype, device) if out is None else (None, None)
+    own = [tensors[index] for index in given]
+    blocks = dict(zip(given, collect_blocks(own, taker=taker, dtype=early, device=place) or ()))
     takers = ranks.team_of(ranks.rank) if dst is None else [dst]
     arrived = _exchange_blocks(tensors, blocks, ranks, takers)
     if ranks.rank not in takers:

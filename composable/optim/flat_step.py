@@ -142,7 +142,7 @@ class _Unit:
         self.pieces = pieces
         self.indices = indices
         owned = [piece.local for piece in pieces if piece.local.numel()]
-        self._starts = [local.storage_offset() - owned[0].storage_offset() for local in owned]
+        self._starts = [int(local.storage_offset() - owned[0].storage_offset()) for local in owned]
         self._is_flat = len(owned) > 1
         self.tensor = _joined(owned, self._starts) if self._is_flat else pieces[0].local
         # State numbers, such as step counters, in vectors [pieces], with the version that the last step has left: the
@@ -358,8 +358,11 @@ class _Plan:
             first, last, piece = pieces[run[0]], pieces[run[-1]], pieces[index]
             if kinds[run[-1]] != kinds[index] or not piece.follows(last):
                 return False
-            start = piece.local.storage_offset() - first.local.storage_offset()
-            if not (_lies_at(start, piece.local, first.local) and _lies_at(start, grads[index], grads[run[0]])):
+            start = int(piece.local.storage_offset() - first.local.storage_offset())
+            grad, first_grad = grads[index], grads[run[0]]
+            if grad is None or first_grad is None:
+                return False
+            if not (_lies_at(start, piece.local, first.local) and _lies_at(start, grad, first_grad)):
                 return False
             vector = _VECTOR_BYTES // piece.local.element_size() if groups[piece.group].get("fused") else 1
             is_exact = piece.local.dtype in (torch.float32, torch.float64)
@@ -426,7 +429,7 @@ class _Plan:
         found = {param: entry for param, entry in self.state.items() if isinstance(param, nn.Parameter)}
         for unit in self._units:
             if unit.tensor in self.state:
-                params = [piece.param for piece in unit.pieces]
+                params: list[Any] = [piece.param for piece in unit.pieces]
                 found.update(zip(params, unit.split_state(self.state[unit.tensor])))
         for param in chain.from_iterable(self._members):  # entries come in the order of the parameters
             if param in found:

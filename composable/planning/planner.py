@@ -268,8 +268,9 @@ def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
 def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[FoundParam, Align]:
     """Return what ``align`` says of each parameter that it says something of."""
     if not isinstance(align, Mapping):
-        asked = () if align is None else params
-        answers = {found: _ask(align, "align", found, found.fqns[0], found.param) for found in asked}
+        if align is None:
+            return {}
+        answers = {found: _ask(align, "align", found, found.fqns[0], found.param) for found in params}
         return {found: _checked_align(found.fqns[0], wish) for found, wish in answers.items() if wish is not None}
     # Plans name parameters below wrappers without the wrapper's part; users may name them with it.
     align = {plain_fqn(name): _checked_align(name, wish) for name, wish in align.items()}
@@ -300,7 +301,8 @@ def _checked_align(fqn: str, align: Any) -> Align:
             f"align of {fqn!r} is {align!r:.80}",
             fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1",
         )
-    return align
+    aligned: Align = align
+    return aligned
 
 
 def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None:

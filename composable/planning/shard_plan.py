@@ -419,8 +419,8 @@ class ShardPlan:
             calls = one.all_gathers + one.reduce_scatters + one.all_reduces + one.secondary_all_gathers
             between = sum(elsewhere for _, elsewhere in sent)
             found.append(Traffic(one.module_fqns, calls, sum(everywhere for everywhere, _ in sent) - between, between))
-        totals = (sum(one[number] for one in found) for number in (1, 2, 3))
-        return Traffic((), *totals, tuple(found))
+        calls, inside = sum(one.collectives for one in found), sum(one.inside_bytes for one in found)
+        return Traffic((), calls, inside, sum(one.between_bytes for one in found), tuple(found))
 
     def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
         """Return the plan of some of the handles, as if the modules around them had been annotated on their own.

@@ -499,9 +499,6 @@ class Reducer(GradientAverager):
         twin._kept[:] = self._kept
         twin.comm_hooks = tuple(copy.deepcopy(one, memo) for one in self.comm_hooks)
         twin.exchange.hook = copy.deepcopy(self.exchange.hook, memo)
-        twin.exchange.arrangement.expect_like(self.exchange.arrangement)
-        if self._static is not None:
-            twin._static = StaticGraph(self._static.counts, self._static.used, self._static.unused)
         return twin
 
     def move_to(self, transport: Transport, grid: Grid) -> None:

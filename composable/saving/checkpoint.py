@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, WriteResult
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -333,7 +333,7 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
 class _SummingWriter(FileSystemWriter):
     """Writes the files of a rank, and notes in ``sums`` what is in them."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "torch.futures.Future[list[WriteResult]]":
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """Write and sync what ``plan`` lists."""
         try:
             written = super().write_data(plan, planner)

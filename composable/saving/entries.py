@@ -240,7 +240,7 @@ def _pick(names: Names | None, known: Collection[str]) -> set[str]:
         picked = {fqn for fqn in known if names(fqn)}
     else:
         is_collection = isinstance(names, Collection) and not isinstance(names, str)
-        unknown = [name for name in names if name not in known] if is_collection else [names]
+        unknown: list[Any] = [name for name in names if name not in known] if is_collection else [names]
         if unknown:
             raise ConfigError(
                 f"names is or holds what the model's state_dict() does not have: {list_text(unknown, write=described)}",

@@ -171,7 +171,7 @@ def load_full_state_dict(
     # Of several names for one tensor the last counts, as in torch.
     last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
     planned = batches([(key, entries.values[key]) for key in last.values()], limit) if held is not None else ()
-    read = ([(key, _read(held, key, tensor)) for key, tensor in batch] for batch in planned)
+    read = ([(key, _read(held or {}, key, tensor)) for key, tensor in batch] for batch in planned)
     _spread_batches(read, entries.tensors(), ranks, src)
     _load_the_rest(model, entries, given, held, ranks.everyone, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))

@@ -101,8 +101,6 @@ def one_state_dict_wrong(mesh: DeviceMesh, group: dist.ProcessGroup, is_last: bo
     load_full_state_dict(model, {"bias": torch.zeros(4)} if is_last else None, src=1)
 
 
-
-
 CALLS = {
     "fully_shard": other_plans,
     "replicate": other_modules,

@@ -468,7 +468,7 @@ def test_a_plan_says_how_tensor_parallelism_has_split_a_parameter(one_rank: None
 def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
     module, mesh = nn.Linear(2, 2), init_device_mesh("cpu", (1,))
     module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial()]))
-    with pytest.raises(ConfigError, match="placed .Partial.* cannot be sharded again") as caught:
+    with pytest.raises(ConfigError, match=r"placed .Partial.* cannot be sharded again") as caught:
         plan(module, world_size=2)
     assert caught.value.at == "parameter 'weight' [2, 2] float32"
 
