@@ -10,15 +10,16 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable import HandleOptions, fully_shard, plan, register_comm_hook, replicate
+from composable import ConfigError, HandleOptions, ShardingStrategy, fully_shard, plan, register_comm_hook, replicate
 from composable.comm.transport import _REGISTERED, transport_names
 from tests.models import BLOCK_CLASSES, MLP, MLPBlock
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-MOST_FILES = {"transport": 1, "type of communication hooks": 2}
+MOST_FILES = {"transport": 1, "type of communication hooks": 2, "strategy": 1}
 
 Add = Callable[[str], dict[str, ModuleType]]
 
@@ -98,3 +99,20 @@ def test_a_type_of_communication_hooks_is_two_files(add: Add, world_size: int, *
     whole.call_hook = staticmethod(lambda *args: (kinds.append(args[-1] is None), call(*args))[1])
     assert_equal_runs(run_threads(train_with_hook, world_size, hook), train_reference("mlp", world_size))
     assert {*kinds} == {True, False}, "both annotations have called it"
+
+
+def train_in_pairs(strategy: ShardingStrategy) -> Run:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+
+    def annotate(model: nn.Module) -> None:
+        fully_shard(model, policy=BLOCK_CLASSES, mesh=mesh, strategy=strategy)
+        assert {handle.secondary_ranks for handle in fully_shard.state(model).plan.handles} == {2}
+
+    return train_annotated("mlp", annotate)
+
+
+def test_a_strategy_is_a_value(add: Add) -> None:
+    strategy = add("strategy")["pairs"].PAIRS
+    assert_equal_runs(run_threads(train_in_pairs, 8, strategy), train_reference("mlp", 8))
+    with pytest.raises(ConfigError, match="reshard_after_forward is 2, and 3 ranks"):
+        plan(MLP(), world_size=3, replicas=2, strategy=strategy)

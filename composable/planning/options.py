@@ -7,7 +7,6 @@ Nothing here casts or copies anything: casts and copies happen on the way to the
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
-from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -269,12 +268,17 @@ def _as_offload(policy: object) -> OffloadPolicy:
     )
 
 
-class ShardingStrategy(Enum):
-    """What is sharded, and what is freed when; ``strategy=`` takes the name as well.
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """What is sharded, and what is freed when: data, so that others than these may be written down.
 
     Gradients, optimizer state and parameters between steps are sharded over the last dim of the mesh.
 
     Attributes:
+        name: What plans and messages call it; of those below what ``strategy=`` accepts too.
+        reshard_after_forward: Parameters are freed between forward and backward; a number: but for secondary shards
+            over as many ranks, as ``fully_shard`` takes it.
+        has_copies: The ranks along another dim of the mesh hold copies of each shard.
         FULL_SHARD: Parameters are freed after forward and gathered again for backward (ZeRO stage 3).
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
         HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over those of the other.
@@ -284,35 +288,47 @@ class ShardingStrategy(Enum):
     Source: ZeRO, arXiv 1910.02054.
     """
 
-    FULL_SHARD = auto()
-    SHARD_GRAD_OP = auto()
-    HYBRID_SHARD = auto()
-    HYBRID_SHARD_ZERO2 = auto()
-    NO_SHARD = auto()
+    name: str
+    reshard_after_forward: bool | int = True
+    has_copies: bool = False
+
+    FULL_SHARD: ClassVar["ShardingStrategy"]
+    SHARD_GRAD_OP: ClassVar["ShardingStrategy"]
+    HYBRID_SHARD: ClassVar["ShardingStrategy"]
+    HYBRID_SHARD_ZERO2: ClassVar["ShardingStrategy"]
+    NO_SHARD: ClassVar["ShardingStrategy"]
 
     def __repr__(self) -> str:
         return f"ShardingStrategy.{self.name}"
 
 
+ShardingStrategy.FULL_SHARD = ShardingStrategy("FULL_SHARD")
+ShardingStrategy.SHARD_GRAD_OP = ShardingStrategy("SHARD_GRAD_OP", False)
+ShardingStrategy.HYBRID_SHARD = ShardingStrategy("HYBRID_SHARD", has_copies=True)
+ShardingStrategy.HYBRID_SHARD_ZERO2 = ShardingStrategy("HYBRID_SHARD_ZERO2", False, has_copies=True)
+ShardingStrategy.NO_SHARD = ShardingStrategy("NO_SHARD", False)
+_NAMED = {name: one for name, one in vars(ShardingStrategy).items() if isinstance(one, ShardingStrategy)}
+
+
 def _named(strategy: object) -> ShardingStrategy | None:
     """Return the strategy that a user means: one, its name, or torch's of that name; ``None``: it is none."""
+    if isinstance(strategy, ShardingStrategy):
+        return strategy
     kind = type(strategy)
     if kind.__name__ == "ShardingStrategy" and kind.__module__.startswith("torch."):
         strategy = getattr(strategy, "name", "").removeprefix("_")
-    if isinstance(strategy, str):
-        return ShardingStrategy.__members__.get(strategy)
-    return strategy if isinstance(strategy, ShardingStrategy) else None
+    return _NAMED.get(strategy) if isinstance(strategy, str) else None
 
 
 def is_hybrid(strategy: object) -> bool | None:
     """Say whether a strategy keeps copies of shards; ``None``: it is none."""
     chosen = _named(strategy)
-    return None if chosen is None else chosen.name.startswith("HYBRID")
+    return None if chosen is None else chosen.has_copies
 
 
 def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
     """Return the strategy that is meant; ``ConfigError`` unless it can be run with as many copies of each shard."""
-    names = ", ".join(repr(name) for name in ShardingStrategy.__members__ if name != "NO_SHARD")
+    names = ", ".join(repr(name) for name in _NAMED if name != "NO_SHARD")
     chosen = _named(strategy)
     if chosen is None:
         raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {names}")
@@ -322,7 +338,7 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
             fix="call replicate(module) instead, with torch's ZeroRedundancyOptimizer where optimizer state alone is "
             f"sharded; or pass one of {names}",
         )
-    if replicas > 1 and not is_hybrid(chosen):
+    if replicas > 1 and not chosen.has_copies:
         raise ConfigError(
             f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
             fix="pass HYBRID_SHARD or HYBRID_SHARD_ZERO2, or a mesh of one dim",
@@ -386,7 +402,9 @@ class ShardOptions:
                 raise ConfigError(
                     "strategy and reshard_after_forward both say what is freed when", fix="pass one of them"
                 )
-            object.__setattr__(self, "strategy", _checked_strategy(self.strategy, self.replicas))
+            chosen = _checked_strategy(self.strategy, self.replicas)
+            _check_freed(chosen.reshard_after_forward, self.world_size)
+            object.__setattr__(self, "strategy", chosen)
         object.__setattr__(self, "mp_policy", as_mixed_precision(self.mp_policy))
         object.__setattr__(self, "offload_policy", _as_offload(self.offload_policy))
         classes, plain = self.shard_as_bytes, (torch.Tensor, nn.Parameter)
@@ -405,8 +423,8 @@ class ShardOptions:
         An int: but for secondary shards over as many ranks, more than one and less than all.
         """
         freed = self.reshard_after_forward
-        if self.strategy is not None:
-            return self.strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        if isinstance(self.strategy, ShardingStrategy):
+            freed = self.strategy.reshard_after_forward
         if freed is None or isinstance(freed, bool):
             return freed
         # A shard over one rank is the whole, and one over all ranks is the shard.
