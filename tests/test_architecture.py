@@ -361,6 +361,33 @@ def test_the_doors_of_the_engine_are_narrow() -> None:
     assert {name: count for name, count in methods.items() if count > 4} == {}
 
 
+TENSOR = re.compile(r"\b(Tensor|RaggedDTensor|DTensor|Parameter)\b")
+SHAPE = re.compile(r"(?i)\[[^\]]*\]|shape|scalar|elements|numel|0-dim|dtype")
+
+
+def functions_with_tensors() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield (place, function) for what a file shows, takes or returns tensors, and has a docstring."""
+    for name, tree in TREES.items():
+        lists = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+        shown = {text for one in lists if isinstance(one, ast.List) for text in map(ast.unparse, one.elts)}
+        for node in tree.body:
+            if not (isinstance(node, ast.FunctionDef | ast.ClassDef) and repr(node.name) in shown):
+                continue
+            for one in [node] if isinstance(node, ast.FunctionDef) else node.body:
+                if isinstance(one, ast.FunctionDef) and (one is node or not one.name.startswith("_")):
+                    given = [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs]
+                    types = [*(each.annotation for each in given), one.returns]
+                    if ast.get_docstring(one) and any(TENSOR.search(ast.unparse(each)) for each in types if each):
+                        yield f"{name}:{one.lineno} {one.name}", one
+
+
+def test_functions_with_tensors_state_shapes() -> None:
+    found = dict(functions_with_tensors())
+    silent = [place for place, one in found.items() if not SHAPE.search(ast.get_docstring(one) or "")]
+    assert len(found) > 150
+    assert len(silent) <= 0.05 * len(found), silent
+
+
 def test_every_file_has_a_place_in_the_house_and_no_room_is_empty() -> None:
     assert {room_of(name) for name in FILES} == set(EDGES), "add each to EDGES where it belongs"
     folders = {path.parent.name for path in FILES.values() if path.parent.parent.name == "composable"}
