@@ -21,8 +21,6 @@ from composable.comm import Ranks
 from composable.dtensor.gather import (
     RECORD,
     GatheredView,
-    confirm,
-    confirm_layout,
     gather_block,
     gather_full,
     is_replicated,
@@ -122,14 +120,10 @@ class RaggedDTensor(DTensor):
         Args:
             grad_placements: How gradients of the result are spread over the mesh: replicated by default
                 (every rank computes the same), or ``Partial()`` where they have to be summed.
-
-        Raises:
-            DesyncError: At debug level DETAIL, on every rank: they run different operations. Nothing moved.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             full: torch.Tensor = _Gather.apply(self, grad_placements)  # type: ignore[no-untyped-call]
             return full
-        confirm("full_tensor", [self])
         return gather_full(self._local_tensor, self._spec.layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -178,11 +172,7 @@ class RaggedDTensor(DTensor):
 
         It is a part of the whole where tensor parallelism splits that over other mesh dims. Not differentiable.
         Collective: all ranks of the mesh, same order.
-
-        Raises:
-            DesyncError: As ``full_tensor``.
         """
-        confirm("gather_block", [self])
         return gather_block(self._local_tensor, self._spec.layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs garble the name
@@ -326,7 +316,6 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_placements = grad_placements
-        confirm("full_tensor", [tensor])
         return gather_full(tensor._local_tensor, tensor._spec.layout)
 
     @staticmethod
@@ -336,9 +325,7 @@ class _Gather(torch.autograd.Function):
             if placement.is_partial():
                 # A copy: the incoming gradient may have other readers.
                 grad = grad.contiguous().clone()
-                ranks = Ranks.of_mesh(layout.mesh, dim)
-                confirm_layout("the backward of full_tensor", ranks, layout, grad.dtype)
-                grad = ranks.reduce(grad, ReduceOp.SUM)
+                grad = Ranks.of_mesh(layout.mesh, dim).reduce(grad, ReduceOp.SUM)
                 if placement.reduce_op == "avg":
                     grad /= layout.mesh.size(dim)
         piece = slice_full(grad, layout).clone()
