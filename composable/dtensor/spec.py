@@ -243,7 +243,7 @@ class RaggedSpec(DTensorSpec):
     Attributes:
         layout: The cut, shared by every dtype.
         dtype: Element type.
-        is_idle: This rank owns no element, and in-place arithmetic may skip it. Not for integers:
+        is_idle: This rank owns no element, and lists leave it out. Not for integers:
             an operation that refuses them must do so on every rank.
     """
 
