@@ -429,11 +429,10 @@ def _build_filled(
 
 def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Sequence[Sequence[FlatBuffer]]) -> None:
     """Change the modules: what can fail came before."""
-    number = state.grid.shard.take_number()
     for handle_plan, member, buffers in zip(state.plan.handles, members, built, strict=True):
         handle = Handle(handle_plan, member.modules, buffers, state.grid)
         for param in handle.params:
-            param.layout.label = ParamLabel(number, param, handle)
+            param.layout.label = ParamLabel(param, handle)
         state._handles.append(handle)
         for fqn, original in member.originals.items():
             owner, name = member.owners[fqn][0]

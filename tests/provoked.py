@@ -77,19 +77,6 @@ def build_the_optimizer_too_early(_: str) -> None:
     optimizer.step()
 
 
-def read_a_parameter_in_another_way(_: str) -> None:
-    weight = fully_shard(nn.Linear(4, 4, bias=False)).weight
-    level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch does not list it as exported
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
-    try:
-        if dist.get_rank() == 0:
-            weight.norm()
-        else:
-            weight.sum()
-    finally:
-        dist.set_debug_level(level)  # type: ignore[attr-defined]
-
-
 def share_a_parameter_between_two_calls(_: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight

@@ -1,7 +1,6 @@
 """``align`` and ``shard_placement_fn`` of ``fully_shard``: training, optimizers, saving and copies with promised cuts."""
 
 import copy
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,49 +269,6 @@ def test_copies_and_plain_models_have_the_values_and_train(wish: str) -> None:
     fully_shard(twin)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, twin)]
     assert_close(steps(twin, optimizers[1], own_batches()), steps(plain, optimizers[0], global_batches()))
-
-
-# -- random trees of wishes
-
-
-class Random(nn.Module):
-    """Tensors of random shapes, each of which scales the output."""
-
-    def __init__(self, dice: random.Random) -> None:
-        super().__init__()
-        for number in range(dice.randint(1, 6)):
-            shape = [dice.randint(1, 5) for _ in range(dice.randint(1, 4))]
-            param = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
-            self.register_parameter(f"p{number}", nn.Parameter(param if dice.random() < 0.3 else param.contiguous()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for param in self.parameters():
-            # A gradient that differs between elements, in whatever order they lie.
-            weight = torch.linspace(0, 1, param.numel(), dtype=x.dtype).view(param.shape)
-            x = x * torch.tanh((param * weight).sum())
-        return x
-
-
-@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 4) for seed in range(8)])
-@on_ranks()
-def test_any_wishes_train_as_one_process(seed: int) -> None:
-    dice = random.Random(seed)
-    plain = build(lambda: Random(dice), seed)
-    wishes = {
-        id_: (dice.choice([None, "row", "element", "tensor", 1, 2, 3]), dice.randrange(-param.dim(), param.dim()))
-        for id_, param in plain.named_parameters()
-    }
-    placed = {fqn for fqn in wishes if dice.random() < 0.5}
-    model = copy.deepcopy(plain)
-    names = {param: fqn for fqn, param in model.named_parameters()}
-    fully_shard(
-        model,
-        options=HandleOptions(align=lambda fqn, _: None if fqn in placed else wishes[fqn][0]),
-        shard_placement_fn=lambda param: Shard(wishes[names[param]][1]) if names[param] in placed else None,
-    )
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (plain, model)]
-    assert_close(steps(model, optimizers[1], own_batches()), steps(plain, optimizers[0], global_batches()))
-    assert_close([full(param) for param in model.parameters()], list(plain.parameters()))
 
 
 # -- errors

@@ -33,14 +33,13 @@ from composable import (
     register_comm_hook,
     replicate,
     save_checkpoint,
-    set_divergence_timeout,
     step_in_backward,
     unannotate,
 )
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
 from tests.models import random_input
 from tests.parity import full_params
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_threads
 
 LR = 0.1
 TOLERANCE = 1e-6
@@ -319,10 +318,6 @@ def test_replicated_experts_follow_a_sharded_root_whether_they_are_called_or_not
     options: dict[str, Any], *, has_buffers: bool
 ) -> None:
     run_threads(train_replicated_that_follow, 4, options, has_buffers=has_buffers)
-
-
-def test_processes_follow_with_replicated_experts_too() -> None:
-    run_ranks(train_replicated_that_follow, 4, {}, has_buffers=False)
 
 
 @on_ranks(4)
@@ -749,26 +744,3 @@ def test_an_annotation_around_another_has_all_of_its_ranks(inner: Any, outer: An
     own, around = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
     assert f"annotated on ranks {own}, and this one, around it, on {around} only" in text
     assert f"rank {rank}, module '0' (Linear)" in text and "fix: annotate what lies inside" in text
-
-
-def apart() -> str:
-    set_divergence_timeout(1.0)
-    mesh = mesh_of((2, 2))
-    net = local_net(4, mesh)
-    for expert in experts_of(net):
-        fully_shard(expert, mesh=mesh["edp"], options=HandleOptions(follows_parent=False))
-    for block in net.blocks:
-        fully_shard(block)
-    fully_shard(net)
-    try:
-        for step in range(4):
-            step_with(net, batch_of(4, step, dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_experts_that_do_not_follow_have_to_be_called_alike() -> None:
-    texts = run_ranks(apart, 4)
-    assert "no error" not in texts
-    assert any("the all-gather of module 'blocks." in text and "will never come" in text for text in texts)

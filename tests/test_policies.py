@@ -213,24 +213,3 @@ def test_an_auto_wrap_policy_is_named_in_the_plan() -> None:
     assert picked_fqns(policy, MLP(layers=1)) == {"blocks.0": "policy: transformer_auto_wrap_policy"}
     torch_policy = torch_wrap.ModuleWrapPolicy({MLPBlock})
     assert picked_fqns(torch_policy, MLP(layers=1)) == {"blocks.0": "policy: ModuleWrapPolicy"}
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (ModuleWrapPolicy({MLPBlock, Block}), "ModuleWrapPolicy({Block, MLPBlock})"),
-        (CustomPolicy(is_block), "CustomPolicy(is_block)"),
-        (SizePolicy(1000), "SizePolicy(1000)"),
-    ],
-)
-def test_a_policy_prints_as_it_is_written(policy: Any, text: str) -> None:
-    assert str(policy) == text
-
-
-def test_a_very_deep_model_is_walked() -> None:
-    model: nn.Module = nn.Linear(2, 2)
-    for _ in range(3000):
-        model = nn.Sequential(model)
-    assert len(SizePolicy(6).pick(model)) == 1
-    while model._modules:
-        model = model._modules.popitem()[1]  # type: ignore[assignment]

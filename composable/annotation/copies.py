@@ -192,8 +192,6 @@ def _copied(handle: Handle, memo: dict[int, Any]) -> None:
         raise waits_for_copies("deepcopy", handle.described)
     attach(handle)
     twin = memo[id(handle)] = copy.copy(handle)
-    handle.copies += 1
-    twin.copy_key, twin.copies = f"{handle.copy_key}.{handle.copies}", 0
     if handle.sync_after_context is not None:
         # The context that runs ends for this handle only.
         twin.requires_gradient_sync, twin.sync_after_context = handle.sync_after_context, None

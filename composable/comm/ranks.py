@@ -228,10 +228,6 @@ class Ranks:
             for work in (group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)):
                 work.wait()
 
-    def take_number(self) -> int:
-        """Return how often this was called for the group; all ranks in the same order. Not collective."""
-        return 0 if self.group is None else next(kept_with(self.group, "numbers", itertools.count))
-
     def check_member(self, name: str, rank: int) -> None:
         """Raise unless ``rank`` is a rank within the group. Not collective.
 

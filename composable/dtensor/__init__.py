@@ -1,6 +1,6 @@
 """The parameter that users see: a DTensor cut anywhere."""
 
-from composable.dtensor.gather import confirm_in_each, fallback_counts, note_written, strict_mode
+from composable.dtensor.gather import fallback_counts, note_written, strict_mode
 from composable.dtensor.norms import NormParts, cut_dims, summed_in
 from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
 from composable.dtensor.tensor import (
@@ -26,7 +26,6 @@ __all__ = [
     "cast_dtype",
     "check_finished",
     "collect_blocks",
-    "confirm_in_each",
     "cut_dims",
     "fallback_counts",
     "note_finished",

@@ -3,30 +3,24 @@
 What has no rule of its own gathers: every ragged operand becomes a full plain tensor, the operation runs on full
 tensors, what it changed is sliced back into the local pieces, and its results are replicated DTensors. Right, slow,
 and counted; nothing depends on which operations torch's DTensor has a sharding rule for.
-
-Such exchanges are hidden in ordinary operations, so nothing keeps ranks from running them in another order, and pieces
-of two tensors would be mixed. At torch's debug level DETAIL ranks compare, before each exchange: the operation; for
-each tensor shape, dtype, bounds, the order of dims in memory, the mesh's dims, and who it is as far as that is known.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
 from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
-from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_in_model_averager
-from composable.ground.names import check_bool, dtype_text
+from composable.ground.names import check_bool
 from composable.ground.ownership import mark_of
 from composable.ground.torch_private import (
     DeviceMesh,
@@ -43,9 +37,6 @@ __all__ = [
     "RECORD",
     "GatheredView",
     "Rule",
-    "confirm",
-    "confirm_in_each",
-    "confirm_layout",
     "count_fallback",
     "fallback_counts",
     "gather_and_run",
@@ -53,7 +44,6 @@ __all__ = [
     "gather_full",
     "is_parameter",
     "is_replicated",
-    "make_stale_view",
     "note_written",
     "replicate",
     "shares_cut",
@@ -130,92 +120,9 @@ def _gather_flat(own: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> torc
     return every
 
 
-# -- whether all ranks do the same
-
-_WHAT = "the ranks run different operations on ragged tensors"
-_FIX = "run the same operations in the same order on every rank; nothing was exchanged or changed here"
-_SHOWN = 3
-_SHOWN_BOUNDS = 9
-
-
-def confirm(op: str, tensors: Sequence[Any]) -> None:
-    """At debug level DETAIL, raise on every rank unless all run ``op`` on the same ragged tensors.
-
-    Collective there: the ranks of their layouts.
-
-    Raises:
-        DesyncError: A rank runs something else.
-    """
-    if _is_compared() and not any(tensor._local_tensor.is_meta for tensor in tensors):
-        groups = [ranks for tensor in tensors for ranks in tensor._spec.layout.every_ranks]
-        key = "|".join([op, *(_key(tensor) for tensor in tensors)])
-        confirm_in_each(dict.fromkeys(groups, key), lambda: _text(op, tensors))
-
-
-def confirm_layout(op: str, ranks: Ranks, layout: RaggedLayout, dtype: torch.dtype) -> None:
-    """Do what ``confirm`` does, before there is a tensor."""
-    if _is_compared():
-        confirm_in_each({ranks: f"{op}|{layout.key}|{dtype}"}, lambda: f"{op} of {_layout_text(layout, dtype)}")
-
-
-def confirm_in_each(keys: Mapping[Ranks, str], shown: Callable[[], str] | None = None) -> None:
-    """Do what ``confirm`` does, in one group after the other: a failure in one is told to the next, which waits for it.
-
-    Args:
-        keys: What has to be equal, for each group; in the same order on all ranks that share several.
-        shown: The same for people; ``None``: it is that.
-
-    Raises:
-        DesyncError: The ranks of a group differ, or some of them are in another one that does.
-    """
-    failure: DesyncError | None = None
-    for ranks, key in keys.items() if _is_compared() else ():
-        text = key if shown is None else shown()
-        if failure is not None:  # No other rank has this key.
-            key, text = f"{key}|{ranks.rank}", f"{text}, and ranks with the same blocks run something else"
-        try:
-            ranks.compare(key, shown=partial(str, text), what=_WHAT, fix=_FIX)
-        except DesyncError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
-def _is_compared() -> bool:
-    return not is_tracing() and dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-
-
 def is_parameter(tensor: Any) -> bool:
     """Say whether a ragged tensor [any] is the sharded parameter of some module, not only cut as one."""
     return mark_of(tensor) is not None
-
-
-def _key(tensor: Any) -> str:
-    mark = mark_of(tensor)
-    # Which parameter it is the layout says, and the mark which deep copy of it.
-    return f"{tensor._spec.layout.key} {tensor._spec.dtype}" + ("" if mark is None else f" parameter{mark.key}")
-
-
-def _text(op: str, tensors: Sequence[Any]) -> str:
-    rest = [f"{len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
-    return f"{op} of {', '.join([*map(_tensor_text, tensors[:_SHOWN]), *rest])}"
-
-
-def _tensor_text(tensor: Any) -> str:
-    layout, mark = tensor._spec.layout, mark_of(tensor)
-    text = _layout_text(layout, tensor._spec.dtype)
-    if layout.label is None:
-        return text
-    if mark is None:
-        return f"a tensor cut as parameter {str(layout.label)!r} {text}"
-    return f"parameter {str(layout.label)!r}{mark.key and f' of deep copy {mark.key[1:]}'} {text}"
-
-
-def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
-    bounds = str(layout.bounds) if len(layout.bounds) <= _SHOWN_BOUNDS else f"{layout.bounds[:_SHOWN_BOUNDS]} and so on"
-    order = f" in the order of dims {layout.order}" if layout.order else ""
-    order += f" in blocks of {list(layout.block_shape)}" if layout.splits else ""
-    return f"{list(layout.shape)} {dtype_text(dtype)} cut at {bounds}{order}"
 
 
 # -- how often operations gathered that nobody asked to gather
@@ -331,7 +238,6 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     Raises:
         UsageError: An averager of torch asks; ``strict_mode`` is on; an operand is a plain tensor that may differ
             between ranks; or the operation draws random numbers, which ranks would draw differently.
-        DesyncError: On every rank, where they run different operations and compare these.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
@@ -360,7 +266,6 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
             raise _refuse_plain(op, tensor, bases)
     if ragged:
         count_fallback(str(op), layout)
-        confirm(str(op), ragged)
 
     fulls: dict[int, torch.Tensor] = {}
     for tensor in tensors:
@@ -528,10 +433,3 @@ def _make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> Gathe
     view: GatheredView = wrap(GatheredView, local, spec)
     view.source = source
     return view
-
-
-def make_stale_view(base: Any) -> GatheredView:
-    """Return a view of one element that every operation refuses, to find out whether operations reach this file."""
-    source = _Source(base, torch.zeros(1))
-    source.is_stale = True
-    return _make_view(torch.zeros(1), base._spec, source)

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
-from composable.dtensor.gather import confirm, confirm_in_each, gather_and_run, replicate, shares_cut, widest
+from composable.dtensor.gather import gather_and_run, replicate, shares_cut, widest
 from composable.dtensor.spec import RaggedLayout, replicated_spec
 from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
@@ -132,7 +132,6 @@ def _norms_of_group(
     if dtype is None:
         dtype = next((kind for piece in pieces if (kind := summed_in(piece.dtype))), None)
     whole = NormParts(order)
-    confirm(f"the {order:g}-norm", tensors)
     parts = whole.nothing((len(tensors),), device)
     if pieces:
         found = whole.of(torch.stack(foreach_norm(pieces, order, dtype=dtype)))
@@ -149,7 +148,6 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
     Collective: one all-reduce of the result's size, in fp64.
     """
     layout, local, whole = this._spec.layout, this._local_tensor, NormParts(order)
-    confirm(f"the {order:g}-norm over dims {tuple(dims)}", [this])
     parts = whole.nothing([1 if dim in dims else size for dim, size in enumerate(layout.shape)], local.device)
     if layout.lo < layout.hi:
         # Zeros fill the piece up to whole rows of the first dim.
@@ -178,7 +176,6 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     """Reduce truth values of any shape to one []; what in-place initialisers ask between draws."""
     this = args[0]
     layout: RaggedLayout = this._spec.layout
-    confirm(str(op), [this])
     local = op(this._local_tensor)
     reduce_op = ReduceOp.MAX if op is aten.any.default else ReduceOp.MIN
     return replicate(layout.reduce(local.to(torch.uint8), reduce_op).to(local.dtype), layout)
@@ -187,8 +184,7 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Unscale gradients [any] in place; ``found_inf`` [1] tells every rank whether any rank found an inf or NaN.
 
-    Collective: one all-reduce for each mesh dim that some gradient is cut over. Ranks are compared before anything
-    is changed.
+    Collective: one all-reduce for each mesh dim that some gradient is cut over.
     """
     grads, found_inf, inv_scale = args
     found, scale, *pieces = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale, *grads))
@@ -197,7 +193,6 @@ def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     for grad in grads:
         shared += [at for dim in cut_dims(grad) if (at := (grad.device_mesh, dim)) not in shared]
     groups = [Ranks.of_mesh(mesh, dim) for mesh, dim in shared]
-    confirm_in_each(dict.fromkeys(groups, "the unscaling of gradients"))
     for ranks in groups:
         if scale.device.type == "cpu" and ranks.device.type != "cpu":
             # The gradients rest on the host, and the scaler only queues the copy of its scale from the device.

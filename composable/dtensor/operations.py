@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from composable.dtensor.gather import (
     GatheredView,
     Rule,
-    confirm,
     count_fallback,
     gather_and_run,
     gather_full,
@@ -45,8 +44,6 @@ _FOREACH_ELEMENTWISE = frozenset(
     "frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh "
     "sqrt sub tan tanh trunc zero".split()
 )
-# In-place arithmetic of optimizers that floats never refuse: without elements there is nothing to do.
-_IDLE = frozenset("add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ sqrt_ zero_ neg_ reciprocal_".split())
 # Element-wise in fact, but not tagged so.
 _UNTAGGED_POINTWISE = frozenset("zero_ fill_ masked_fill_ masked_fill where nan_to_num".split())
 _LIKE = frozenset("clone zeros_like ones_like empty_like full_like _to_copy _pin_memory".split())
@@ -114,7 +111,7 @@ def _choose(op: OpOverload) -> Rule:
         if not changed:
             return _pointwise
         if is_in_place:
-            return partial(_pointwise_in_place, may_skip=name in _IDLE)
+            return _pointwise_in_place
         return _pointwise_out if changed == ["out"] else gather_and_run
     return gather_and_run
 
@@ -255,16 +252,12 @@ def _pointwise(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     return tuple(wrap(cls, part, spec.cast(part.dtype)) for part in result)
 
 
-def _pointwise_in_place(
-    cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_skip: bool = False
-) -> Any:
-    """Run an operation on its first argument; ``may_skip``: floats never refuse it, so without elements it is left."""
+def _pointwise_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     this = args[0]
     local_args = _local_operands(cls, args, this._spec) if type(this) is cls else None
     if local_args is None:
         return gather_and_run(cls, op, args, kwargs)
-    if not (may_skip and this._spec.is_idle):
-        op(*local_args, **kwargs)
+    op(*local_args, **kwargs)
     return this
 
 
@@ -282,7 +275,6 @@ def _copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     this, source = args[:2]
     if type(this) is cls and type(source) is cls and not this._spec.layout.matches(source._spec.layout):
         count_fallback(str(op), source._spec.layout)
-        confirm(str(op), [source])
         args = (this, gather_full(source._local_tensor, source._spec.layout), *args[2:])
     return _pointwise_in_place(cls, op, args, kwargs)
 
@@ -303,7 +295,7 @@ def _masked_put_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: 
 def _zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Set one or many to zero, and note it on the pieces: a gradient may be one that others wait to be added to."""
     is_list = isinstance(args[0], (list, tuple))
-    result = (_foreach_in_place if is_list else partial(_pointwise_in_place, may_skip=True))(cls, op, args, kwargs)
+    result = (_foreach_in_place if is_list else _pointwise_in_place)(cls, op, args, kwargs)
     for tensor in args[0] if is_list else args[:1]:
         if type(tensor) is cls:
             tensor._local_tensor._composable_zeroed = True

@@ -50,14 +50,10 @@ class Label(Protocol):
     """Who a parameter is. As text, what messages call it.
 
     Attributes:
-        key: Equal on all ranks, and another one for each parameter that they share.
         module: What messages call the module that owns it.
         everyone: All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone.
         has_parts: On some of these, modules of the same tree lie on a part of them.
     """
-
-    @property
-    def key(self) -> str: ...
 
     @property
     def module(self) -> str: ...
@@ -199,15 +195,6 @@ class RaggedLayout:
             tensor = ranks.reduce(tensor, op)
         return tensor
 
-    @property
-    def key(self) -> str:
-        """What ranks compare before they exchange pieces."""
-        mesh, who = self.mesh, "" if self.label is None else self.label.key
-        dims = f"{mesh.device_type} {mesh.mesh_dim_names} {tuple(mesh.shape)} {self.mesh_dim}"
-        # Ranks with other blocks have other bounds.
-        cut = [split[:2] for split in self.splits] or self.bounds
-        return f"{who} {tuple(self.shape)} {cut} {self.order} {dims}"
-
     def shares_ranks(self, other: "RaggedLayout") -> bool:
         """Say whether two tensors are cut, and split, over the same dims of the same mesh."""
         return self.cut_dims == other.cut_dims and (self.mesh is other.mesh or self.mesh == other.mesh)
@@ -256,7 +243,7 @@ class RaggedSpec(DTensorSpec):
     Attributes:
         layout: The cut, shared by every dtype.
         dtype: Element type.
-        is_idle: This rank owns no element, and in-place arithmetic may skip it. Not for integers:
+        is_idle: This rank owns no element, and lists leave it out. Not for integers:
             an operation that refuses them must do so on every rank.
     """
 

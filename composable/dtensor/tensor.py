@@ -21,12 +21,9 @@ from composable.comm import Ranks
 from composable.dtensor.gather import (
     RECORD,
     GatheredView,
-    confirm,
-    confirm_layout,
     gather_block,
     gather_full,
     is_replicated,
-    make_stale_view,
 )
 from composable.dtensor.operations import rule_for
 from composable.dtensor.spec import (
@@ -46,7 +43,6 @@ from composable.ground.torch_private import (
     DTensorSpec,
     OpOverload,
     Placement,
-    TensorMeta,
     disabled_torch_function,
     dispatch_rule_holder,
     dtensor_new,
@@ -122,14 +118,10 @@ class RaggedDTensor(DTensor):
         Args:
             grad_placements: How gradients of the result are spread over the mesh: replicated by default
                 (every rank computes the same), or ``Partial()`` where they have to be summed.
-
-        Raises:
-            DesyncError: At debug level DETAIL, on every rank: they run different operations. Nothing moved.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             full: torch.Tensor = _Gather.apply(self, grad_placements)  # type: ignore[no-untyped-call]
             return full
-        confirm("full_tensor", [self])
         return gather_full(self._local_tensor, self._spec.layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -178,11 +170,7 @@ class RaggedDTensor(DTensor):
 
         It is a part of the whole where tensor parallelism splits that over other mesh dims. Not differentiable.
         Collective: all ranks of the mesh, same order.
-
-        Raises:
-            DesyncError: As ``full_tensor``.
         """
-        confirm("gather_block", [self])
         return gather_block(self._local_tensor, self._spec.layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs garble the name
@@ -326,7 +314,6 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_placements = grad_placements
-        confirm("full_tensor", [tensor])
         return gather_full(tensor._local_tensor, tensor._spec.layout)
 
     @staticmethod
@@ -336,9 +323,7 @@ class _Gather(torch.autograd.Function):
             if placement.is_partial():
                 # A copy: the incoming gradient may have other readers.
                 grad = grad.contiguous().clone()
-                ranks = Ranks.of_mesh(layout.mesh, dim)
-                confirm_layout("the backward of full_tensor", ranks, layout, grad.dtype)
-                grad = ranks.reduce(grad, ReduceOp.SUM)
+                grad = Ranks.of_mesh(layout.mesh, dim).reduce(grad, ReduceOp.SUM)
                 if placement.reduce_op == "avg":
                     grad /= layout.mesh.size(dim)
         piece = slice_full(grad, layout).clone()
@@ -470,34 +455,12 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> Non
 
 def register_ragged() -> None:
     """Let torch run operations and optimizers on ``RaggedDTensor``; more than once changes nothing."""
-    if not _is_dispatched_here():
+    if torch.__version__ < "2.12":
         _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
-        if not _is_dispatched_here():
-            raise UsageError(
-                f"torch {torch.__version__} gives operations on a DTensor subclass to DTensor",
-                fix="install torch 2.12 or newer",
-            )
     # torch compares parameter types with these lists; one that is missing gets the slow loop.
     for types in (optim_foreach_types, utils_foreach_types):
         if RaggedDTensor not in types:
             types.append(RaggedDTensor)
-
-
-def _is_dispatched_here() -> bool:
-    """Say whether an operation on each of our classes reaches its ``__torch_dispatch__``."""
-    meta = TensorMeta(torch.Size([1]), (1,), torch.float32)
-    spec = DTensorSpec(None, (RaggedShard((0, 1)),), tensor_meta=meta)  # type: ignore[arg-type]  # no mesh needed
-    ragged = dtensor_new(RaggedDTensor, torch.zeros(1), spec, requires_grad=False)
-    view = make_stale_view(ragged)
-    try:
-        if type(ragged.detach()) is not RaggedDTensor:
-            return False
-        view.detach()
-    except UsageError:
-        return True  # ours, and only ours, refuses a stale view
-    except RuntimeError:
-        pass  # torch's own path, which wants a mesh
-    return False
 
 
 def _dispatch_every_op(rules: Mapping[type, Any]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import tensor as dtensor
 
 from composable.comm import Ranks
-from composable.dtensor.gather import confirm_layout, is_parameter
+from composable.dtensor.gather import is_parameter
 from composable.dtensor.spec import slice_full, spec_of_placements
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import UsageError, place_of_rank
@@ -213,7 +213,6 @@ def _distribute(
 
     Raises:
         ConfigError: Other placements than one ``RaggedShard``, ``Replicate`` and ``Shard``.
-        DesyncError: At debug level DETAIL, on every rank: they run different operations on ragged tensors.
     """
     spec = spec_of_placements(mesh, full.shape, full.dtype, placements)
     full = full.detach()
@@ -222,9 +221,7 @@ def _distribute(
     if src_data_rank is not None and not full.is_meta:
         full = full.clone(memory_format=torch.contiguous_format)
         for dim in range(mesh.ndim):
-            ranks = Ranks.of_mesh(mesh, dim)
-            confirm_layout("distribute_tensor", ranks, spec.layout, full.dtype)
-            ranks.broadcast(full, src_data_rank)
+            Ranks.of_mesh(mesh, dim).broadcast(full, src_data_rank)
     local = slice_full(full, spec.layout).clone()
     return RaggedDTensor.wrap(local, spec)
 

@@ -34,17 +34,12 @@ FIX_COPY = "deep-copy the whole model, {names} or a module around it, in one cal
 
 
 class _Managed:
-    """The mark of a handle on its parameters, sharded and unsharded; copies of a parameter have none.
+    """The mark of a handle on its parameters, sharded and unsharded; copies of a parameter have none."""
 
-    Attributes:
-        key: Tells the parameters of deep copies, which share their layouts, apart; equal on all ranks.
-    """
-
-    __slots__ = ("handle", "key")
+    __slots__ = ("handle",)
 
     def __init__(self, handle: "Handle") -> None:
         self.handle = weakref.ref(handle)
-        self.key = handle.copy_key
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> None:
         handle = self.handle()
@@ -125,8 +120,6 @@ class Handle:
         gathers: Of an unshard that has not ended, also of one that never will; ``None``: none was started.
         has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
         is_shared: Two roots have run it, and its memory stays.
-        copies: How many deep copies were made of it.
-        copy_key: Which copy of which copy of the annotated handle this is; empty for that one.
         comms: How bytes travel where the user chose.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
@@ -144,10 +137,8 @@ class Handle:
         self.sync_after_context: bool | None = None
         self.has_parts = False
         self.is_shared = False
-        self.copy_key = ""
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
-        self.copies = 0
         self.accumulated = AccumulatedGradients(self.buffers)
         self.start_sharded()
 

@@ -120,20 +120,15 @@ def written_too_early(handle: Handle) -> UsageError:
 
 
 class ParamLabel:
-    """Who a sharded parameter is.
+    """Who a sharded parameter is."""
 
-    Attributes:
-        key: Equal on all ranks, and another one for each parameter of the same ranks.
-    """
+    __slots__ = ("_fqn", "_handle", "_kind")
 
-    __slots__ = ("_fqn", "_handle", "_kind", "key")
-
-    def __init__(self, annotation: int, param: ShardedParam, handle: Handle) -> None:
+    def __init__(self, param: ShardedParam, handle: Handle) -> None:
         self._fqn = param.fqn
         self._kind = class_name(param.owners[0][0])
         # What the handle is called changes when the root is known.
         self._handle = weakref.ref(handle)
-        self.key = f"{annotation} {handle.fqn} {param.fqn}"
 
     def __str__(self) -> str:
         handle = self._handle()

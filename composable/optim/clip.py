@@ -24,14 +24,13 @@ from composable.dtensor import (
     NormParts,
     RaggedDTensor,
     check_finished,
-    confirm_in_each,
     cut_dims,
     note_written,
     summed_in,
 )
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import check_bool, check_number, count_text, list_of_tensors
+from composable.ground.names import check_bool, check_number, list_of_tensors
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
 
@@ -73,9 +72,8 @@ def get_total_norm(
         ConfigError: An argument is of another kind, ``norm_type`` not above 0, or this rank is not in the mesh
             of a tensor.
         UsageError: The norm is not finite, and ``error_if_nonfinite``.
-        DesyncError: At torch's debug level DETAIL, on every rank: ranks that share tensors do something else.
     """
-    pieces = _Pieces("get_total_norm")
+    pieces = _Pieces()
     listed = list_of_tensors("tensors", tensors)
     check_finished("get_total_norm", listed)
     for tensor in listed:
@@ -113,13 +111,11 @@ def clip_grad_norm_(
         ConfigError: As ``get_total_norm``; or ``max_norm`` is negative or NaN.
         UsageError: The norm is not finite, and ``error_if_nonfinite``; or a parameter is stepped inside backward,
             before there is a norm.
-        DesyncError: At torch's debug level DETAIL, on every rank: ranks that share parameters do something else, or
-            list another number of them.
     """
     max_norm = check_number(
         "max_norm", max_norm, least=0, fix="give the largest norm that gradients may have, 0 or above"
     )
-    pieces = _Pieces("clip_grad_norm_")
+    pieces = _Pieces()
     if isinstance(parameters, torch.optim.Optimizer):
         every = [param for group in parameters.param_groups for param in group["params"]]
     else:
@@ -137,7 +133,6 @@ def clip_grad_norm_(
             )
         # Also without a gradient: others may have one.
         group = pieces.group_of(param)
-        group.count += 1
         grad = param.grad
         if grad is not None:
             pieces.add(grad, group)
@@ -201,25 +196,18 @@ class _CutAlike:
     Attributes:
         home: Where the annotation has them; ``None``: none is known.
         cut: The groups of ranks.
-        count: How many parameters are so, with a gradient or without.
         locals: The pieces.
     """
 
     home: _Home | None
     cut: _Cut
-    count: int = 0
     locals: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Pieces:
-    """This rank's pieces of tensors, by where the tensors are and the groups of ranks that they are cut over.
+    """This rank's pieces of tensors, by where the tensors are and the groups of ranks that they are cut over."""
 
-    Args:
-        op: What the norm is for, as the ranks tell each other.
-    """
-
-    def __init__(self, op: str) -> None:
-        self._op = op
+    def __init__(self) -> None:
         self._groups: dict[tuple[_Home | None, _Cut], _CutAlike] = {}
         # Those of ragged tensors by what is quick to find, since there are many.
         self._known: dict[tuple[object, ...], _CutAlike] = {}
@@ -331,7 +319,6 @@ class _Pieces:
     def _add_over_ranks(self, parts: dict[_Cut, torch.Tensor], whole: NormParts, device: torch.device) -> torch.Tensor:
         """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
         groups = dict.fromkeys(group for cut in parts for group in cut)
-        confirm_in_each({group: self._text(group, parts, whole) for group in groups})
         for group in groups:
             cuts = [cut for cut in parts if group in cut]
             reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(device)
@@ -339,12 +326,6 @@ class _Pieces:
                 rest = tuple(other for other in cut if other != group)
                 parts[rest] = whole.join(torch.cat([parts[rest], part], 1)) if rest in parts else part
         return parts.get((), whole.nothing((1,), device))
-
-    def _text(self, group: Ranks, parts: Iterable[_Cut], whole: NormParts) -> str:
-        count = sum(each.count for each in self._groups.values() if group in each.cut)
-        cuts = sum(group in cut for cut in parts)
-        listed = f" of {count_text(count, 'parameter')}" if count else ""
-        return f"{self._op} of order {whole.order:g}{listed} in {count_text(cuts, 'cut')}"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Byte counts are per rank unless they say otherwise.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -168,26 +168,6 @@ class HandlePlan:
     def is_resharded_after_forward(self, *, is_root: bool) -> bool:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
         return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
-
-    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
-        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
-
-        def rename(fqn: str) -> str:
-            old = next(old for old in roots if not old or fqn == old or fqn.startswith(f"{old}."))
-            return ".".join(filter(None, [roots[old], fqn[len(old) :].lstrip(".")]))
-
-        def laid_out(layout: FlatLayout) -> FlatLayout:
-            return replace(layout, spans=tuple(replace(span, fqn=rename(span.fqn)) for span in layout.spans))
-
-        return replace(
-            self,
-            module_fqns=tuple(map(rename, self.module_fqns)),
-            params=tuple(
-                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
-                for param in self.params
-            ),
-            buffers=tuple(replace(buffer, layout=laid_out(buffer.layout)) for buffer in self.buffers),
-        )
 
     def __str__(self) -> str:
         """Return what is said of a handle after its name and class."""
@@ -421,17 +401,6 @@ class ShardPlan:
             found.append(Traffic(one.module_fqns, calls, sum(everywhere for everywhere, _ in sent) - between, between))
         calls, inside = sum(one.collectives for one in found), sum(one.inside_bytes for one in found)
         return Traffic((), calls, inside, sum(one.between_bytes for one in found), tuple(found))
-
-    def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
-        """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
-
-        Args:
-            handles: Of this plan.
-            roots: For the FQN of each of those modules, its name in the new plan: ``''``, or a position in a list.
-            class_names: Their classes.
-        """
-        found = tuple(handle.renamed(roots) for handle in handles)
-        return replace(self, class_names=tuple(class_names), handles=found, kept_fqns=(), ignored_fqns=())
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
         """Return the plan without some of its handles, whose parameters are whole again."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import optim
 
-from tests.ragged_matrix import CHEAP, PAGE, ROWS, Outcome, compile_step, prove, table_of, with_table
+from tests.ragged_matrix import CHEAP, PAGE, ROWS, Outcome, compile_step, prove, with_table
 from tests.ragged_pairs import CUTS
 from tests.world import run_ranks
 
@@ -46,14 +46,6 @@ def test_the_table_in_the_docs_is_what_came_out() -> None:
     assert with_table(page, found) == page
 
 
-def test_a_row_that_came_out_differently_at_two_world_sizes_is_no_row() -> None:
-    found = {(size, cut): {row.name: Outcome("equal", 0) for row in ROWS} for size, cut in WORLDS}
-    assert table_of(found).count("| equal | equal | 0 |") == len(ROWS)
-    found[2, "element"] = {row.name: Outcome("equal", 1) for row in ROWS}
-    with pytest.raises(AssertionError, match="SGD"):
-        table_of(found)
-
-
 def step_in_one_kernel(cut: str) -> None:
     # Without vectors and precompiled headers the compiler's first kernel costs a third.
     options = {"compile_threads": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
@@ -78,9 +70,7 @@ def test_rules_stand_in_where_torch_skips_subclasses() -> None:
         kept = [(cls, cls.__dict__["__torch_dispatch__"]) for cls in (RaggedDTensor, GatheredView)]
         for cls, _ in kept:
             del cls.__torch_dispatch__
-        if not registration._is_dispatched_here():  # else this torch does it itself, and the rules were made at import
-            registration._dispatch_every_op({{cls: dispatch.__func__ for cls, dispatch in kept}})
-        assert registration._is_dispatched_here()
+        registration._dispatch_every_op({{cls: dispatch.__func__ for cls, dispatch in kept}})
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         for cut in {CUTS}:
             found = prove(cut, {CHEAP})
