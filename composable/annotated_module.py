@@ -155,11 +155,7 @@ def reduce_gradients(module: nn.Module) -> None:
     if in_backward() or not all(scheduler.is_idle for scheduler in schedulers):
         raise _untimely(module, "while a forward or backward is running", "call it after the last backward")
     for scheduler in schedulers:
-        scheduler.backwards.reduce_kept()
-        if scheduler.is_deferred:
-            # Backwards were told that they are not the last one: this is the end of all of them.
-            scheduler.finalize()
-            scheduler.end_finalize()
+        scheduler.reduce_kept()
     for one in found:
         if isinstance(one, Reducer) and one.requires_gradient_sync:
             one.average_kept_gradients()

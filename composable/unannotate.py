@@ -177,7 +177,7 @@ class _Removal:
             if any(handle.accumulated.is_unsynced for handle in state._handles):
                 state.lazy_init()
         for root in {state.root: None for state in self._sharded if state.root is not None}:
-            root.scheduler.backwards.reduce_kept()
+            root.scheduler.reduce_kept()
             root.close()
         for state in self._sharded:
             handles = self._part.handles_of(state)

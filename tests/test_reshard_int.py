@@ -220,19 +220,6 @@ def test_of_two_forwards_before_a_backward_each_gathers_over_all_ranks() -> None
     torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
 
 
-@on_ranks(4)
-def test_a_module_that_runs_twice_in_a_forward_gathers_over_all_ranks_once() -> None:
-    block, layer = MLPBlock(), nn.Linear(DIM, DIM)
-    fully_shard(block, reshard_after_forward=2)
-    model = fully_shard(nn.Sequential(block, layer, block), reshard_after_forward=2)
-    loss(model).backward()
-    counting = CountingTransport.install(root_of(model))
-    value = loss(model)
-    assert gathers(counting.records) == (2, 1)
-    value.backward()
-    assert gathers(counting.records) == (2, 3)
-
-
 class Checkpointed(nn.Sequential):
     def __init__(self, *layers: nn.Module, use_reentrant: bool) -> None:
         super().__init__(*layers)
@@ -349,21 +336,6 @@ def test_an_annotation_undone_between_forward_and_backward_leaves_nothing() -> N
     shard(model)
     loss(model, 1).backward()
     assert_grads(model, reference_grads(1))
-
-
-@on_ranks(4)
-def test_a_backward_that_raises_leaves_nothing() -> None:
-    """Let a backward raise, and take the next step; return what that leaves."""
-    model = sharded_net()
-    hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
-    value = loss(model)
-    with pytest.raises(ZeroDivisionError):
-        value.backward()
-    hook.remove()
-    model.zero_grad()
-    loss(model, 1).backward()
-    assert_grads(model, reference_grads(1))
-    assert secondary_bytes(model) == 0
 
 
 @on_ranks(4)
@@ -493,19 +465,3 @@ def test_parameters_that_their_class_gathers_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         plan(model, world_size=4, reshard_after_forward=2)
     assert "parameter '0.weight'" in str(caught.value) and "reshard_after_forward=True or False" in str(caught.value)
-
-
-@on_ranks(4)
-def test_ranks_that_wait_are_told_which_gather_it_is() -> None:
-    model = sharded_net()
-    value = loss(model)
-    root = root_of(model)
-    modules = ("module Sequential", "module '1' (MLPBlock)", "module '2' (MLPBlock)")
-    for handle, module in zip(root.handles, modules, strict=True):
-        (flat,) = handle.buffers
-        assert handle.secondary is not None
-        pending = handle.secondary.begin(flat)
-        assert root.name_of(pending) == f"the all-gather of secondary shards of {module}"
-        pending.finish()
-        flat.free_buffer()
-    value.backward()

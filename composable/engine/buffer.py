@@ -281,10 +281,7 @@ class FlatBuffer:
             return True
         if self._buffer is None or not self.is_usable:
             return False
-        return self.equals_shard(self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)])
-
-    def equals_shard(self, own: torch.Tensor) -> bool:
-        """Say whether this rank's part [S] of something gathered has the values of the shard."""
+        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
         # As bytes: zeros have signs, and NaN equals NaN.
         shard = self.shard.detach().to(own.device, self.compute_dtype)
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))

@@ -13,7 +13,7 @@ the message too: they have other gradients, and hear of errors.
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed import ReduceOp
@@ -410,7 +410,6 @@ class Agreement:
         """Wait for a message that was begun, and forget it."""
         self.transport.settle()
         self._pending = None
-        self.goes_on = False
 
     def raise_together(self, failure: Exception | None) -> None:
         """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one.
@@ -443,22 +442,19 @@ def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence
     outer = groups.pop(everyone, [])
     if outer:
         parts = [handle for handles in groups.values() for handle in handles]
-        *heard, is_part_stale = _heard(everyone, [*map(_is_stale, outer), any(map(_is_stale, parts))])
+        are_parts_fresh = all(handle.is_fresh() for handle in parts)
+        *heard, is_part_stale = _heard(everyone, [*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
         stale = [handle for handle, is_stale in zip(outer, heard, strict=True) if is_stale]
         return stale + (parts if is_part_stale else [])
     for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
-        heard = _heard(ranks, map(_is_stale, handles))
+        heard = _heard(ranks, [not handle.is_fresh() for handle in handles])
         stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
     return stale
 
 
-def _is_stale(handle: Handle) -> bool:
-    return not handle.is_fresh()
-
-
-def _heard(ranks: Ranks, flags: Iterable[bool]) -> list[int]:
+def _heard(ranks: Ranks, flags: Sequence[bool]) -> list[int]:
     """Return of each flag whether it is set on any rank. Collective."""
     with torch.inference_mode(mode=False):
-        told = torch.tensor(list(flags), dtype=torch.int32)
+        told = torch.tensor(flags, dtype=torch.int32)
     heard: list[int] = ranks.reduce(told, ReduceOp.MAX).tolist()
     return heard

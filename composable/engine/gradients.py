@@ -266,7 +266,9 @@ class Gradients:
         device: torch.device,
     ) -> None:
         self.all_bits = (1 << len(params)) - 1
-        self.shape = _shape_of(plan, device)
+        # To hash all that in every backward would take microseconds.
+        spans = tuple(replace(span, fqn="") for span in plan.layout.spans)
+        self.shape = _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
         self._compute_dtype = plan.compute_dtype
         # What they are collected in: its dtype and device.
         self._like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
@@ -492,13 +494,7 @@ def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:
     return grad
 
 
-def _shape_of(plan: BufferPlan, device: torch.device) -> GradientShape:
-    """Return what is the same object for classes that can use each other's memory."""
-    # To hash all that in every backward would take microseconds.
-    spans = tuple(replace(span, fqn="") for span in plan.layout.spans)
-    return _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
-
-
 @functools.lru_cache(maxsize=1024)
 def _shape_for(spans: Sequence[Span], numel: int, *_: object) -> GradientShape:
+    """Return what is the same object for buffers that can use each other's memory."""
     return GradientShape(spans, numel)

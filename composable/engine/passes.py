@@ -19,7 +19,7 @@ from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.unsharded import drop_secondary, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
-from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
+from composable.ground.torch_hooks import Ending, next_ending_number
 from composable.ground.torch_private import (
     current_graph_task_id,
     next_node_number,
@@ -128,11 +128,6 @@ class Backwards:
                     at=f"{place_of_rank()}, module {handle.fqn!r}",
                     fix="accumulate in no_sync instead, or remove() what step_in_backward returned",
                 )
-
-    def reduce_kept(self) -> None:
-        """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
-        with self._completion.without_armed():
-            in_backward_of_nothing(self.begin_backward)
 
     # Gradients of outputs
 

@@ -13,7 +13,7 @@ from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step, StepEvent, StepListener
 from composable.engine.unsharded import Streams, drop_secondary
 from composable.errors import UsageError, place_of_rank
-from composable.ground.torch_hooks import Ending
+from composable.ground.torch_hooks import Ending, in_backward_of_nothing
 
 __all__ = ["Scheduler"]
 
@@ -140,6 +140,15 @@ class Scheduler:
         streams.shards_written()
 
     # Ending by hand
+
+    def reduce_kept(self) -> None:
+        """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
+        with self._completion.without_armed():
+            in_backward_of_nothing(self.backwards.begin_backward)
+        if self.is_deferred:
+            # Backwards were told that they are not the last one: this is the end of all of them.
+            self.finalize()
+            self.end_finalize()
 
     def finalize(self) -> None:
         """Begin to end the backwards so far: reduce what waits for it by ``requires_gradient_sync``, tell the ranks.

@@ -13,7 +13,7 @@ On the CPU there are no streams: what a device orders by events, the host orders
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,74 +30,11 @@ from composable.ground.torch_private import autograd_profiler, opaque
 __all__ = ["DeviceStreams", "HostStreams", "Streams", "Unsharded", "streams_for"]
 
 
-class Streams(Protocol):
-    """What the runtime asks of a device.
-
-    Attributes:
-        names: Name of each stream by its id, for debugging.
-        queues: Work is queued, and the host goes on; else who starts it waits for it.
-    """
-
-    names: Mapping[int, str]
-    queues: bool
-
-    def shards_written(self) -> None:
-        """The current stream wrote the shards that gathers will read, say in an optimizer step."""
-        ...
-
-    def shards_written_at(self, event: Any) -> None:
-        """They are written once ``event`` is reached, and what the current stream did since does not matter."""
-        ...
-
-    def begin_unshard(self, handle: Handle) -> None:
-        """Start to fill the buffers of ``handle``. Collective."""
-        ...
-
-    def wait_for_unshard(self, handle: Handle) -> None:
-        """Wait until the buffers of ``handle`` are full: the thread, or the current stream."""
-        ...
-
-    def keep_secondary(self, handle: Handle) -> None:
-        """Copy secondary shards out of the buffers of ``handle``, which are in use on the current stream."""
-        ...
-
-    def resharded(self) -> None:
-        """The current stream has queued the last reader of a buffer that the host freed."""
-        ...
-
-    def meet(self) -> None:
-        """Let every stream that used unsharded parameters in this step wait for all the others.
-
-        Before and after a handle is completed: its gradients may come from another stream than the current one.
-        """
-        ...
-
-    def end_backward(self) -> None:
-        """A backward ends, also one that was cut short: the current stream waits for all the others."""
-        ...
-
-    def begin_reduction(
-        self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
-    ) -> Reduction:
-        """Start to reduce what the current stream has put into ``gradient``. Collective.
-
-        Args:
-            path: Of the flat buffer.
-            gradient: Its gradients; ``None``: none but what the path has kept.
-            to_host: The result lies in host memory: whoever finishes waits until it is there.
-        """
-        ...
-
-    def wait_for_copies(self) -> None:
-        """Wait until gathers have read the shards that rest on the host: from now on the host may write them."""
-        ...
-
-
 _do_nothing: Callable[[], Any] = partial(bool)
 
 
 class HostStreams:
-    """No streams: the thread itself waits."""
+    """No streams: the thread itself waits. What each method is for, ``DeviceStreams`` says."""
 
     names: Mapping[int, str] = {}
     queues = False
@@ -125,6 +62,10 @@ class DeviceStreams:
     Args:
         device: The module of torch for the device type, such as ``torch.cuda``: what is used of it is
             ``Stream``, ``current_stream`` and ``stream``, and the events of streams.
+
+    Attributes:
+        names: Name of each stream by its id, for debugging.
+        queues: Work is queued, and the host goes on; else who starts it waits for it.
     """
 
     queues = True
@@ -146,14 +87,17 @@ class DeviceStreams:
         }
 
     def shards_written(self) -> None:
+        """The current stream wrote the shards that gathers will read, say in an optimizer step."""
         current = self._device.current_stream()
         self._before_unshard[current.stream_id] = current.record_event()
 
     def shards_written_at(self, event: Any) -> None:
+        """They are written once ``event`` is reached, and what the current stream did since does not matter."""
         # Beside that of the current stream, if any: it stands for readers of memory that was freed.
         self._before_unshard[-1] = event
 
     def begin_unshard(self, handle: Handle) -> None:
+        """Start to fill the buffers of ``handle``. Collective."""
         self._begin_on_unshard()
         try:
             with self._device.stream(self._unshard):
@@ -170,6 +114,7 @@ class DeviceStreams:
             raise
 
     def wait_for_unshard(self, handle: Handle) -> None:
+        """Let the current stream wait until the buffers of ``handle`` are full."""
         current = self._device.current_stream()
         self._users[current.stream_id] = current
         full = self._full.pop(handle, None)
@@ -188,6 +133,7 @@ class DeviceStreams:
             self._before_unshard.clear()
 
     def keep_secondary(self, handle: Handle) -> None:
+        """Copy secondary shards out of the buffers of ``handle``, which are in use on the current stream."""
         # From the pool that buffers come from and go to: what gathers read may be freed by the host at any time.
         self._begin_on_unshard()
         # A forward may have written its parameters. The next gather comes after all that in any case.
@@ -196,10 +142,15 @@ class DeviceStreams:
             handle.keep_secondary()
 
     def resharded(self) -> None:
+        """The current stream has queued the last reader of a buffer that the host freed."""
         current = self._device.current_stream()
         self._before_unshard[current.stream_id] = current.record_event()
 
     def meet(self) -> None:
+        """Let every stream that used unsharded parameters in this step wait for all the others.
+
+        Before and after a handle is completed: its gradients may come from another stream than the current one.
+        """
         if len(self._users) > 1:
             current = self._come_after_users()
             event = current.record_event()
@@ -208,6 +159,7 @@ class DeviceStreams:
                     user.wait_event(event)
 
     def end_backward(self) -> None:
+        """A backward ends, also one that was cut short: the current stream waits for all the others."""
         self._come_after_users()
         self._users.clear()
         self.wait_for_copies()
@@ -215,6 +167,13 @@ class DeviceStreams:
     def begin_reduction(
         self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
     ) -> Reduction:
+        """Start to reduce what the current stream has put into ``gradient``. Collective.
+
+        Args:
+            path: Of the flat buffer.
+            gradient: Its gradients; ``None``: none but what the path has kept.
+            to_host: The result lies in host memory: whoever finishes waits until it is there.
+        """
         self._reduce.wait_stream(self._device.current_stream())
         try:
             with self._device.stream(self._reduce):
@@ -234,6 +193,7 @@ class DeviceStreams:
         return finish
 
     def wait_for_copies(self) -> None:
+        """Wait until gathers have read the shards that rest on the host: from now on the host may write them."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -244,6 +204,9 @@ class DeviceStreams:
             if user != current:
                 current.wait_stream(user)
         return current
+
+
+Streams: TypeAlias = HostStreams | DeviceStreams
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -7,7 +7,8 @@ views of it.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,12 @@ class _PlainGradients(Gradients):
     def take(self, gradient: GradientBuffer) -> int:
         (param,) = self._params
         leaf = param.unsharded
-        if leaf is not None and leaf.grad is not None and type(leaf.grad) is not torch.Tensor:
-            leaf.grad = _plain(param, leaf.grad)
+        grad = None if leaf is None else leaf.grad
+        if leaf is not None and grad is not None and type(grad) is not torch.Tensor:
+            plain = param.storage_of(grad)
+            if type(plain) is not torch.Tensor or plain.shape != param.shape:
+                raise _error(param, f"its gradient is a {type(grad).__name__}", "let the backward give a plain tensor")
+            leaf.grad = plain
         return super().take(gradient)
 
 
@@ -71,7 +76,8 @@ class ClassGatheredBuffer(FlatBuffer):
                 landing = torch.empty(shard.numel() * self._world_size, dtype=torch.uint8, device=self.device)
             # As bytes, which no path casts.
             pending = self.routes.gather_path.begin(landing, shard)
-        return _Gathering(self, pending, instance, metadata, landing, shard)
+        # The shard stays untouched until it has arrived.
+        return _Gathering(pending, partial(self._complete, instance, metadata, landing, shard))
 
     def _rows(self) -> torch.Tensor:
         """Return what the class is to gather: this rank's rows, or zeros where it has none."""
@@ -139,7 +145,7 @@ class ClassGatheredBuffer(FlatBuffer):
             if storage.size() != nbytes:
                 storage.resize_(nbytes)
 
-    def complete(self, instance: Any, metadata: Any, landing: torch.Tensor) -> None:
+    def _complete(self, instance: Any, metadata: Any, landing: torch.Tensor, _: torch.Tensor) -> None:
         """Let the class make or fill the unsharded parameter [full shape]; what was gathered is in ``landing``."""
         param, outputs = self.params[0], self._outputs
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -205,44 +211,20 @@ class ClassGatheredBuffer(FlatBuffer):
 class _Gathering:
     """What was started, until the class has made the parameter of it."""
 
-    __slots__ = ("_flat", "_instance", "_landing", "_metadata", "_pending", "_shard")
+    __slots__ = ("_complete", "_pending")
 
-    def __init__(
-        self,
-        flat: ClassGatheredBuffer,
-        pending: Pending,
-        instance: Any,
-        metadata: Any,
-        landing: torch.Tensor,
-        shard: torch.Tensor,
-    ) -> None:
-        self._flat = flat
+    def __init__(self, pending: Pending, complete: Callable[[], None]) -> None:
         self._pending = pending
-        self._instance = instance
-        self._metadata = metadata
-        self._landing = landing
-        self._shard: torch.Tensor | None = shard  # Untouched until it has arrived.
+        self._complete: Callable[[], None] | None = complete
 
     def finish(self) -> None:
         self._pending.finish()
-        if self._shard is not None:
-            self._flat.complete(self._instance, self._metadata, self._landing)
-            self._shard = None
+        if self._complete is not None:
+            self._complete()
+            self._complete = None
 
     def is_over(self) -> bool:
         return self._pending.is_over()
-
-
-def _plain(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor in a gradient that autograd has left.
-
-    Raises:
-        UsageError: It holds none of the parameter's shape.
-    """
-    plain = param.storage_of(grad)
-    if type(plain) is not torch.Tensor or plain.shape != param.shape:
-        raise _error(param, f"its gradient is a {type(grad).__name__}", "let the backward give a plain tensor")
-    return plain
 
 
 def _error(param: ShardedParam, what: str, fix: str) -> UsageError:

@@ -114,18 +114,6 @@ def assign_state(bench: Bench) -> None:
     bench.train(2)
 
 
-def piece_by_piece(bench: Bench) -> None:
-    """Single layers get other memory between steps, which the next gathers put back into the shards."""
-    bench.train(2)
-    layers = [module for module in bench.model.modules() if isinstance(module, nn.Linear)]
-    for layer in layers:
-        layer.to_empty(device="cpu")
-        with torch.no_grad():
-            for param in layer.parameters():
-                param.fill_(0.1)
-    bench.train(2)
-
-
 def copies(bench: Bench) -> None:
     bench.train(1)
     twin = copy.deepcopy(bench.model)
@@ -146,6 +134,5 @@ BETWEEN_STEPS: dict[str, Callable[[Bench], None]] = {
     "run inside unshard_params": run_in_the_block,
     "full state dicts": full_states,
     "assign a state dict": assign_state,
-    "empty and fill single layers": piece_by_piece,
     "deep copies": copies,
 }

@@ -89,21 +89,6 @@ def prefetch_by_list(bench: Bench) -> None:
     bench.train(2)
 
 
-def prefetch_in_vain(bench: Bench) -> None:
-    root, blocks = bench.model, bench.blocks
-    bench.train(1)
-    root.set_modules_to_forward_prefetch([])
-    for block in blocks[:-1]:
-        block.set_modules_to_forward_prefetch([])
-    # Gathered again after its own forward, for nobody.
-    blocks[-1].set_modules_to_forward_prefetch(blocks[:1])
-    with torch.no_grad():
-        bench.forward()
-        for param in bench.model.parameters():
-            param.mul_(0.5)
-    bench.train(1)
-
-
 def several_forwards(bench: Bench) -> None:
     for _ in range(2):
         loss = bench.forward(0) + bench.forward(1)
@@ -168,14 +153,6 @@ def write_unsharded_by_hand(bench: Bench) -> None:
         block.unshard()
         halve(params)
         block.reshard()
-    bench.train(1)
-
-
-def write_after_an_unused_unshard(bench: Bench) -> None:
-    for block in bench.blocks:
-        block.unshard(async_op=True)
-        block.reshard()
-        halve(block.parameters())
     bench.train(1)
 
 
@@ -280,51 +257,14 @@ def two_roots(bench: Bench) -> None:
         bench.update()
 
 
-def branched(bench: Bench) -> Branches:
+def branches(bench: Bench) -> None:
     model = Branches(bench.recorder)
     fully_shard(model, policy=BLOCK_CLASSES, reshard_after_forward=bench.reshard)
     bench.model = model
     bench.adopt(model)
     bench.optimizer = bench.new_optimizer()
-    return model
-
-
-def branches(bench: Bench) -> None:
-    model = branched(bench)
     # Its buffer comes from a prefetch on the other stream, and is freed before the next gather starts.
     model.beside.blocks[0].set_modules_to_forward_prefetch([])
-    bench.train(2)
-
-
-def branch_before_a_copy(bench: Bench) -> None:
-    """A block is freed on one stream, and the next copy of a secondary shard comes without a gather in between."""
-    model = branched(bench)
-    block = model.last.blocks[0]
-    model.beside.blocks[0].set_reshard_after_forward(True)
-    model.beside.blocks[0].set_modules_to_forward_prefetch([block])
-    block.set_modules_to_forward_prefetch([])
-    bench.train(2)
-
-
-def exception_in_a_branch(bench: Bench) -> None:
-    model = branched(bench)
-    bench.train(1)
-    for block in (model.first.blocks[1], model.first.blocks[0]):
-        hook = block.register_full_backward_pre_hook(raise_broken)
-        with pytest.raises(Broken):
-            bench.forward().backward()
-        # As autograd does.
-        bench.recorder.set_stream(model.home)
-        hook.remove()
-    bench.train(1)
-
-
-def forward_that_writes(bench: Bench) -> None:
-    def write(module: nn.Module, args: Any) -> None:
-        for param in module.parameters():
-            param.data.mul_(1.0)
-
-    bench.blocks[0].register_forward_pre_hook(write)
     bench.train(2)
 
 
@@ -343,12 +283,10 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "accumulate under no_sync": accumulate,
     "train on a stream of the user": train_on_a_stream_of_the_user,
     "prefetch by lists": prefetch_by_list,
-    "prefetch in vain": prefetch_in_vain,
     "several forwards before a backward": several_forwards,
     "evaluate": evaluate,
     "write frozen shards after backward": write_frozen,
     "write shards that are unsharded by hand": write_unsharded_by_hand,
-    "write shards after an unused unshard": write_after_an_unused_unshard,
     "checkpoint blocks": checkpointed(False),
     "checkpoint blocks, reentrant": checkpointed(True),
     "exception in forward": exception_in_forward,
@@ -359,7 +297,6 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "an inner root first": inner_first,
     "two roots": two_roots,
     "a branch on a stream of its own": branches,
-    "exception in a branch": exception_in_a_branch,
 }
 
 ON_DEVICE = BY_MODEL + [
@@ -390,7 +327,4 @@ SECONDARY = [
     case._replace(name=f"{case.name[: -len('None')]}2", options={**case.options, "reshard_after_forward": 2})
     for case in CASES
     if case.name.endswith("=None")
-] + [
-    Case("a forward that writes its parameters", "mlp", forward_that_writes, {"reshard_after_forward": 2}),
-    Case("a branch before a copy", "mlp", branch_before_a_copy, {"reshard_after_forward": 2}),
 ]

@@ -71,15 +71,6 @@ def set_otherwise(setter: str, is_first: bool) -> str:
     change(model.blocks[1], rank == odd)
     with pytest.raises(DesyncError) as caught:
         backward(model, 1, rank)
-    # Once they agree, training is right.
-    change(model.blocks[1], False)
-    model.set_gradient_divide_factor(None)
-    model.blocks[1].set_gradient_divide_factor(None)
-    model.zero_grad()
-    backward(model, 2, rank)
-    plain = alone(2)
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), expected.grad, atol=2e-6, rtol=1e-5)
     return str(caught.value)
 
 

@@ -22,7 +22,6 @@ from composable import (
     reduce_gradients,
     register_comm_hook,
     replicate,
-    unannotate,
     unshard_params,
 )
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
@@ -281,27 +280,3 @@ def test_what_cannot_be_copied_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=rf"{text}(.|\n)*rank {dist.get_rank()}(.|\n)*fix:"):
             call()
-
-
-@on_ranks(2)
-def test_a_model_without_values_is_copied_too() -> None:
-    """Copy before there are values, give them to the copy alone, and copy after torch has moved its memory."""
-    with torch.device("meta"):
-        model = make_model("mlp")
-    fully_shard(model, policy={MLPBlock})
-    twin = copy.deepcopy(model)
-    with pytest.raises(UsageError, match="parameters are on meta"):
-        unannotate(twin)
-    twin.to_empty(device="cpu")
-    twin.load_state_dict(make_model("mlp").state_dict(), assign=True)
-    assert all(param.is_meta for param in model.parameters())
-    twin.inp.to(torch.device("cpu"))
-    again = copy.deepcopy(twin)
-    optimizer = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
-    step(again, optimizer, 1, 2)
-    plain = make_model("mlp")
-    for rank in range(2):
-        args, _ = inputs_of(plain, 1, rank)
-        (loss_of(plain(*args)) / 2).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9).step()
-    assert_equal_params(full_params(again), full_params(plain), tolerance=1e-6)

@@ -136,9 +136,8 @@ def test_replicated_modules_run_on_other_parameters_as_plain_ones(finds_unused: 
     if finds_unused:
         output.sum().backward()
     else:
-        with pytest.raises(UsageError, match="backward ended without a gradient for 6 parameters") as caught:
+        with pytest.raises(UsageError, match="backward ended without a gradient for 6 parameters"):
             output.sum().backward()
-        assert "fix: functional_call gave the modules other tensors" in str(caught.value)
     for name, value in given.items():
         torch.testing.assert_close(value.grad, twins[name].grad)
     assert all(param.grad is None for param in model.parameters())

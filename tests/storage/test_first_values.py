@@ -1,6 +1,5 @@
 """Models that begin on the meta device: only shards are made, values and buffers are right, or it is an error."""
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as dtensor
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from composable import ConfigError, DesyncError, UsageError, full_state_dict, fully_shard, replicate, unshard_params
+from composable import ConfigError, DesyncError, UsageError, full_state_dict, fully_shard, unshard_params
 from composable.engine.handle import Handle
 from composable.engine.unfilled import mark_unfilled
 from composable.ground.contract import managing_state
-from tests.models import make_model
 from tests.parity import full_params
 from tests.world import on_ranks, run_ranks
 
@@ -396,34 +393,6 @@ def test_a_load_onto_meta_fills_the_shards(how: str) -> None:
     assert all(torch.equal(param, plain_state()[fqn]) for fqn, param in full_params(model).items())
 
 
-@on_ranks(2, run=run_ranks)
-def test_what_a_load_leaves_out_is_named() -> None:
-    model = shard(on_meta(), "policy")
-    state = plain_state()
-    del state["layers.1.up.bias"], state["layers.0.norm.running_var"]
-    model.load_state_dict(state, strict=False)
-    recompute(model)
-    text = error_of(lambda: model(TOKENS))
-    model.load_state_dict(plain_state())
-    assert_same_model(model, reference())
-    assert "'layers.1.up.bias', 'layers.0.norm.running_var'\n" in text
-
-
-def load_checkpoint(folder: str) -> None:
-    saved = shard(reference(), "policy")
-    dcp.save({"model": saved.state_dict()}, checkpoint_id=folder)
-    model = shard(on_meta(), "hand")
-    model.to_empty(device="cpu")
-    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
-    recompute(model)
-    assert_same_model(model, reference())
-
-
-def test_a_sharded_checkpoint_loads_after_to_empty() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(load_checkpoint, 2, folder)
-
-
 # param_init_fn
 
 
@@ -679,16 +648,3 @@ def test_ignored_modules_are_not_synchronised() -> None:
     assert_same_model(model[0], reference())
     assert torch.equal(model[1].running_mean, torch.full((11,), float(dist.get_rank())))
     assert type(model[1].weight) is nn.Parameter
-
-
-def replicate_on_meta() -> str:
-    model = make_model("mlp") if dist.get_rank() == 0 else on_meta(lambda: make_model("mlp"))
-    with pytest.raises((ConfigError, DesyncError)) as caught:
-        replicate(model)
-    return str(caught.value)
-
-
-def test_replicate_refuses_meta_on_every_rank() -> None:
-    first, second = run_ranks(replicate_on_meta, 2)
-    assert second.startswith("parameter is on the meta device\n  at:  rank 1, parameter 'inp.weight'")
-    assert first == second

@@ -29,7 +29,7 @@ from composable import (
     unshard_params,
 )
 from composable.dtensor.spec import ragged_spec
-from composable.planning.layout import RaggedShard, boxes, order_of
+from composable.planning.layout import RaggedShard, order_of
 from tests.ragged_pairs import from_full
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -175,23 +175,6 @@ def draw_tensor(dice: random.Random) -> torch.Tensor:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(dice.randrange(1000)))
     flat = values.view([shape[dim] for dim in order])
     return flat.permute(sorted(range(len(shape)), key=order.__getitem__))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_boxes_cover_a_range_of_memory_in_order(seed: int) -> None:
-    dice = random.Random(seed)
-    tensor = draw_tensor(dice)
-    order = order_of(tensor)
-    assert tensor.permute(order or tuple(range(tensor.dim()))).is_contiguous()
-    numbers = torch.empty_like(tensor)
-    assert numbers.stride() == tensor.stride()
-    numbers.as_strided((tensor.numel(),), (1,)).copy_(torch.arange(float(tensor.numel())))
-    lo, hi = sorted(dice.choices(range(tensor.numel() + 1), k=2))
-    found = []
-    for offsets, sizes in boxes(tensor.shape, lo, hi, order):
-        part = numbers[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
-        found += part.permute(order or tuple(range(part.dim()))).flatten().tolist()
-    assert found == list(range(lo, hi))
 
 
 @on_ranks(3)
