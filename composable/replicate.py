@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Ranks, annotating, resolve_ranks
+from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
 from composable.features import follow_inputs
 from composable.ground.contract import annotated_below, check_not_joined, contract
@@ -31,6 +32,7 @@ from composable.replication import (
     ReplicateOptions,
     ReplicateState,
     broadcast_params,
+    check_steppable,
     choose_delay,
     choose_device,
     find_ignored,
@@ -144,10 +146,10 @@ def replicate(
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
         managed = find_tensors(modules, state.ignored, device, ranks.numbers)
         precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
-        split = [fqn for fqn, param, _ in managed.params if isinstance(param, DTensor)]
+        split = [fqn for fqn, p, _ in managed.params if isinstance(p, DTensor) or id(p) in managed.sparse]
         if precision is not None and split:
             raise ConfigError(
-                "mp_policy cannot be for parameters that are split over other ranks",
+                "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
                 at=f"{place_of_rank()}, parameter {split[0]!r}",
                 fix="replicate those modules before, without a policy",
             )
@@ -160,13 +162,23 @@ def replicate(
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
-            delay=choose_delay(delayed, param_to_hook_all_reduce, [(fqn, param) for fqn, param, _ in trained]),
+            delay=choose_delay(
+                delayed, param_to_hook_all_reduce, [(fqn, p) for fqn, p, _ in trained if id(p) not in managed.sparse]
+            ),
             policy="" if precision is None else str(precision.policy),
         )
         params = [
-            ReducedParam(fqn, param, index, None if precision is None else precision.reduce_dtype(param))
+            ReducedParam(
+                fqn,
+                param,
+                index,
+                None if precision is None else precision.reduce_dtype(param),
+                is_sparse=id(param) in managed.sparse,
+            )
             for fqn, param, index in trained
         ]
+        if any(has_torch_optimizer(param) for _, param, _ in trained):
+            check_steppable(params)
         return _Planned(options, managed, params, precision, device)
 
     def compare(planned: _Planned | None, failure: ComposableError | None) -> None:

@@ -165,6 +165,7 @@ class ReductionStats:
             last bucket a flag for each parameter and numbers for each rank. Before the first backward: of those it
             will have.
         bucket_fqns: The parameters of each bucket.
+        sparse_fqns: Parameters with sparse gradients, which lie in no bucket.
         arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.
         missing_fqns: Parameters that got no gradient in the last backward.
         sample_rate: One backward in so many is measured, besides the first ten.
@@ -177,6 +178,7 @@ class ReductionStats:
     is_rebuilt: bool
     bucket_bytes: tuple[int, ...]
     bucket_fqns: tuple[tuple[str, ...], ...]
+    sparse_fqns: tuple[str, ...]
     arrival_order: tuple[str, ...] | None
     missing_fqns: tuple[str, ...]
     sample_rate: int
@@ -213,6 +215,7 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         is_rebuilt=reducer.is_rebuilt,
         bucket_bytes=tuple(bucket.sent_bytes for bucket in buckets),
         bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in buckets),
+        sparse_fqns=tuple(item.fqn for item in reducer.params if item.is_sparse),
         arrival_order=None if order is None else tuple(fqns[index] for index in order),
         missing_fqns=tuple(fqn for fqn, count in zip(fqns, seen, strict=True) if not count),
         sample_rate=reducer.stopwatch.every,

@@ -4,6 +4,7 @@ from composable.replication.outside_buckets import FORMS, BufferSync, broadcast_
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
 from composable.replication.rounds import BackwardTiming
+from composable.replication.sparse import check_steppable
 from composable.replication.state import ReplicateState, check_replicated, replicate_state_of
 from composable.replication.tensors import (
     ManagedTensors,
@@ -28,6 +29,7 @@ __all__ = [
     "ReplicateState",
     "broadcast_params",
     "check_replicated",
+    "check_steppable",
     "choose_delay",
     "choose_device",
     "find_ignored",

@@ -43,7 +43,7 @@ class Bucket:
 
     Args:
         index: Its place in the order of reduction.
-        members: Each parameter, with its place among all.
+        members: Each parameter, with its place among all; none where all gradients are sparse.
         tail_numel: Elements behind the gradients.
         is_last: No bucket follows.
         key: Of its all-reduce.
@@ -238,7 +238,7 @@ class Arrangement:
     """The buckets of some parameters.
 
     Args:
-        params: What they hold.
+        params: What they hold. Sparse gradients lie in none; the last bucket waits for them, since it has the flags.
         transport: Gives each bucket its key.
         options: What the user chose.
         tail_numel: Elements behind the gradients of the last bucket.
@@ -267,6 +267,7 @@ class Arrangement:
         self._transport = transport
         self._options = options
         self._tail_numel = tail_numel
+        self._sparse = [index for index, item in enumerate(params) if item.is_sparse]
 
     def expect(self, order: Sequence[int], counts: Sequence[int] | None = None) -> None:
         """Let the buckets of the next backward follow what is known, see ``order`` and ``counts``."""
@@ -313,11 +314,13 @@ class Arrangement:
             order = [*range(len(keys))][::-1]
         elif order is None:
             order, sizes = [*range(len(keys))], [0] * len(keys)
-        return plan_buckets(delay.order(order), keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
+        inside = [index for index in delay.order(order) if index not in self._sparse]
+        groups = plan_buckets(inside, keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
+        return groups or [[]]  # The last one has the flags, whatever else it has.
 
     def _bucket(self, number: int, groups: Sequence[Sequence[int]], *, key: int, is_lazy: bool) -> Bucket:
         group, is_last = groups[number], number == len(groups) - 1
-        first = self._params[group[0]]
+        first = self._params[group[0] if group else 0]
         return Bucket(
             number,
             [(index, self._params[index].param) for index in group],
@@ -334,9 +337,9 @@ class Arrangement:
         buckets = []
         for number, group in enumerate(groups):
             bucket = self._bucket(number, groups, key=self._transport.allocate_key(), is_lazy=self.is_lazy)
-            if self.counts is not None:
-                bucket.arrivals = sum(self.counts[index] for index in group)
-            if group[0] in delay.params:
+            awaited = group + self._sparse if bucket.is_last() else group
+            bucket.arrivals = len(awaited) if self.counts is None else sum(self.counts[index] for index in awaited)
+            if group and group[0] in delay.params:
                 bucket.arrivals += 1
                 self.delayed.append(bucket)
             if self._options.static_graph and (bucket.is_last() or self.counts is None):
@@ -344,7 +347,8 @@ class Arrangement:
                 # the same too, also parameters of which this rank had none: the end of backward tells.
                 bucket.arrivals += 1 + len(self._params)
             buckets.append(bucket)
-        holder = {index: bucket for bucket in buckets for index in bucket.param_indices}
+        holder = dict.fromkeys(self._sparse, buckets[-1])
+        holder |= {index: bucket for bucket in buckets for index in bucket.param_indices}
         self.bucket_of[:] = [holder[index] for index in range(len(self._params))]
         self.buckets[:] = buckets
 

@@ -27,6 +27,7 @@ from composable.ground.names import count_text, described, list_text, ranks_text
 from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.rounds import Round, StaticGraph, Stopwatch
+from composable.replication.sparse import SparseGradients
 from composable.replication.tensors import ReducedParam, ReplicateOptions
 
 __all__ = ["GRAPH_CHANGED", "STOPPED", "BucketExchange", "FlagBlock", "Report"]
@@ -231,6 +232,7 @@ class BucketExchange:
         notes: Written about each backward.
         running: The ranks that have gradients, as the transport has them; ``None``: all.
         hook: The communication hook; ``None``: an all-reduce per bucket.
+        sparse: Averages what lies in no bucket.
     """
 
     def __init__(
@@ -258,6 +260,7 @@ class BucketExchange:
         # Each takes a key of the transport, in this order on every rank.
         self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
+        self.sparse = SparseGradients([item.param for item in params if item.is_sparse], transport)
         self.arrangement = Arrangement(params, transport, options, tail_numel=self._flags.numel)
         self.notes = DebugNotes(params, grid)
         self._pendings: list[Pending] = []
@@ -416,6 +419,7 @@ class BucketExchange:
             What ``FlagBlock.read`` does; and of each parameter, how many ranks had a gradient, ``None``: all had one.
         """
         self.finish()
+        self.sparse.average(self.scale)
         # What an optimizer steps inside backward gets its gradients there.
         is_view = self._options.gradient_as_bucket_view
         buckets = [] if self.arrangement.is_lazy else self.arrangement.buckets

@@ -41,8 +41,8 @@ __all__ = ["Reducer"]
 _OPEN = Phase.OPEN
 
 
-class GradientAverager:
-    """Runs the rounds of a set of parameters, over the ranks of one transport.
+class Reducer:
+    """Averages the gradients of a set of parameters, over the ranks of one transport.
 
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
@@ -329,6 +329,7 @@ class GradientAverager:
         """Send zeros for all buckets that were not sent, which ranks wait for, and wait for them. Collective."""
         self.exchange.send_zeros()
         self.exchange.finish()
+        self.exchange.sparse.average(self.exchange.scale, is_stopped=True)
         flags = self.exchange.flags.clone()
         if not self.steppers:
             for bucket in self.buckets:
@@ -397,9 +398,7 @@ class GradientAverager:
         """Count backwards from here on: ranks may have kept different numbers."""
         self.round.kept = self.round.forwards = 0
 
-
-class Reducer(GradientAverager):
-    """Averages gradients: what users ask of it and choose for it, and how it is copied, moved and closed."""
+    # What users ask
 
     @property
     def next_buckets(self) -> Sequence[Bucket]:
@@ -433,8 +432,8 @@ class Reducer(GradientAverager):
             "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))": (
                 options.static_graph or options.delay.params or not self.is_last_backward
             ),
-            "gradients that tensor parallelism has split cannot be averaged": any(
-                isinstance(item.param, DTensor) for item in self.params
+            "gradients that are sparse, or that tensor parallelism has split, cannot be averaged": any(
+                item.is_sparse or isinstance(item.param, DTensor) for item in self.params
             ),
             "an optimizer cannot step inside of it": self.steppers,
             "ranks without inputs cannot follow (Join)": self.join is not None,

@@ -44,6 +44,7 @@ from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.precision import Precision
 from composable.replication.reducer import Reducer
 from composable.replication.rounds import Phase
+from composable.replication.sparse import check_steppable
 from composable.replication.tensors import Ignored, unmanaged_params
 
 __all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
@@ -366,11 +367,13 @@ class ReplicateState:
 
         Raises:
             UsageError: There is a communication hook.
+            ConfigError: A gradient is sparse.
         """
         reducer = self.reducer
         if forget_torch_hooks(item.param for item in reducer.params) and step_torch_optimizers not in reducer.steppers:
             if reducer.comm_hooks:
                 refuse_steppers([step_torch_optimizers], reducer.params[0].fqn)
+            check_steppable(reducer.params)
             reducer.step_by([*reducer.steppers, step_torch_optimizers])
 
     def use(self, grid: Grid) -> None:

@@ -94,12 +94,14 @@ class ReducedParam:
         param: The parameter itself.
         module_index: Which of the annotated modules it belongs to.
         reduce_dtype: In which its gradient travels; ``None``: that of the parameter.
+        is_sparse: Its gradient has rows only that were used, and lies in no bucket.
     """
 
     fqn: str
     param: nn.Parameter
     module_index: int = 0
     reduce_dtype: torch.dtype | None = None
+    is_sparse: bool = False
 
     @property
     def bucket_dtype(self) -> torch.dtype:
@@ -246,7 +248,7 @@ def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Par
             raise ConfigError(
                 f"an all-reduce is delayed by {what}, whose gradient replicate does not average here",
                 at=place_of_rank(),
-                fix="pass parameters of the module that require a gradient and are not ignored",
+                fix="pass parameters of the module that require a gradient and are neither ignored nor sparse",
             )
     if not delayed:
         return DelayedAllReduce()
@@ -358,12 +360,14 @@ class ManagedTensors:
         buffers: The module's buffers and the name in them, each tensor once.
         lines: One text per parameter and buffer, to compare between ranks.
         modules: The modules whose own tensors these are.
+        sparse: The ids of the parameters that get sparse gradients.
     """
 
     params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
     buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    sparse: set[int] = field(default_factory=set)
 
 
 def find_tensors(
@@ -395,6 +399,9 @@ def find_tensors(
         for module in managed_modules([root], ignored.modules):
             managed.modules.append(module)
             _check_module(module)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                managed.sparse.add(id(module.weight))
+                managed.lines.append(f"sparse gradients of module {names[module]!r}")
             for name, param in module._parameters.items():
                 claim = claim_of(param)
                 # One that an annotation inside has is averaged there, whoever uses it.
@@ -441,13 +448,12 @@ def unmanaged_params(roots: Sequence[nn.Module], ignored: Ignored) -> Iterator[t
 
 def _check_module(module: nn.Module) -> None:
     rival = rival_on(module)
-    at = f"{place_of_rank()}, {describe_module(module)}"
     if rival is not None:
         raise ConfigError(
-            f"two things would average these gradients: replicate and {rival}", at=at, fix=keep_one(rival)
+            f"two things would average these gradients: replicate and {rival}",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix=keep_one(rival),
         )
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-        raise ConfigError("its gradients are sparse", at=at, fix="build it with sparse=False, or ignore the module")
 
 
 def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor) -> None:

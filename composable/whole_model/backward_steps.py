@@ -39,7 +39,7 @@ from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import after_gradients, after_step, before_step
 from composable.ground.torch_private import opaque
 from composable.optim import CHECKS_ITSELF, LocalStep, check_replaced
-from composable.replication import Reducer, ReplicateState, replicate_state_of
+from composable.replication import Reducer, ReplicateState, check_steppable, replicate_state_of
 
 __all__ = [
     "BackwardSteps",
@@ -374,6 +374,8 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
     if in_backward():
         raise UsageError("a backward is running", fix="call step_in_backward between two steps")
     for unit in units:
+        if isinstance(unit, Reducer):
+            check_steppable(unit.params)
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",
