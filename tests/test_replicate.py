@@ -19,6 +19,7 @@ from tests.models import BATCH, DIM, MLPBlock, WithBuffers, loss_of, make_model,
 from tests.parity import (
     Run,
     assert_equal_runs,
+    global_inputs,
     gradients_of,
     inputs_of,
     train_annotated,
@@ -633,6 +634,29 @@ def test_what_torch_was_told_to_ignore_is_what_its_wrapper_ignores() -> None:
     # Of what the module itself holds, torch's wrapper ignores nothing.
     ours, theirs = (run_ranks(train_marked, 2, kind, "0.") for kind in ("replicate", "DDP"))
     torch.testing.assert_close(ours, theirs)
+
+
+def gradients_with_hook(name: str) -> dict[str, torch.Tensor]:
+    hooks = {
+        "fp16 around all-reduce": (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        "PowerSGD": (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+    }
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    register_comm_hook(model, *hooks[name])
+    for step in range(4):
+        model.zero_grad()
+        loss_at(model, step, dist.get_rank()).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(("hook", "tolerance"), [("fp16 around all-reduce", 2e-3), ("PowerSGD", 0.1)])
+def test_torchs_communication_hooks_run(hook: str, tolerance: float) -> None:
+    first, second = run_threads(gradients_with_hook, 2, hook)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    plain = make_model("mlp")
+    args, kwargs = global_inputs(plain, 3, 2)
+    loss_of(plain(*args, **kwargs)).backward()
+    torch.testing.assert_close(first, gradients_of(plain), rtol=tolerance, atol=tolerance)
 
 
 def compressed_twice(*, as_ddp: bool) -> list[dict[str, torch.Tensor]]:

@@ -41,8 +41,8 @@ __all__ = ["Reducer"]
 _OPEN = Phase.OPEN
 
 
-class Reducer:
-    """Averages the gradients of a set of parameters, over the ranks of one transport.
+class GradientAverager:
+    """Runs the rounds of a set of parameters, over the ranks of one transport.
 
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
@@ -398,7 +398,9 @@ class Reducer:
         """Count backwards from here on: ranks may have kept different numbers."""
         self.round.kept = self.round.forwards = 0
 
-    # What users ask
+
+class Reducer(GradientAverager):
+    """Averages gradients: what users ask of it and choose for it, and how it is copied, moved and closed."""
 
     @property
     def next_buckets(self) -> Sequence[Bucket]:
