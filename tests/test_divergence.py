@@ -204,7 +204,7 @@ def call_fully_shard_wrongly_on_one_rank() -> str:
 def test_a_call_that_raises_on_one_rank_is_told_to_those_that_wait_in_their_first_forward() -> None:
     message = check(run_ranks(call_fully_shard_wrongly_on_one_rank, 3))
     assert "the other ranks in the comparison of plans before the first forward" in message
-    assert "has left fully_shard by ConfigError: 3 is not a policy" in message
+    assert "has left fully_shard by ConfigError: policy is 3" in message
 
 
 def train_unannotated_on_one_rank() -> str:

@@ -1,6 +1,5 @@
 """How bytes move between ranks, and how ranks agree: the only folder that calls ``torch.distributed``."""
 
-from composable.comm.hang_diagnosis import Tree
 from composable.comm.hang_watchdog import annotating, calling, explain_waits, set_divergence_timeout, watch_ranks
 from composable.comm.mesh import (
     DataParallelMeshDims,
@@ -22,7 +21,7 @@ from composable.comm.own_groups import (
     settle_transport_for,
     transport_of,
 )
-from composable.comm.rank_status import AnnotationStatus, Started, described, notice_tree
+from composable.comm.rank_status import AnnotationStatus, Started, Tree, described, notice_tree
 from composable.comm.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
 from composable.comm.transport import Pending, Transport, transport_class
 

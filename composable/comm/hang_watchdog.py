@@ -28,12 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.comm.hang_diagnosis import Diagnosis, RankStatus, diagnose
 from composable.comm.rank_status import (
+    Diagnosis,
     Meeting,
+    RankStatus,
     Started,
     call_around,
     described,
+    diagnose,
     group_in,
     is_torchs_wait,
     local_status,

@@ -181,8 +181,8 @@ def contract(
         incompatible: Names of APIs that may not be on the same module, before or after.
 
     The annotation raises ``ConfigError``, and leaves no registry entry, when the module
-    carries this API or an incompatible one, or when the function changed an FQN or
-    returned another module. What else a failing function did is its own to undo.
+    carries this API or an incompatible one, or when the function changed an FQN. What it returns is not looked at, and
+    what else a failing function did is its own to undo.
     """
     if isinstance(incompatible, str):
         raise ConfigError("incompatible is a str", fix=f"pass the names in a tuple: ({incompatible!r},)")
@@ -213,7 +213,7 @@ def contract(
             for one in before:
                 _record_for_write(one).annotations[name] = annotation
             try:
-                _check_result(name, modules, fn(target, *args, **kwargs))
+                fn(target, *args, **kwargs)
                 for one, names in before.items():
                     _check_same_names(name, one, names, _names_in(one))
             except BaseException:
@@ -310,18 +310,6 @@ def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
             f"{name} cannot be on this module: the policy of a {api} ancestor picked modules below it",
             at=describe_module(module),
             fix=f"call {name} on this module before {api} on the ancestor",
-        )
-
-
-def _check_result(name: str, modules: Sequence[nn.Module], result: object) -> None:
-    if result is None:
-        return
-    returned = [result] if isinstance(result, nn.Module) else list(cast("Iterable[object]", result))
-    if list(map(id, returned)) != list(map(id, modules)):
-        raise ConfigError(
-            f"{name} returned other modules than it was given",
-            at=describe_module(modules[0]),
-            fix="an annotation changes its modules in place",
         )
 
 

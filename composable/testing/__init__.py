@@ -3,8 +3,8 @@
 Needs torch only, and changes nothing of it but while ``simulate`` runs.
 """
 
-from composable.testing.parity import Difference, ParityReport, check_parity
+from composable.testing.parity import Difference, check_parity
 from composable.testing.process_group import Delay, Drop, Fault, Raise
 from composable.testing.simulation import simulate
 
-__all__ = ["Delay", "Difference", "Drop", "Fault", "ParityReport", "Raise", "check_parity", "simulate"]
+__all__ = ["Delay", "Difference", "Drop", "Fault", "Raise", "check_parity", "simulate"]

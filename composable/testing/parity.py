@@ -16,7 +16,7 @@ from composable.errors import ConfigError
 from composable.ground.torch_private import tree_leaves, tree_map
 from composable.testing.simulation import simulate
 
-__all__ = ["Difference", "ParityReport", "check_parity"]
+__all__ = ["Difference", "check_parity"]
 
 BatchFn = Callable[[int, int], Any]
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -60,26 +60,6 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class ParityReport:
-    """What ``check_parity`` compared, and the largest differences it let pass.
-
-    Attributes:
-        world_sizes: Numbers of ranks that were tried.
-        steps: Optimizer steps of each.
-        largest: For losses, gradients and weights, the largest difference of all.
-    """
-
-    world_sizes: tuple[int, ...]
-    steps: int
-    largest: dict[str, Difference]
-
-    def __str__(self) -> str:
-        sizes = ", ".join(map(str, self.world_sizes))
-        lines = [f"equal to one process on {sizes} ranks over {self.steps} steps; largest differences:"]
-        return "\n".join([*lines, *(f"  {kind:<9} {one.amount:.3g}" for kind, one in self.largest.items())])
-
-
-@dataclass(frozen=True)
 class _Training:
     """One way of training that is run in one process and on ranks."""
 
@@ -109,11 +89,12 @@ def check_parity(
     tolerance: float = 1e-6,
     seed: int = 0,
     timeout_s: float = 60.0,
-) -> ParityReport:
+) -> dict[str, Difference]:
     """Train on ranks that are threads and in one process, and compare losses, gradients and weights.
 
     The one process trains on the concatenation of what ``batch_fn`` gives for every rank. That equals the ranks'
     average only where the loss is a mean over samples that do not see each other: no dropout, no batch norm.
+    Returns the largest difference that it let pass of each kind: loss, gradient, weight.
 
     Args:
         model_fn: Makes the model; called after ``torch.manual_seed(seed)``, on every rank and in the one process.
@@ -151,7 +132,7 @@ def check_parity(
         for of_rank in simulate(world_size, _on_a_rank, training, expected, timeout_s=timeout_s):
             for kind, difference in of_rank.items():
                 largest[kind] = max(largest.get(kind, difference), difference, key=lambda one: one.amount)
-    return ParityReport(tuple(world_sizes), steps, largest)
+    return largest
 
 
 def _in_one_process(training: _Training, world_size: int) -> _Record:

@@ -9,7 +9,7 @@ A call deposits its tensors and returns; they move when the last rank has called
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -46,13 +46,9 @@ class Delay:
 
     Attributes:
         turns: How late, counted in turns of all ranks; there is no time in a simulation.
-        holds_rank: Whether the rank is late itself, and does not go on before its message has left: a slow rank, of
-            which the others get ahead. Otherwise the link is slow: the call returns at once, as always, and a rank
-            that waits for the result waits longer.
     """
 
     turns: int = 1
-    holds_rank: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -392,11 +388,6 @@ class SimulatedGroup(dist.ProcessGroup):
         if isinstance(action, Raise):
             raise action.error
         owner.turns.let_others_run(always=False)
-        if isinstance(action, Delay) and action.holds_rank:
-            over: list[bool] = []
-            owner.turns.later(action.turns, lambda: over.append(True))
-            owner.turns.wait(lambda: bool(over), lambda: "the end of a delay")
-            return None
         return action
 
     def _send(self, action: Delay | Drop | None, arrive: Any) -> None:

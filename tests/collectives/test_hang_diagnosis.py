@@ -1,4 +1,4 @@
-"""Tests composable/comm/hang_diagnosis.py on programs that nobody runs: lists of what each rank starts."""
+"""Tests ``diagnose`` of composable/comm/rank_status.py on programs that nobody runs: lists of what each rank starts."""
 
 import pickle
 import random
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from composable.comm.hang_diagnosis import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
+from composable.comm.rank_status import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Ranks and messages that are late, messages that are lost and calls that raise, on request."""
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, UsageError
 from composable.testing import Delay, Drop, Fault, Raise, simulate
@@ -25,33 +23,6 @@ def test_a_fault_that_raises_does_so_in_its_call() -> None:
 def test_a_delayed_message_arrives_all_the_same(delay: int) -> None:
     faults = [Fault(rank=rank, op="all_reduce", nth=2, action=Delay(delay)) for rank in range(2)]
     assert simulate(3, all_reduces, faults=faults) == [[3.0] * 3] * 3
-
-
-def leave_marks(rank: int, marks: list[tuple[int, int]]) -> list[float]:
-    """Start three calls and wait for them at the end."""
-    tensors = [torch.tensor(float(rank + number)) for number in range(3)]
-    works = []
-    for number, tensor in enumerate(tensors):
-        works.append(dist.all_reduce(tensor, async_op=True))
-        marks.append((rank, number))
-    for work in works:
-        assert work is not None
-        work.wait()
-    return [tensor.item() for tensor in tensors]
-
-
-@pytest.mark.parametrize(
-    ("holds_rank", "expected"),
-    [
-        (False, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]),
-        (True, [(0, 0), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]),
-    ],
-)
-def test_a_delay_may_hold_the_rank_so_that_others_get_ahead(holds_rank: bool, expected: list[tuple[int, int]]) -> None:
-    marks: list[tuple[int, int]] = []
-    slow = Fault(rank=0, op="all_reduce", nth=2, action=Delay(9, holds_rank=holds_rank))
-    assert simulate(2, leave_marks, marks, faults=[slow]) == [[1.0, 3.0, 5.0]] * 2
-    assert marks == expected
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,12 @@ def shard_each(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("annotate", [fully_shard, replicate, shard_each])
-def test_what_is_right_passes_with_a_report(annotate: Callable[[nn.Module], Any]) -> None:
+def test_what_is_right_passes_and_the_largest_differences_are_told(annotate: Callable[[nn.Module], Any]) -> None:
     before = torch.get_rng_state()
-    report = check_parity(make, batch, annotate, world_sizes=(1, 2, 3))
+    largest = check_parity(make, batch, annotate, world_sizes=(1, 2, 3))
     assert torch.equal(torch.get_rng_state(), before)
-    assert report.world_sizes == (1, 2, 3) and report.steps == 3
-    assert list(report.largest) == ["weight", "loss", "gradient"]
-    assert all(one.amount < 1e-6 for one in report.largest.values())
-    assert str(report).startswith("equal to one process on 1, 2, 3 ranks over 3 steps; largest differences:\n")
+    assert list(largest) == ["weight", "loss", "gradient"]
+    assert all(one.amount < 1e-6 for one in largest.values())
 
 
 def test_batches_and_losses_are_the_users() -> None:
