@@ -128,19 +128,7 @@ def unbroken_curve(folder: Path, text: Path, *, steps: int) -> dict[int, float]:
 def crash_run(
     seed: int, folder: Path, text: Path, expected: dict[int, float], *, every: int, most_kills: int
 ) -> CrashRun:
-    """Train with kills until the run is done.
-
-    Args:
-        seed: Of everything random.
-        folder: An empty one, to work in.
-        text: What to train on.
-        expected: From ``unbroken_curve``.
-        every: Steps between checkpoints.
-        most_kills: After which the run is left alone.
-
-    Raises:
-        AssertionError: Something was lost.
-    """
+    """Train with kills, at most ``most_kills``, until the run is done, and assert that nothing was lost."""
     draw = random.Random(seed)
     run, output, steps = folder / "run", folder / "output", max(expected)
     settings = [*_settings(run, text, steps), "--checkpoint-every", str(every), "--keep", "2"]

@@ -102,16 +102,9 @@ def collect_blocks(
 ) -> list[torch.Tensor] | None:
     """Return the blocks of ``tensors`` on one rank, or on every rank; others get ``None``.
 
-    Collective: all ranks of the shard group, with the same tensors in the same order.
-
-    Args:
-        tensors: Of one shard group, any shapes and dtypes; none on the meta device. Blocks: [block_shape] of each.
-        taker: The global number of the rank that gets the values; ``None``: every rank. Where it is in another copy
-            of the shards, nothing is done.
-        dtype: Of the values of floating-point tensors; default: the tensors' own.
-        device: Of the values; default: the tensors' own.
-        out: Where the values go, on ranks that get them: contiguous tensors of the right shapes, whose dtypes and
-            devices count instead of ``dtype`` and ``device``. On others ``None``.
+    Collective: all ranks of the shard group, with the same tensors, none on the meta device, in the same order.
+    ``taker`` is a global number; nothing is done where it is in another copy of the shards. ``dtype`` is for floats; of
+    values in ``out``, contiguous tensors on ranks that get some, its dtypes and devices count.
     """
     ranks = tensors[0]._spec.layout.ranks if tensors else None
     if ranks is None or taker not in (None, *ranks.numbers):
@@ -156,13 +149,9 @@ def collect_blocks(
 def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor] | None, *, src: int) -> None:
     """Overwrite every rank's pieces with blocks that only rank ``src`` has.
 
-    Collective: all ranks of the shard group, with the same tensors in the same order.
-
-    Args:
-        tensors: Of one shard group, any shapes and dtypes; none on the meta device.
-        values: On rank ``src``: gives the block of ``tensors[index]``, of its ``block_shape``, in any dtype and on any
-            device; asked once for each, in order. On other ranks not used.
-        src: Rank in the shard group that has the values.
+    Collective: all ranks of the shard group, with the same tensors, none on the meta device, in the same order. On
+    ``src``, a rank in that group, ``values(index)`` gives the block of a tensor in any dtype and on any device; it is
+    asked once for each, in order.
     """
     if not tensors:
         return

@@ -31,14 +31,7 @@ def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTe
 def spread_from(
     tensors: Sequence[RaggedDTensor], grid: Grid, giver: int, values: Callable[[int], torch.Tensor] | None
 ) -> None:
-    """Overwrite every rank's pieces with blocks, in full shape, that only one rank has. Collective.
-
-    Args:
-        tensors: Of one shard group.
-        grid: The ranks of their annotation.
-        giver: The rank that has the values.
-        values: As ``spread_blocks`` takes it.
-    """
+    """Overwrite every rank's pieces, of one annotation, with blocks that only rank ``giver`` has. Collective."""
     if giver in grid.shard.numbers:
         spread_blocks(tensors, values, src=grid.shard.numbers.index(giver))
     if grid.replicas is None:
@@ -63,13 +56,7 @@ def collect_whole(
 ) -> list[torch.Tensor] | None:
     """Return the whole values of ``tensors`` on rank ``dst``, or on every rank; others get ``None``. Collective.
 
-    Args:
-        tensors: Of one shard group; none on the meta device.
-        ranks: Of the model.
-        dst: Which of ``ranks.everyone`` gets them; ``None``: each.
-        dtype: Of the values of floating-point tensors; default: the tensors' own.
-        device: Of the values; default: the tensors' own.
-        out: Where the values go, on ranks that get them; their dtypes and devices count instead.
+    The tensors are of one shard group, ``dst`` is one of ``ranks.everyone``; the rest is as for ``collect_blocks``.
     """
     head = None if dst is None else ranks.in_column(dst)
     taker = None if head is None else ranks.everyone.numbers[head]
@@ -110,14 +97,8 @@ def spread_whole(
 ) -> None:
     """Overwrite every rank's pieces with whole values that only rank ``src`` has. Collective.
 
-    Ranks with the data place of ``src`` hold blocks for a while, those of all ``tensors`` at once.
-
-    Args:
-        tensors: Of one shard group; none on the meta device.
-        grid: The ranks of their annotation.
-        ranks: Of the model.
-        src: Which of ``ranks.everyone`` has the values.
-        values: There: gives that of ``tensors[index]``, with as many elements, in any dtype and on any device.
+    The tensors are of one shard group, ``src`` is one of ``ranks.everyone``. There ``values(index)`` gives a whole
+    value in any dtype and on any device. Ranks with its data place hold the blocks of all ``tensors`` for a while.
     """
     head = ranks.in_column(src)
     if ranks.others and head == ranks.rank:

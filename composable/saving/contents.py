@@ -64,12 +64,7 @@ _CLASSES_OF_METADATA = {
 
 
 def as_data(value: object, name: str) -> bytes:
-    """Return ``value`` as ``torch.load(weights_only=True)`` reads it; raises where that would not.
-
-    Args:
-        value: Tensors of any shape and dtype, numbers, strings, and lists, tuples and dicts of them.
-        name: What messages call it.
-    """
+    """Return ``value`` as ``torch.load(weights_only=True)`` reads it; raises where that would not."""
     packed = io.BytesIO()
     try:
         torch.save(value, packed)
@@ -198,12 +193,8 @@ def check_fit(
 ) -> None:
     """Raise one error that lists all in which a checkpoint differs from what it is to be loaded into.
 
-    Args:
-        metadata: Of the checkpoint.
-        saved: The optimizers in it.
-        model: Has values.
-        current: The optimizers to be loaded, with the parameters that any rank has; none: the model alone counts.
-        elsewhere: Names of what only other ranks have.
+    ``current`` are optimizers with the parameters that any rank has; without, the model alone counts. ``elsewhere``
+    are names of what only other ranks have.
     """
     _check_materialized(model)
     sizes: dict[str, torch.Size | None] = {}

@@ -187,12 +187,7 @@ _LEAST_BATCH_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Entries:
-    """What a model's state dict lists.
-
-    Attributes:
-        values: Every entry by key, in the plain model's order: parameters and buffers themselves, ties as one object.
-        metadata: Module versions, which torch keeps beside the entries.
-    """
+    """What a model's state dict lists, in the plain model's order, ties as one object; with torch's module versions."""
 
     values: dict[str, Any]
     metadata: Any
@@ -268,13 +263,7 @@ def entries_for(
 
     So after the block all ranks are known to have the same entries and to pick alike, and where one finds a wrong
     argument, all raise. Collective: all ranks that share the model, between steps. What an earlier forward left
-    unsharded is resharded.
-
-    Args:
-        model: Annotated.
-        names: Which entries; default: all.
-        *options: What else has to be the same on all ranks; compared by its ``repr``.
-        permits_meta: Entries on the meta device will do.
+    unsharded is resharded. ``options`` are what else has to be the same on all ranks, by its ``repr``.
     """
     model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone

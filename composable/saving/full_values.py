@@ -48,12 +48,7 @@ _ALIGN_BYTES = 64
 
 
 class IncompatibleKeys(NamedTuple):
-    """Keys that did not match, as ``torch.nn.Module.load_state_dict`` returns them.
-
-    Attributes:
-        missing_keys: The model has them, the state dict did not.
-        unexpected_keys: The state dict had them, the model does not.
-    """
+    """Keys that did not match, as ``torch.nn.Module.load_state_dict`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -227,13 +222,8 @@ def gather_values(
 ) -> list[torch.Tensor] | None:
     """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective.
 
-    Args:
-        tensors: Sharded in any way, or plain ones that count as they are on each rank that gets values.
-        ranks: Of the model.
-        dst: Which of ``ranks.everyone`` gets the values.
-        dtype: Of the values of floating-point tensors; default: the tensors' own.
-        device: Of the values; default: the tensors' own.
-        out: Where the values go, in the full shapes; their dtypes and devices count instead.
+    Tensors may be sharded in any way; plain ones count as they are on each rank that gets values. ``dtype`` is for
+    floats; of values in ``out`` its dtypes and devices count.
     """
     into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
     whole: dict[int, torch.Tensor] = {}

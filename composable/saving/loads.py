@@ -45,13 +45,7 @@ _MARK = "_composable_taught"
 
 @dataclass(frozen=True)
 class Differences:
-    """Keys of a state dict that do not fit a model.
-
-    Attributes:
-        missing: The model has them, the state dict does not.
-        unexpected: The state dict has them, the model does not.
-        unfit: In both, with what is wrong.
-    """
+    """Keys of a state dict that do not fit a model; those in ``unfit`` are in both, with what is wrong."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -81,14 +75,10 @@ def find_differences(
     opaque: Collection[str] = (),
     is_sharded: bool = False,
 ) -> Differences:
-    """Compare the entries of a model with the keys and values of a state dict.
+    """Compare the entries of a model, ``None`` for what is no tensor, with the keys and values of a state dict.
 
-    Args:
-        expected: The model's tensors by key; ``None`` for what is no tensor.
-        given: The keys of the state dict.
-        value_of: Gives a tensor, or a ``torch.Size``, for a key that is in both.
-        opaque: Prefixes of modules that load in a way of their own: only shapes are compared there.
-        is_sharded: Values may be DTensors.
+    ``value_of`` gives a tensor, or a ``torch.Size``, for a key that is in both. ``opaque`` are prefixes of modules that
+    load in a way of their own: only shapes are compared there. Where ``is_sharded``, values may be DTensors.
     """
     keys, prefixes = set(given), tuple(opaque)
     return Differences(

@@ -114,13 +114,7 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
-
-    Attributes:
-        step: Optimizer steps done.
-        files: Every other file, by name.
-        optimizers: What was saved of them, in order.
-    """
+    """What a checkpoint says about itself: its optimizer steps, every other file, and its optimizers in order."""
 
     step: int
     files: dict[str, FileSum]
@@ -153,8 +147,8 @@ def find_folder(path: Path) -> Path:
     """Return the checkpoint that ``path`` is, or the latest one in the run that it is; raises where there is none."""
     if (path / _MANIFEST).is_file() or _kind_of(path) == "step":
         return path
-    # A kill may have come between two renames.
-    whole = [one for one in [*_named(path, "replaced"), *_named(path, "step")] if (one / _MANIFEST).is_file()]
+    # Also by a name that a kill between two renames leaves. One that is damaged is never passed over for an older one.
+    whole = [*_named(path, "step"), *_named(path, "replaced")]
     if not whole:
         raise ConfigError(f"no checkpoint in {path}", fix="pass a run's folder or one of its step-NNNNNN folders")
     return max(whole, key=_step_of)
@@ -233,13 +227,7 @@ def begin(run: Path, step: int) -> Path:
 
 
 def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
-    """Give a folder, whose files are written and synced, its final name, then remove what is older.
-
-    Args:
-        folder: What ``begin`` gave.
-        manifest: Of the checkpoint.
-        keep: Checkpoints to leave, this one included.
-    """
+    """Give a folder of ``begin``, whose files are synced, its final name; then leave ``keep`` checkpoints."""
     run, whole = folder.parent, folder.parent / f"step-{manifest.step:06d}"
     with _GUARD:
         lengths = {path.name: path.stat().st_size for path in folder.iterdir()}
