@@ -256,9 +256,8 @@ def test_what_is_not_there_yet_is_not_there() -> None:
     assert [row.there for row in rows if row.names & here] == []
 
 
-def test_summon_full_params_has_its_arguments_here() -> None:
-    there = arguments_of(FullyShardedDataParallel.summon_full_params) - {"with_grads"}
-    assert there == arguments_of(unshard_params)
+def test_summon_full_params_has_all_its_arguments_here() -> None:
+    assert arguments_of(FullyShardedDataParallel.summon_full_params) == arguments_of(unshard_params)
 
 
 # -- what people write out of habit
@@ -288,24 +287,40 @@ def refused_call(annotate: Callable[..., Any], *args: object, **arguments: objec
 
 
 @pytest.mark.parametrize(("page", "name"), HABITS)
-def test_an_argument_of_torchs_wrapper_is_an_error_that_names_the_page_of_its_row(page: str, name: str) -> None:
+def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(page: str, name: str) -> None:
     annotate, _ = FOREIGN[page]
     text = refused_call(annotate, **{name: None})
-    assert f"{annotate.__name__} has no argument {name};" in text and text.endswith(f"see docs/{page}")
+    assert f"{annotate.__name__} has no argument {name};" in text
+    assert text.endswith(f"see docs/{page}")
+    # Every `name=` of the hint can be passed, and is in the row too; where the row has none, nothing takes its place.
+    hinted = set(re.findall(r"(\w+)=", text.partition(f"{name}: ")[2]))
+    assert hinted <= arguments_of(annotate)
+    assert hinted or "leave it out, " in text
+    heading = "Arguments" if page == "from_fsdp1.md" else "Coming from `DistributedDataParallel`"
+    for row in rows_of(page, heading):
+        if name in row.names:
+            calls = [code for code in row.promises if code.startswith(f"{annotate.__name__}(")]
+            assert hinted == {found for code in calls for found in re.findall(r"[(,] ?(\w+)=", code)}
 
 
 @pytest.mark.parametrize(
-    ("annotate", "typed", "fix"),
+    ("annotate", "typed", "meant"),
     [
-        (fully_shard, {"polcy": None}, "did you mean policy=?; see docs/from_fsdp1.md"),
-        (replicate, {"zzz": None, "device_ids": [0], "dim": 0}, "see docs/replicate.md"),
+        (fully_shard, "polcy", "did you mean policy=?"),
+        (fully_shard, "limit_all_gather", "leave it out, since gathers are limited always"),
+        (replicate, "zzz", "leave it out, there is nothing like it"),
     ],
 )
-def test_arguments_that_there_are_not_are_named_at_once_with_the_ones_that_are_meant(
-    annotate: Callable[..., Any], typed: dict[str, Any], fix: str
+def test_a_misspelt_argument_is_an_error_that_names_the_one_that_is_meant(
+    annotate: Callable[..., Any], typed: str, meant: str
 ) -> None:
-    unknown = ", ".join(name for name in typed if name != "device_ids")
-    assert refused_call(annotate, **typed) == f"{annotate.__name__} has no argument {unknown};   fix: {fix}"
+    assert f"  fix: {typed}: {meant}; see " in refused_call(annotate, **{typed: None})
+
+
+def test_all_arguments_that_there_are_not_are_named_at_once() -> None:
+    text = refused_call(replicate, output_device=0, device_ids=[0], dim=0)
+    assert "replicate has no argument output_device, dim;" in text
+    assert "output_device: leave it out, since outputs stay where the module makes them; dim: leave it out," in text
 
 
 def test_an_argument_without_its_name_is_an_error_that_says_so() -> None:

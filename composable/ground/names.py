@@ -291,11 +291,40 @@ def check_outside_inference(caller: str) -> None:
         )
 
 
+# What to write in place of an argument that an annotation lacks. By the names that ``FullyShardedDataParallel``,
+# ``DistributedDataParallel`` and torch's ``replicate`` have for them; of several the first that an annotation can take.
+_IN_OPTIONS = "pass it inside of options=HandleOptions(...)"
+_PLACES = {
+    "align": (_IN_OPTIONS,),
+    "auto_wrap_policy": ("pass it as policy=",),
+    "backward_prefetch": ("leave it out, since gathers are prefetched always",),
+    "batched_grad_copy": ("leave it out, since gradients are copied together always",),
+    "bucket_cap_mb_list": ("pass one cap for all buckets as bucket_cap_mb=",),
+    "check_reduction": ("leave it out, since every backward is checked",),
+    "cpu_offload": ("pass it as offload_policy=",),
+    "device_id": ("pass it in a list as device_ids=", "leave it out, since the device is that of the mesh"),
+    "device_mesh": ("pass it as mesh=",),
+    "dim": ("leave it out, since inputs are not split",),
+    "dp_mesh_dims": ("pass the dim that averages as mesh=, such as mesh['dp']",),
+    "follows_parent": (_IN_OPTIONS,),
+    "forward_prefetch": ("leave it out, since gathers are prefetched always",),
+    "ignored_states": ("pass its parameters as ignored_params=, its modules as ignored_modules=",),
+    "limit_all_gathers": ("leave it out, since gathers are limited always",),
+    "mixed_precision": ("pass it as mp_policy=",),
+    "offload_policy": ("leave it out, or call fully_shard: copies rest on the device",),
+    "output_device": ("leave it out, since outputs stay where the module makes them",),
+    "shard_as_bytes": (_IN_OPTIONS,),
+    "sharding_strategy": ("pass it as strategy=",),
+    "skip_all_reduce_unused_params": ("leave it out, since what no rank uses travels as zeros",),
+    "transport": (_IN_OPTIONS,),
+    "unused_gradients": (_IN_OPTIONS,),
+    "use_orig_params": ("leave it out, since parameters keep their names and shapes always",),
+}
 _PAGES = {"fully_shard": "docs/from_fsdp1.md", "replicate": "docs/replicate.md"}
 
 
 def check_call(function: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """Raise ``SignatureError``, which says where arguments are listed, unless ``function`` takes such."""
+    """Raise ``SignatureError``, which says what to write, unless ``function`` takes such arguments."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -304,7 +333,17 @@ def check_call(function: Callable[..., object], *args: object, **kwargs: object)
         what, fixes = f"{function.__name__}: {error}", ["pass the module, and all else by name"]
         if unknown:
             what = f"{function.__name__} has no argument {', '.join(unknown)}"
-            near = [one for name in unknown for one in difflib.get_close_matches(name, signature.parameters, 1, 0.8)]
-            fixes = [f"did you mean {name}=?" for name in near]
+            fixes = [f"{name}: {_place_in(name, signature.parameters)}" for name in unknown]
         fixes += [f"see {page}" for name, page in _PAGES.items() if name == function.__name__]
-        raise SignatureError(what, fix="; ".join(fixes or ["leave it out"])) from None
+        raise SignatureError(what, fix="; ".join(fixes)) from None
+
+
+def _place_in(name: str, known: Collection[str]) -> str:
+    fitting: dict[str, str] = {}
+    for one, places in _PLACES.items():
+        can_take = [place for place in places if {*re.findall(r"(\w+)=", place)} <= {*known}]
+        if can_take:
+            fitting[one] = can_take[0]
+    for near in difflib.get_close_matches(name, [*fitting, *known], n=1):
+        return fitting.get(near, f"did you mean {near}=?")
+    return "leave it out, there is nothing like it"
