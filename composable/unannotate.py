@@ -173,11 +173,16 @@ class _Removal:
 
     def run(self) -> None:
         """Change the modules: what can fail came before. Collective."""
+        for handle in self._handles:
+            handle.requires_gradient_sync = True
         for state in self._sharded:
             if any(handle.accumulated.is_unsynced for handle in state._handles):
                 state.lazy_init()
         for root in {state.root: None for state in self._sharded if state.root is not None}:
             root.scheduler.backwards.reduce_kept()
+            if root.scheduler.is_deferred:  # Settings leave the end of a backward to a later one.
+                root.scheduler.finalize()
+                root.scheduler.end_finalize()
             root.close()
         for state in self._sharded:
             handles = self._part.handles_of(state)
