@@ -369,18 +369,6 @@ def test_join_of_an_annotated_module_is_an_error_that_names_what_it_takes(annota
     assert not hasattr(model, "module")
 
 
-class OwnJoinable(nn.Linear):
-    """A module that has a hook for ``Join`` itself."""
-
-    def join_hook(self) -> str:
-        return "its own"
-
-
-@on_ranks(2)
-def test_a_module_keeps_a_hook_for_join_of_its_own() -> None:
-    assert fully_shard(OwnJoinable(2, 2)).join_hook() == "its own"
-
-
 # -- names that people search for
 
 INTERNALS = """

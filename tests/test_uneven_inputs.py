@@ -394,22 +394,6 @@ def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> Non
     is_equal(model, train_plain(pairs, 4, momentum=0.9))
 
 
-@on_ranks(4)
-def test_what_was_reduced_before_inputs_end_counts() -> None:
-    model: Any = net()
-    shard(model, mesh=hybrid_mesh())
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    rank = dist.get_rank()
-    with joined(joinable(model, step=step_all)):
-        for step in range([4, 1, 4, 4][rank]):
-            model.set_requires_all_reduce(step % 2 == 1)
-            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            if step % 2 == 1:
-                step_all()
-    first = [(0, 1), *((step, one) for step in (0, 1) for one in (0, 2, 3))]
-    is_equal(model, train_plain([first, [(step, one) for step in (2, 3) for one in (0, 2, 3)]], 4))
-
-
 # Loops
 
 
@@ -559,13 +543,6 @@ def test_gradients_that_nobody_averages_are_dropped(train: Callable[[], Any], co
 # Choices of Join
 
 
-@on_ranks(2)
-def test_a_context_that_is_switched_off_changes_nothing() -> None:
-    model = net()
-    shard(model)
-    train_on_inputs(model, 2, enable=False)
-
-
 def train_on_inputs(model: Net, count: int, **options: Any) -> None:
     with joined(joinable(model, step=model.zero_grad), **options):
         for step in range(count):
@@ -665,19 +642,6 @@ def test_a_part_of_a_model_cannot_join() -> None:
         Join([joinable(model.blocks, step=model.zero_grad)])
 
 
-@on_ranks(2)
-def test_no_step_is_needed_where_nothing_is_trained() -> None:
-    model = net()
-    fully_shard(model.requires_grad_(False))
-    with joined(joinable(model)):
-        for _ in range(dist.get_rank()):
-            model(torch.ones(1, DIM))
-    model.requires_grad_(True)
-    with torch.no_grad(), joined(joinable(model)):
-        for _ in range(dist.get_rank()):
-            model(torch.ones(1, DIM))
-
-
 def run_different_modules() -> None:
     model = net()
     shard(model)
@@ -727,33 +691,6 @@ def test_what_cannot_join_is_refused_on_every_rank(kind: str, error: type[Except
     with pytest.raises(RankErrors, match=message) as caught:
         run_threads(join_badly, 2, kind)
     assert [type(one) for one in caught.value.errors.values()] == [error] * 2
-
-
-def miss_a_gradient() -> None:
-    model = net()
-    replicate(model)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=model.zero_grad)):
-        for step in range([3, 1, 3][rank]):
-            # In the last step rank 1 has no inputs left, and rank 0 skips a block.
-            model(torch.ones(1, DIM), 1 if (step, rank) == (2, 0) else -1).sum().backward()
-            model.zero_grad()
-
-
-def test_a_missing_gradient_is_named_by_what_ranks_with_inputs_had() -> None:
-    with pytest.raises(RankErrors) as caught:
-        run_threads(miss_a_gradient, 3)
-    names = "'blocks.1.inp.weight', 'blocks.1.inp.bias', 'blocks.1.out.weight', 'blocks.1.out.bias'"
-    last = "    the last module to get a gradient: 'first' on ranks 0, 2"
-    assert {rank: str(error).splitlines()[:-2] for rank, error in caught.value.errors.items()} == {
-        0: [
-            f"backward ended without a gradient for 4 parameters: {names}",
-            "    the last gradient to arrive was that of 'first.weight'",
-            last,
-        ],
-        1: [f"rank 0 ended backward without a gradient for {names}", last],
-        2: [f"rank 0 ended backward without a gradient for {names}", last],
-    }
 
 
 def change_inside(kind: str, *, is_whole: bool) -> list[str]:

@@ -31,7 +31,7 @@ from composable.dtensor import (
 )
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import check_bool, check_number, count_text, list_of_tensors
+from composable.ground.names import check_bool, check_number, list_of_tensors
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
 
@@ -113,8 +113,7 @@ def clip_grad_norm_(
         ConfigError: As ``get_total_norm``; or ``max_norm`` is negative or NaN.
         UsageError: The norm is not finite, and ``error_if_nonfinite``; or a parameter is stepped inside backward,
             before there is a norm.
-        DesyncError: At torch's debug level DETAIL, on every rank: ranks that share parameters do something else, or
-            list another number of them.
+        DesyncError: At torch's debug level DETAIL, on every rank: ranks that share parameters do something else.
     """
     max_norm = check_number(
         "max_norm", max_norm, least=0, fix="give the largest norm that gradients may have, 0 or above"
@@ -137,7 +136,6 @@ def clip_grad_norm_(
             )
         # Also without a gradient: others may have one.
         group = pieces.group_of(param)
-        group.count += 1
         grad = param.grad
         if grad is not None:
             pieces.add(grad, group)
@@ -201,13 +199,11 @@ class _CutAlike:
     Attributes:
         home: Where the annotation has them; ``None``: none is known.
         cut: The groups of ranks.
-        count: How many parameters are so, with a gradient or without.
         locals: The pieces.
     """
 
     home: _Home | None
     cut: _Cut
-    count: int = 0
     locals: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -331,7 +327,7 @@ class _Pieces:
     def _add_over_ranks(self, parts: dict[_Cut, torch.Tensor], whole: NormParts, device: torch.device) -> torch.Tensor:
         """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
         groups = dict.fromkeys(group for cut in parts for group in cut)
-        confirm_in_each({group: self._text(group, parts, whole) for group in groups})
+        confirm_in_each(dict.fromkeys(groups, f"{self._op} of order {whole.order:g}"))
         for group in groups:
             cuts = [cut for cut in parts if group in cut]
             reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(device)
@@ -339,12 +335,6 @@ class _Pieces:
                 rest = tuple(other for other in cut if other != group)
                 parts[rest] = whole.join(torch.cat([parts[rest], part], 1)) if rest in parts else part
         return parts.get((), whole.nothing((1,), device))
-
-    def _text(self, group: Ranks, parts: Iterable[_Cut], whole: NormParts) -> str:
-        count = sum(each.count for each in self._groups.values() if group in each.cut)
-        cuts = sum(group in cut for cut in parts)
-        listed = f" of {count_text(count, 'parameter')}" if count else ""
-        return f"{self._op} of order {whole.order:g}{listed} in {count_text(cuts, 'cut')}"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
