@@ -22,7 +22,6 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import contract
 from composable.ground.frames import is_functional_call
 from composable.ground.names import check_bool, describe_module, described
-from composable.ground.torch_private import opaque
 from composable.policies import has_forward
 
 __all__ = ["CheckpointState", "CheckpointedForward", "checkpoint", "forward_in_place"]
@@ -163,10 +162,7 @@ class CheckpointedForward:
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            if self._state.options["debug"]:
-                _refuse_debug(self.module)
-        elif is_functional_call():
+        if not torch.compiler.is_compiling() and is_functional_call():
             raise UsageError(
                 "functional_call runs a checkpointed module: in backward it would run again with other parameters",
                 at=f"{place_of_rank()}, {describe_module(self.module)}",
@@ -191,15 +187,6 @@ class CheckpointedForward:
         return run_with_checkpoint(
             run if torch.compiler.is_compiling() else run_or_run_again, *args, *kwargs.values(), **self._state.options
         )
-
-
-@opaque
-def _refuse_debug(module: nn.Module) -> None:  # where the compiler may not break the graph, its error names this
-    raise UsageError(
-        "a module that is checkpointed with debug=True cannot be compiled",
-        at=f"{place_of_rank()}, {describe_module(module)}",
-        fix="leave debug out, or compile after the error is found",
-    )
 
 
 def _check_module(module: nn.Module) -> None:

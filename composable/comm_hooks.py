@@ -152,8 +152,21 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
     return _wrapped(hook, torch.bfloat16)
 
 
-def _takes_bucket(hook: object) -> bool:
-    """Say whether ``hook`` is one of ``DistributedDataParallel``, by what it declares to take, or the argument's name.
+class _OfGradients:
+    """A hook of a type of its own, as one of gradients. An object, so that it is copied with what it calls."""
+
+    def __init__(self, hook: HookFunction, argument: Any) -> None:
+        self.__qualname__ = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+        self.__module__ = str(getattr(hook, "__module__", ""))
+        self._hook = hook
+        self._argument = argument
+
+    def __call__(self, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
+        return self._argument.call_hook(self._hook, state, grad, output)
+
+
+def _argument_of(hook: object) -> Any:
+    """Return the class of what ``hook`` takes beside its state, as it declares it, or the name of the argument says.
 
     Of hooks that say nothing, as many of torch, those that take no output take a bucket.
     """
@@ -163,11 +176,17 @@ def _takes_bucket(hook: object) -> bool:
     if isinstance(declared, str):
         with suppress(Exception):  # whatever evaluating the annotations of others raises
             declared = get_type_hints(hook)[second[0].name]
-    if declared in (torch.Tensor, _BUCKET):
-        return declared is _BUCKET
+    if declared in (torch.Tensor, _BUCKET) or hasattr(declared, "call_hook"):
+        return declared
     if second and second[0].name in ("grad", "bucket"):
-        return second[0].name == "bucket"
-    return not _takes_arguments(hook, 3)
+        return torch.Tensor if second[0].name == "grad" else _BUCKET
+    return torch.Tensor if _takes_arguments(hook, 3) else _BUCKET
+
+
+def _as_hook_of_gradients(hook: HookFunction) -> HookFunction:
+    """Return a hook that takes gradients, or a bucket: those of other types are called by their type."""
+    argument = _argument_of(hook)
+    return _OfGradients(hook, argument) if hasattr(argument, "call_hook") else hook
 
 
 def _takes_arguments(hook: object, count: int) -> bool:
@@ -204,17 +223,18 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
     name = str(getattr(hook, "__qualname__", type(hook).__name__))
-    if _takes_bucket(hook):
+    if _argument_of(hook) is _BUCKET:
         raise ConfigError(
             f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
             fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
         )
+    called = _as_hook_of_gradients(hook)
 
     # A copy of it in place of a closure would not be told apart from others when ranks compare.
     @functools.wraps(hook)
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
-        return _compress(hook, dtype, None, state, grad, output)
+        return _compress(called, dtype, None, state, grad, output)
 
     compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
     del compress.__wrapped__  # The signature is this one.
@@ -303,8 +323,9 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
             fills ``output`` [S], of the same dtype, with this rank's slice of their mean. Replicated modules call
             ``hook(state, grad)``, which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a
-            hook for ``DistributedDataParallel``. The annotation of the second argument says which, ``torch.Tensor`` or
-            ``dist.GradBucket``, else its name, ``grad`` or ``bucket``; of hooks that say nothing, those of two
+            hook for ``DistributedDataParallel``. The annotation of the second argument says which, ``torch.Tensor``,
+            ``dist.GradBucket`` or a class with a static ``call_hook(hook, state, grad, output)``, which reduces as a
+            hook of gradients does; else its name, ``grad`` or ``bucket``; of hooks that say nothing, those of two
             arguments take a bucket. Ranks call hooks in the same order. When a hook returns, its result is there, or
             queued on the current stream of the device.
 
@@ -326,8 +347,9 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         return {unit for unit in units if isinstance(unit, Reducer) and nearest([*unit.comm_hooks, one]) is one}
 
     def check() -> Registration:
-        _check_hook(hook, units)
-        one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook))
+        called = _as_hook_of_gradients(hook)
+        _check_hook(called, units)
+        one = Registration(module, state, called, takes_bucket=_argument_of(called) is _BUCKET)
         _check_free(module, state, units)
         _check_memory(state, callers_of(one))
         for unit in units:
@@ -393,7 +415,7 @@ def _check_hook(hook: object, units: Iterable[ReducingUnit]) -> None:
             fix="pass a function of a state, gradients and an output, such as allreduce_hook with a DefaultState, "
             "or fp16_compress_hook with a LowPrecisionState",
         )
-    takes_bucket = _takes_bucket(hook)
+    takes_bucket = _argument_of(hook) is _BUCKET
     # torch's hook that quantises by channels has a third argument, which is no output.
     has_output = not takes_bucket and _takes_arguments(hook, 3)
     has_none = _takes_arguments(hook, 2)

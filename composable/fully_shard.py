@@ -36,7 +36,6 @@ from composable.engine import (
     give_torch_optimizers,
     has_stepped,
     step_torch_optimizers,
-    stepper_of,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.features import (
@@ -293,7 +292,7 @@ def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
 
 
 def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
-    """Refuse parameters that have what nobody could cut: gradients, an optimizer in backward, state of their own."""
+    """Refuse parameters that have what nobody could cut: gradients, optimizer state of their own."""
     originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
     # This rank's own gradients, of which no slice is that of their mean.
     if names := [fqn for fqn, param in originals if param.grad is not None]:
@@ -301,12 +300,6 @@ def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
             "parameters have gradients already, which fully_shard would drop",
             at=f"parameter {list_text(names)}",
             fix="step with them first, or drop them: zero_grad()",
-        )
-    if names := [fqn for fqn, param in originals if stepper_of(param) is not None]:
-        raise ConfigError(
-            "step_in_backward steps on a parameter that fully_shard is about to replace",
-            at=f"parameter {list_text(names)}",
-            fix="call fully_shard first, then build the optimizer and call step_in_backward",
         )
     if names := [fqn for fqn, param in originals if has_stepped(param)]:
         raise ConfigError(

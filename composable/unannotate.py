@@ -173,6 +173,8 @@ class _Removal:
 
     def run(self) -> None:
         """Change the modules: what can fail came before. Collective."""
+        for handle in self._handles:
+            handle.requires_gradient_sync = True
         for state in self._sharded:
             if any(handle.accumulated.is_unsynced for handle in state._handles):
                 state.lazy_init()

@@ -430,11 +430,6 @@ def test_what_cannot_be_checkpointed_is_refused(make: Callable[[], Any], options
     assert before == after
 
 
-def test_modules_of_a_list_are_checkpointed_apart() -> None:
-    apart = checkpoint([Counted(), Counted()], use_reentrant=False)
-    assert all("checkpoint" in get_registry(one) for one in apart)
-
-
 def test_functional_call_is_refused_where_gradients_are_recorded() -> None:
     module = checkpoint(Counted())
     params = {fqn: param.detach() + 1 for fqn, param in module.named_parameters()}
@@ -446,31 +441,6 @@ def test_functional_call_is_refused_where_gradients_are_recorded() -> None:
 
 
 # Under the annotations
-
-
-@pytest.mark.parametrize(
-    ("places", "expected"),
-    [
-        (["stack.0"], (2, 1)),
-        (["stack"], (2, 2)),
-        (["stack", "stack.0"], (3, 2)),  # once more for each checkpoint around it
-    ],
-)
-@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
-@on_ranks(2)
-def test_a_checkpointed_module_runs_twice_and_others_once(
-    api: str, order: str, places: list[str], expected: tuple[int, int]
-) -> None:
-    model = Stacked()
-    model.stack = nn.Sequential(Counted(), Counted())
-    if order == "after":
-        ours(model, places)
-    for name in ANNOTATED:
-        APIS[api](model.get_submodule(name))
-    if order == "before":
-        ours(model, places)
-    loss_of(model(random_input(0, BATCH, DIM))).backward()
-    assert tuple(block.begun for block in model.stack) == expected
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -568,12 +538,3 @@ def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_pr
     loss_of(plain(torch.cat([random_input(10 + rank, BATCH, DIM) for rank in range(2)]))).backward()
     for grads in run_ranks(compiled_gradients, 2, api, order):
         assert_equal_params(grads, gradients(plain), tolerance=1e-6)
-
-
-@on_ranks(1, run=run_ranks)
-def test_debug_is_refused_by_the_compiler() -> None:
-    warnings.simplefilter("ignore")
-    torch.compiler.reset()
-    run = torch.compile(checkpoint(Counted(), debug=True), backend="eager")
-    with pytest.raises(UsageError, match="debug=True cannot be compiled"):
-        run(random_input(0, BATCH, DIM))

@@ -84,7 +84,6 @@ SWITCHES = {
     "set_reshard_after_forward": "reshard_after_forward",
     "set_reshard_after_backward": "reshard_after_backward",
     "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
-    "set_separate_reduce_scatter_group": "enable",
     "set_keep_unsharded_storage": "keep",
 }
 # What each function needs, and for each of its arguments the values that it does take.
@@ -150,31 +149,31 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         f"param_dtype_override_fn: None {FUNCTION}",
     ),
     "CPUOffloadPolicy": (dict, "pin_memory: True"),
-    "full_state_dict": (lambda: {"model": sharded()}, "model dst device: ; dtype names: None"),
+    "full_state_dict": (lambda: {"model": sharded()}, "model dst device: ; dtype: None"),
     "iter_full_params": (
         lambda: {"model": sharded()},
-        "model: ; bucket_bytes: None 3; dtype device names: None; rank0_only: True",
+        "model: ; bucket_bytes: None 3; dtype device: None; rank0_only: True",
     ),
     "BucketLayout": (dict, "buffer:"),
     "load_full_params": (
         lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
-        "model pairs src: ; strict: True; names: None",
+        "model pairs src: ; strict: True",
     ),
     "load_full_state_dict": (
         lambda: {"model": (model := sharded()), "state_dict": full_values(model)},
-        "model state_dict src: ; strict: True; names: None",
+        "model state_dict src: ; strict: True",
     ),
     # Of these files none is there.
-    "load_safetensors": (lambda: {"model": sharded(), "path": "nothing"}, "model path strict names:"),
+    "load_safetensors": (lambda: {"model": sharded(), "path": "nothing"}, "model path strict:"),
     "load_checkpoint": (lambda: {"path": "nothing", "model": sharded()}, "path model optimizer:"),
     "find_checkpoint": (lambda: {"path": "nothing"}, "path:"),
     "save_safetensors": (
         lambda: {"model": sharded(), "path": "nothing/below/weights.safetensors"},
-        "model: ; path: text; max_shard_bytes: 3; dtype names: None",
+        "model: ; path: text; max_shard_bytes: 3; dtype: None",
     ),
     "save_checkpoint": (
         lambda: {"folder": "run", "step": 1, "model": sharded()},
-        "folder: text; step keep: 3; model: plain; optimizer: None [] {}; asynchronous: True;"
+        "folder: text; step: 3; model: plain; optimizer: None [] {}; asynchronous: True;"
         "extra: None 3 -1 1.5 nan text [] [1] {} tensor True",
     ),
     "register_fsdp_forward_method": (
@@ -235,6 +234,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     # What only refuses takes False.
     "set_allocate_memory_from_process_group_for_comm": (dict, "value:"),
     "set_symm_mem_for_comm": (dict, "value:"),
+    "set_separate_reduce_scatter_group": (dict, "value:"),
 }
 SPECIAL = {
     "ShardPlan.on_hosts": lambda **arguments: plan(nn.Linear(2, 2), world_size=6).on_hosts(**arguments),

@@ -456,19 +456,6 @@ def test_a_copy_has_the_hook_with_a_copy_of_its_state(annotation: str) -> None:
     assert places == expected and max(twins_calls) > first
 
 
-@on_ranks(2)
-def test_a_hook_stays_when_another_root_adopts_its_handle() -> None:
-    model = make_net()
-    fully_shard(model.blocks)
-    calls: list[int] = []
-    register_comm_hook(model.blocks, default_state(), noting(calls))
-    model.blocks(torch.ones(2, DIM + 1)).sum().backward()
-    model.zero_grad()
-    fully_shard(model)
-    backward(model, dist.get_rank())
-    assert len(calls) == 2 and len(set(calls)) == 1
-
-
 @pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
 @on_ranks(2)
 def test_what_waits_for_a_hook_is_reduced_by_it_in_unannotate(way: str) -> None:
@@ -484,17 +471,6 @@ def test_what_waits_for_a_hook_is_reduced_by_it_in_unannotate(way: str) -> None:
     unannotate(model)
     for (fqn, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(param.grad, full(other.grad)), fqn
-
-
-@on_ranks(3)
-def test_what_is_removed_leaves_the_librarys_own_reduction() -> None:
-    model = annotate(make_net(), "fully_shard")
-    outer = register_comm_hook(model, default_state(), mean_hook)
-    inner = register_comm_hook(model.blocks, None, fp16_compress_wrapper(lambda state, grad, output=None: None))
-    for handle in (inner, inner, outer):
-        handle.remove()
-    backward(model, dist.get_rank())
-    close(grads_of(model), train_with("fully_shard", "root", torch.float32, None), 0)
 
 
 # Errors
@@ -571,21 +547,6 @@ def power_state() -> powerSGD_hook.PowerSGDState:
 
 def two_replicated() -> nn.Sequential:
     return nn.Sequential(*(replicate(nn.Linear(DIM, DIM)) for _ in range(2)))
-
-
-@on_ranks(2)
-def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
-    model, state = two_replicated(), power_state()
-    for module in [*model, model[0]]:
-        handle = register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
-        handle.remove()
-    register_comm_hook(model[0], state, powerSGD_hook.powerSGD_hook)
-    unannotate(model[0])
-    # Of two below it, one has a nearer hook.
-    nearer = two_replicated()
-    register_comm_hook(nearer[0], power_state(), powerSGD_hook.powerSGD_hook)
-    register_comm_hook(nearer, state, powerSGD_hook.powerSGD_hook)
-    nearer(torch.ones(1, DIM)).sum().backward()
 
 
 def around_a_group() -> list[nn.Module]:
@@ -672,22 +633,6 @@ def test_a_result_that_cannot_be_is_an_error_on_every_rank(annotation: str, way:
         assert re.search(expected, text)
     if annotation == "fully_shard":
         assert f"at:  rank {rank if rank in ranks else 1}, module 'last' (Linear)\n  fix: fill" in text
-
-
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-@on_ranks(2)
-def test_a_hook_that_returns_no_future_is_an_error_on_every_rank(ranks: list[int]) -> None:
-    def hook(state: None, bucket: Any) -> Any:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return 1 if dist.get_rank() in ranks else future
-
-    text = assert_told(annotate(make_net(), "replicate"), "replicate", None, hook)
-    if dist.get_rank() in ranks:
-        assert text.startswith("the communication hook returned 1\n")
-        assert "fix: return a torch.futures.Future" in text
-    else:
-        assert "rank 1 got no averages of the right dtype and shape" in text
 
 
 def raising(annotation: str, ranks: list[int], is_late: bool) -> str:

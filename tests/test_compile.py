@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composable import fully_shard, no_sync, replicate
-from composable.ground.torch_private import opaque
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.pairwise import pairs_of
 from tests.world import on_ranks, run_ranks
@@ -221,17 +220,6 @@ def test_a_compiled_training_step_looks_into_none_of_our_code(annotation: str) -
         assert compiled.own_frames == []
 
 
-@pytest.mark.parametrize("annotation", ["replicate", "fully_shard"])
-@on_ranks(2, run=run_ranks)
-def test_a_compiled_function_goes_through_the_parameters(annotation: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    (replicate if annotation == "replicate" else fully_shard)(model)
-    count: Any = torch.compile(
-        lambda: sum(param.numel() for param in model.parameters()), backend="eager", fullgraph=True
-    )
-    assert count() == 20
-
-
 @pytest.mark.parametrize(
     ("annotation", "block", "how"),
     [
@@ -312,13 +300,3 @@ def test_importing_and_annotating_do_not_import_the_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules; dist.destroy_process_group()"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO)
-
-
-def test_an_opaque_function_is_the_function_itself() -> None:
-    def function(x: int) -> int:
-        return x + 1
-
-    # No call is wrapped, so nothing is paid for it.
-    code = function.__code__
-    assert opaque(function) is function
-    assert function.__code__ is code

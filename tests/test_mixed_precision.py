@@ -25,7 +25,6 @@ from composable import (
     no_sync,
     plan,
     register_fsdp_forward_method,
-    replicate,
     unannotate,
     unshard_params,
 )
@@ -431,28 +430,6 @@ def test_gradients_may_stay_in_low_precision() -> None:
     unannotate(model)
     assert model.last.weight.grad.dtype is FP32
     model(batch_of(0, 0, 0)).float().square().mean().backward()
-
-
-@pytest.mark.parametrize(("api", "accelerated"), [(fully_shard, False), (fully_shard, True), (replicate, False)])
-@pytest.mark.parametrize("fused", [False, True])
-@on_ranks(1)
-def test_optimizers_that_take_no_low_precision_gradients_say_so_before_they_step(
-    api: Any, accelerated: bool, fused: bool
-) -> None:
-    model = nn.Linear(4, 4, bias=False)
-    api(model, mp_policy=MixedPrecisionPolicy(BF16, BF16, keep_low_precision_grads=True))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    if accelerated:
-        accelerate_optimizer(optimizer, model)
-    model(torch.ones(2, 4)).float().sum().backward()
-    with pytest.raises(UsageError) as caught:
-        optimizer.step()
-    assert str(caught.value) == (
-        f"{'fused ' * fused}AdamW takes no gradients of bfloat16 for parameters of float32\n"
-        "  at:  rank 0, parameter 'weight'\n"
-        "  fix: annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD"
-    )
-    assert not optimizer.state
 
 
 def scale(overflows: bool) -> tuple[float, float]:

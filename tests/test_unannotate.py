@@ -138,10 +138,9 @@ def test_parameters_gradients_and_everything_else_are_as_in_one_process(world_si
             assert trainable == reference[2]
 
 
-def undo_one_block(model: nn.Module, block: nn.Module, *, has_run: bool) -> None:
-    if has_run:
-        backward(model, 7)
-        model.zero_grad()
+def undo_one_block(model: nn.Module, block: nn.Module) -> None:
+    backward(model, 7)
+    model.zero_grad()
     unannotate(block)
     assert is_plain(block, MLPBlock())
     handles = _traversal_utils._get_fsdp_handles(model)
@@ -156,7 +155,7 @@ def picked(model: nn.Module) -> None:
     fully_shard(model, policy={MLPBlock})
     model.inp.register_forward_hook(lambda *_: None)
     model.set_modules_to_forward_prefetch([model.blocks[1]])
-    undo_one_block(model, model.blocks[1], has_run=True)
+    undo_one_block(model, model.blocks[1])
     state = fully_shard.state(model)
     assert [handle.module_fqns for handle in state.plan.handles] == [("",), ("blocks.0",), ("blocks.2",)]
     assert "blocks.1.up.weight" in state.plan.ignored_fqns
@@ -165,13 +164,7 @@ def picked(model: nn.Module) -> None:
 def by_hand(model: nn.Module) -> None:
     for module in (*model.blocks, model):
         fully_shard(module)
-    undo_one_block(model, model.blocks[1], has_run=True)
-
-
-def by_hand_before_the_first_step(model: nn.Module) -> None:
-    fully_shard(model.blocks[1].up)
-    fully_shard(model, policy={MLPBlock})
-    undo_one_block(model, model.blocks[1], has_run=False)
+    undo_one_block(model, model.blocks[1])
 
 
 def not_below(model: nn.Module) -> None:
@@ -186,7 +179,7 @@ def not_below(model: nn.Module) -> None:
     replicate(model)
 
 
-@pytest.mark.parametrize("annotate", [picked, by_hand, by_hand_before_the_first_step, not_below])
+@pytest.mark.parametrize("annotate", [picked, by_hand, not_below])
 def test_a_part_is_undone_and_the_rest_trains_on(annotate: Annotate) -> None:
     assert_equal_runs(run_threads(train_annotated, 2, "mlp", annotate), train_reference("mlp", 2))
 

@@ -394,22 +394,6 @@ def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> Non
     is_equal(model, train_plain(pairs, 4, momentum=0.9))
 
 
-@on_ranks(4)
-def test_what_was_reduced_before_inputs_end_counts() -> None:
-    model: Any = net()
-    shard(model, mesh=hybrid_mesh())
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    rank = dist.get_rank()
-    with joined(joinable(model, step=step_all)):
-        for step in range([4, 1, 4, 4][rank]):
-            model.set_requires_all_reduce(step % 2 == 1)
-            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            if step % 2 == 1:
-                step_all()
-    first = [(0, 1), *((step, one) for step in (0, 1) for one in (0, 2, 3))]
-    is_equal(model, train_plain([first, [(step, one) for step in (2, 3) for one in (0, 2, 3)]], 4))
-
-
 # Loops
 
 
@@ -559,13 +543,6 @@ def test_gradients_that_nobody_averages_are_dropped(train: Callable[[], Any], co
 # Choices of Join
 
 
-@on_ranks(2)
-def test_a_context_that_is_switched_off_changes_nothing() -> None:
-    model = net()
-    shard(model)
-    train_on_inputs(model, 2, enable=False)
-
-
 def train_on_inputs(model: Net, count: int, **options: Any) -> None:
     with joined(joinable(model, step=model.zero_grad), **options):
         for step in range(count):
@@ -663,19 +640,6 @@ def test_a_part_of_a_model_cannot_join() -> None:
     shard(model)
     with pytest.raises(UsageError, match="a part of what is annotated together"):
         Join([joinable(model.blocks, step=model.zero_grad)])
-
-
-@on_ranks(2)
-def test_no_step_is_needed_where_nothing_is_trained() -> None:
-    model = net()
-    fully_shard(model.requires_grad_(False))
-    with joined(joinable(model)):
-        for _ in range(dist.get_rank()):
-            model(torch.ones(1, DIM))
-    model.requires_grad_(True)
-    with torch.no_grad(), joined(joinable(model)):
-        for _ in range(dist.get_rank()):
-            model(torch.ones(1, DIM))
 
 
 def run_different_modules() -> None:

@@ -24,6 +24,7 @@ from composable.dtensor.gather import (
     gather_block,
     gather_full,
     is_replicated,
+    make_stale_view,
 )
 from composable.dtensor.operations import rule_for
 from composable.dtensor.spec import (
@@ -43,6 +44,7 @@ from composable.ground.torch_private import (
     DTensorSpec,
     OpOverload,
     Placement,
+    TensorMeta,
     disabled_torch_function,
     dispatch_rule_holder,
     dtensor_new,
@@ -455,12 +457,34 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> Non
 
 def register_ragged() -> None:
     """Let torch run operations and optimizers on ``RaggedDTensor``; more than once changes nothing."""
-    if torch.__version__ < "2.12":
+    if not _is_dispatched_here():
         _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
+        if not _is_dispatched_here():
+            raise UsageError(
+                f"torch {torch.__version__} gives operations on a DTensor subclass to DTensor",
+                fix="install torch 2.12 or newer",
+            )
     # torch compares parameter types with these lists; one that is missing gets the slow loop.
     for types in (optim_foreach_types, utils_foreach_types):
         if RaggedDTensor not in types:
             types.append(RaggedDTensor)
+
+
+def _is_dispatched_here() -> bool:
+    """Say whether an operation on each of our classes reaches its ``__torch_dispatch__``."""
+    meta = TensorMeta(torch.Size([1]), (1,), torch.float32)
+    spec = DTensorSpec(None, (RaggedShard((0, 1)),), tensor_meta=meta)  # type: ignore[arg-type]  # no mesh needed
+    ragged = dtensor_new(RaggedDTensor, torch.zeros(1), spec, requires_grad=False)
+    view = make_stale_view(ragged)
+    try:
+        if type(ragged.detach()) is not RaggedDTensor:
+            return False
+        view.detach()
+    except UsageError:
+        return True  # ours, and only ours, refuses a stale view
+    except RuntimeError:
+        pass  # torch's own path, which wants a mesh
+    return False
 
 
 def _dispatch_every_op(rules: Mapping[type, Any]) -> None:

@@ -403,7 +403,7 @@ class Forwards:
             raise UsageError(
                 "a forward cannot run while unshard_params shows copies or gradients of the parameters",
                 at=f"{place_of_rank()}, {handle.described}",
-                fix="leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads; what it "
+                fix="leave the context first, or enter it without rank0_only and offload_to_cpu; what it "
                 "shows in full precision runs under torch.no_grad()",
             )
         step = self._step

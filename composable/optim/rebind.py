@@ -2,7 +2,7 @@
 
 Most optimizers keep tensors of the parameter's shape, which are cut as the parameter is, and
 numbers such as the step counter, which every rank holds. Steps that would be in vain are refused: on parameters that
-were replaced, that have no values, or whose gradients do not fit.
+were replaced, that have no values, or whose gradients are under way.
 """
 
 import functools
@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from composable.comm import Ranks, watch_ranks
-from composable.dtensor import RaggedDTensor, RaggedLayout, check_finished, slice_block, slice_full
+from composable.comm import watch_ranks
+from composable.dtensor import RaggedDTensor, check_finished, slice_full
 from composable.engine import META_FIX
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import check_module, check_optimizer, dtype_text, list_text
-from composable.ground.ownership import claim_of
+from composable.ground.names import check_module, check_optimizer, list_text
 from composable.ground.torch_hooks import before_every_step
 from composable.ground.torch_private import opaque
 from composable.planning import first_replacement, replacement_of
@@ -37,8 +36,6 @@ __all__ = [
 
 _is_meta = attrgetter("is_meta")
 
-# They mix gradients into averages by an operation that takes one dtype.
-_LERPING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
 # An optimizer with an attribute of this name finds out itself when its parameters need the check.
 CHECKS_ITSELF = "_composable_local_step"
 
@@ -103,31 +100,6 @@ def _then_checked(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     check_finished(f"{type(optimizer).__name__}.step", params)
-    # What fails does so at the first step, where there is no state yet; Adagrad has some from the start.
-    if not optimizer.state or type(optimizer) is torch.optim.Adagrad:
-        for group in optimizer.param_groups:
-            _check_dtypes(type(optimizer), group)
-
-
-def _check_dtypes(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
-    """Refuse gradients of another dtype than their annotated parameters, where torch's kernels would."""
-    decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
-    # A decay that is added to gradients gives them the dtype of the parameters.
-    if not (group.get("fused") or (kind in _LERPING and (kind is torch.optim.AdamW or not decays))):
-        return
-    for param in group["params"]:
-        grad = param.grad
-        if grad is None or grad.dtype == param.dtype:
-            continue
-        claim = claim_of(param)
-        if type(param) is RaggedDTensor or claim is not None:
-            fqn = param._spec.layout.label if claim is None else claim.fqn
-            raise UsageError(
-                f"{'fused ' if group.get('fused') else ''}{kind.__name__} takes no gradients of "
-                f"{dtype_text(grad.dtype)} for parameters of {dtype_text(param.dtype)}",
-                at=f"{place_of_rank()}, parameter {str(fqn)!r}",
-                fix="annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD",
-            )
 
 
 def _describe_params(optimizer: torch.optim.Optimizer) -> str:
@@ -157,11 +129,11 @@ def is_per_element(key: object, value: object, shape: torch.Size) -> bool:
 def cut_state(entry: dict[Any, Any], param: RaggedDTensor) -> None:
     """Make the state of ``param`` ragged, in place: whole tensors of its shape become this rank's pieces.
 
-    No communication: every rank holds whatever is whole, or its block of what tensor parallelism has split as
-    ``param``. Tensors of other shapes become replicated DTensors, numbers stay plain.
+    No communication: every rank holds whatever is whole. Tensors of other shapes become replicated DTensors, numbers
+    stay plain.
 
     Raises:
-        UsageError: A tensor is cut in another way than ``param``.
+        UsageError: A tensor is cut in another way than ``param``, such as by tensor parallelism.
     """
     layout = param._spec.layout
     for key, value in entry.items():
@@ -169,15 +141,11 @@ def cut_state(entry: dict[Any, Any], param: RaggedDTensor) -> None:
             continue
         if type(value) is RaggedDTensor:
             if not value._spec.layout.matches(layout):
-                raise _foreign(key, value, layout)
-            continue
-        if isinstance(value, DTensor) and _is_block(value, layout):
-            piece = slice_block(value._local_tensor.detach(), layout).to(param.device, copy=True)
-            entry[key] = RaggedDTensor.wrap(piece, param._spec.cast(value.dtype))
+                raise _foreign(key, value, param)
             continue
         if isinstance(value, DTensor):
             if any(not placement.is_replicate() for placement in value.placements):
-                raise _foreign(key, value, layout)
+                raise _foreign(key, value, param)
             value = value._local_tensor
         if is_per_element(key, value, layout.shape):
             spec = param._spec.cast(value.dtype)
@@ -187,18 +155,6 @@ def cut_state(entry: dict[Any, Any], param: RaggedDTensor) -> None:
             entry[key] = DTensor.from_local(value.to(param.device), layout.mesh, replicas, run_check=False)
         else:
             entry[key] = value
-
-
-def _split_state(entry: dict[Any, Any], param: DTensor) -> None:
-    """Make the whole state of ``param``, which tensor parallelism has split, DTensors beside it, in place.
-
-    No communication: every rank holds whatever is whole.
-    """
-    for key, value in entry.items():
-        if isinstance(value, torch.Tensor) and value.dim():
-            same = is_per_element(key, value, param.shape)
-            placements = param.placements if same else [Replicate()] * param.device_mesh.ndim
-            entry[key] = distribute_tensor(value, param.device_mesh, placements, src_data_rank=None)
 
 
 def _whole_state(entry: dict[Any, Any]) -> None:
@@ -211,22 +167,10 @@ def _whole_state(entry: dict[Any, Any]) -> None:
             entry[key] = value.full_tensor()
 
 
-def _is_block(value: DTensor, layout: RaggedLayout) -> bool:
-    """Say whether a DTensor has the block of this rank, as a parameter's state before the parameter was cut."""
-    others = [dim for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
-    ranks = [Ranks.of_mesh(layout.mesh, dim).numbers for dim in others]
-    return (
-        bool(others)
-        and value.shape == layout.shape
-        and value.placements == tuple(layout.placements[dim] for dim in others)
-        and ranks == [Ranks.of_mesh(value.device_mesh, dim).numbers for dim in range(value.device_mesh.ndim)]
-    )
-
-
-def _foreign(key: object, value: DTensor, layout: RaggedLayout) -> UsageError:
+def _foreign(key: object, value: DTensor, param: DTensor) -> UsageError:
     return UsageError(
-        f"optimizer state {key!r} is placed {value.placements}, its parameter {layout.placements}",
-        at=f"rank {layout.global_rank}, parameter of shape {list(layout.shape)}",
+        f"optimizer state {key!r} is placed {value.placements}, its parameter {param.placements}",
+        at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
         fix="load the state with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict",
     )
 
@@ -253,7 +197,8 @@ def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     Raises:
         ConfigError: An argument is of another kind; or the optimizer holds no parameter that ``model`` has or had,
             or one that nothing replaced; nothing was changed.
-        UsageError: The optimizer keeps state that is not a parameter's own (LBFGS, once it has stepped).
+        UsageError: The optimizer keeps state that is not a parameter's own (LBFGS, once it has stepped), or that of a
+            parameter which tensor parallelism has split.
     """
     check_optimizer("optimizer", optimizer)
     check_module("model", model)
@@ -319,8 +264,10 @@ def _convert(entry: Any, new: nn.Parameter) -> Any:
         if any(not value._spec.layout.matches(layout) for value in ragged):
             _whole_state(entry)
         cut_state(entry, new)
-    elif any(isinstance(value, RaggedDTensor) for value in entry.values()) or not isinstance(new, DTensor):
+    elif not isinstance(new, DTensor):
         _whole_state(entry)
-        if isinstance(new, DTensor):
-            _split_state(entry, new)
+    else:
+        for key, value in entry.items():
+            if isinstance(value, RaggedDTensor):
+                raise _foreign(key, value, new)
     return entry

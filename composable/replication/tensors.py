@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable.engine import has_torch_optimizer, stepper_of
+from composable.engine import has_torch_optimizer
 from composable.errors import ConfigError, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.names import (
@@ -482,9 +482,6 @@ def _check_param(
             f"fully_shard has taken and sharded this parameter, as {fqn if replacement is None else replacement.fqn!r}"
         )
         fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
-    elif stepper_of(param) is not None:
-        what = "step_in_backward steps on this parameter, before its gradient is averaged"
-        fix = "call replicate first, then step_in_backward"
     elif isinstance(param, DTensor) and (
         # Of the ranks that hold its parts, this one alone may average.
         is_sharded(param) or len({*param.device_mesh.mesh.flatten().tolist()} & {*ranks}) != 1

@@ -19,7 +19,7 @@ import shutil
 import socket
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
@@ -181,10 +181,20 @@ def _is_ours(folder: Path) -> bool:
 # -- writing
 
 
-# Folders that this process has locked for the rest of its life, with the partial checkpoints that it writes there now.
-_WRITTEN: dict[Path, set[Path]] = {}
-# Held by who reads or changes names in the folder of a run: saves of several models may end at once.
-_GUARD = Lock()
+@dataclass
+class _Written:
+    """What this process writes.
+
+    Attributes:
+        partial: Folders that it has locked for the rest of its life, with the partial checkpoints that it writes there.
+        guard: Held by who reads or changes names in the folder of a run: saves of several models may end at once.
+    """
+
+    partial: dict[Path, set[Path]] = field(default_factory=dict)
+    guard: Lock = field(default_factory=Lock)
+
+
+_WRITTEN = _Written()
 
 
 def _lock(run: Path) -> set[Path]:
@@ -193,7 +203,7 @@ def _lock(run: Path) -> set[Path]:
     The system lets go of the lock when the process ends, however it ends, so a run that was killed stops nobody.
     """
     run.mkdir(parents=True, exist_ok=True)
-    if run.resolve() not in _WRITTEN:
+    if run.resolve() not in _WRITTEN.partial:
         descriptor = os.open(run / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,8 +217,8 @@ def _lock(run: Path) -> set[Path]:
                 raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        _WRITTEN[run.resolve()] = set()
-    return _WRITTEN[run.resolve()]
+        _WRITTEN.partial[run.resolve()] = set()
+    return _WRITTEN.partial[run.resolve()]
 
 
 def begin(run: Path, step: int) -> Path:
@@ -216,7 +226,7 @@ def begin(run: Path, step: int) -> Path:
 
     Raises where another run writes here, or the checkpoint would take something from somebody.
     """
-    with _GUARD:
+    with _WRITTEN.guard:
         in_use = _lock(run)
         _check_step(run, step)
         _tidy(run)
@@ -229,7 +239,7 @@ def begin(run: Path, step: int) -> Path:
 def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
     """Give a folder of ``begin``, whose files are synced, its final name; then leave ``keep`` checkpoints."""
     run, whole = folder.parent, folder.parent / f"step-{manifest.step:06d}"
-    with _GUARD:
+    with _WRITTEN.guard:
         lengths = {path.name: path.stat().st_size for path in folder.iterdir()}
         gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
         if gone:
@@ -247,15 +257,15 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
         # A name that promises a whole checkpoint goes before its files do.
         for path in earlier[: max(0, len(earlier) - (keep - 1))]:
             path.rename(_hidden(run, "removed", _step_of(path)))
-        _WRITTEN[run.resolve()].discard(folder)
+        _WRITTEN.partial[run.resolve()].discard(folder)
         _tidy(run)
     return whole
 
 
 def abandon(folder: Path, *, remove: bool) -> None:
     """End a save that did not come to its end."""
-    with _GUARD:
-        _WRITTEN[folder.parent.resolve()].discard(folder)
+    with _WRITTEN.guard:
+        _WRITTEN.partial[folder.parent.resolve()].discard(folder)
         if remove:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -289,5 +299,5 @@ def _tidy(run: Path) -> None:
         if _kind_of(hidden) == "replaced" and not whole.exists():
             # A kill came between the two renames of `publish`: what was to be replaced is still the checkpoint.
             hidden.rename(whole)
-        elif hidden not in _WRITTEN[run.resolve()]:
+        elif hidden not in _WRITTEN.partial[run.resolve()]:
             shutil.rmtree(hidden)

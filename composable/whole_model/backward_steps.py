@@ -10,7 +10,6 @@ Source: fusing the step into backward, arXiv 2306.09782.
 
 import inspect
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -24,7 +23,6 @@ from composable.comm import Grid, Ranks, check_inside, compare_in_each
 from composable.engine import (
     ELEMENT_WISE,
     Handle,
-    check_backward,
     handle_of,
     has_torch_optimizer,
     mark_stepped,
@@ -33,10 +31,10 @@ from composable.engine import (
 )
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.ground.contract import annotated_below
-from composable.ground.frames import in_backward, will_get_gradient
+from composable.ground.frames import in_backward
 from composable.ground.names import check_optimizer, describe_module
 from composable.ground.ownership import claim_of
-from composable.ground.torch_hooks import after_gradients, after_step, before_step
+from composable.ground.torch_hooks import after_step, before_step
 from composable.ground.torch_private import opaque
 from composable.optim import CHECKS_ITSELF, LocalStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable, replicate_state_of
@@ -127,7 +125,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
 
     The gradient is dropped then, so that ``param.grad`` is ``None`` after backward and no more gradients are alive
     than those of a bucket or a handle and the next one. Backwards in ``no_sync`` add up as ever, and the one that
-    synchronises steps. Parameters that no annotation manages are stepped when autograd has their gradient.
+    synchronises steps.
 
     All parameters of a bucket or a handle are stepped in one call of ``optimizer.step``, with the options that their
     param groups have then; hooks on the optimizer's steps run in each. ``optimizer.step()`` by hand is an error.
@@ -136,13 +134,13 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
     Collective: all ranks of the annotations, same order, between two steps, after annotating.
 
     Args:
-        optimizer: Any whose step treats each parameter by itself and needs no closure.
+        optimizer: Of annotated parameters; any whose step treats each by itself and needs no closure.
 
     Returns:
         What ends it; also a context manager, which ends it when it is left.
 
     Raises:
-        ConfigError: ``optimizer`` is none, or one that cannot step part of its parameters, or no parameter of it is
+        ConfigError: ``optimizer`` is none, or one that cannot step part of its parameters, or a parameter of it is not
             annotated; here or on another rank.
         UsageError: It or another one steps these parameters inside backward already; or they have a communication
             hook; or were replaced by an annotation; or a backward is running.
@@ -151,11 +149,6 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
     check_optimizer("optimizer", optimizer)
     with located(place_of_rank()):
         units = dict(found for param in _params_of(optimizer) if (found := unit_of(param)) is not None)
-        if not units:
-            raise ConfigError(
-                "no parameter of the optimizer is annotated",
-                fix="call fully_shard or replicate first, and build the optimizer of model.parameters()",
-            )
         made_alike(lambda: _check(optimizer, units), lambda _, failure: _agree(optimizer, units, failure))
     return BackwardSteps(optimizer, list(units))
 
@@ -178,12 +171,9 @@ class BackwardSteps:
         self._local = LocalStep(type(optimizer), merges=False) if type(optimizer) in ELEMENT_WISE else None
         # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
         self._narrowed: _Narrowed | None = None
-        # Plain parameters with gradients of backwards without synchronisation.
-        self._kept: dict[int, nn.Parameter] = {}
         self._hooks: list[Any] = []
         try:
-            self._hook_plain()
-            self._hooks += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
+            self._hooks = [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
             for param in self._params:
                 mark_stepped(param, self)
             for unit in units:
@@ -214,7 +204,6 @@ class BackwardSteps:
             unit.step_by([one for one in unit.steppers if one != self._step])
         self._units, self._params, self._hooks = [], [], []
         self._group_of.clear()
-        self._kept.clear()
 
     def __enter__(self) -> "BackwardSteps":
         return self
@@ -224,45 +213,8 @@ class BackwardSteps:
     ) -> None:
         self.remove()
 
-    def _hook_plain(self) -> None:
-        """Step parameters that nobody averages after their gradient arrives, also those that are frozen now."""
-        # Held weakly: Python's collector does not see that a parameter holds its hooks.
-        find = weakref.WeakMethod(self._step_plain)
-
-        @opaque
-        def arrive(param: torch.Tensor) -> None:
-            step = find()
-            if step is not None:
-                step(param)
-
-        for param in [param for param in self._params if unit_of(param) is None]:
-            was_trained = param.requires_grad
-            param.requires_grad_(True)
-            self._hooks += after_gradients([param], [arrive])
-            param.requires_grad_(was_trained)
-
-    def _step_plain(self, param: Any) -> None:
-        """Step a parameter that nobody averages."""
-        check_backward(f"of shape {list(param.shape)}")
-        if self._synchronises():
-            self._kept.pop(id(param), None)
-            self._step([param])
-        else:
-            self._kept[id(param)] = param
-
-    def _synchronises(self) -> bool:
-        return all(unit.synchronises for unit in self._units)
-
-    def _pop_kept(self) -> list[nn.Parameter]:
-        """Return the plain parameters that ``no_sync`` left, and that get no more in the backward that runs, if any."""
-        is_over = not in_backward()
-        found = [param for param in list(self._kept.values()) if is_over or not will_get_gradient(param)]
-        return [param for param in found if self._kept.pop(id(param), None) is not None and param.grad is not None]
-
     def _step(self, params: Sequence[nn.Parameter]) -> None:
         """Step those of ``params`` that are the optimizer's, and drop their gradients."""
-        if self._kept and self._synchronises():
-            params = [*params, *self._pop_kept()]
         group_of = self._group_of
         chosen: dict[int, list[nn.Parameter]] = {}
         for param in params:
@@ -344,6 +296,12 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
 
 def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> None:
     check_replaced(optimizer)
+    for param in _params_of(optimizer):
+        if unit_of(param) is None:
+            raise ConfigError(
+                f"a parameter of shape {list(param.shape)} of the optimizer is not annotated",
+                fix="call fully_shard or replicate first; give other parameters an optimizer of their own",
+            )
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
