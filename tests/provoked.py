@@ -131,7 +131,7 @@ def shard_with_gradients(_: str) -> None:
 def step_inside_backward(_: str) -> None:
     model = make_model()
     replicate(model[0])
-    step_in_backward(torch.optim.SGD(model.parameters()))
+    step_in_backward(torch.optim.SGD(model[0].parameters()))
     replicate(model)
 
 

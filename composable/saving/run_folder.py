@@ -19,7 +19,7 @@ import shutil
 import socket
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -181,7 +181,6 @@ def _is_ours(folder: Path) -> bool:
 # -- writing
 
 
-@dataclass
 class _Written:
     """What this process writes.
 
@@ -190,8 +189,9 @@ class _Written:
         guard: Held by who reads or changes names in the folder of a run: saves of several models may end at once.
     """
 
-    partial: dict[Path, set[Path]] = field(default_factory=dict)
-    guard: Lock = field(default_factory=Lock)
+    def __init__(self) -> None:
+        self.partial: dict[Path, set[Path]] = {}
+        self.guard = Lock()
 
 
 _WRITTEN = _Written()
