@@ -27,7 +27,6 @@ from composable import (
     replicate,
     save_checkpoint,
     set_divergence_timeout,
-    step_in_backward,
 )
 
 __all__ = ["FOLDER", "messages"]
@@ -126,13 +125,6 @@ def shard_with_gradients(_: str) -> None:
     model = make_model()
     model(inputs()).sum().backward()
     fully_shard(model)
-
-
-def step_inside_backward(_: str) -> None:
-    model = make_model()
-    replicate(model[0])
-    step_in_backward(torch.optim.SGD(model[0].parameters()))
-    replicate(model)
 
 
 def forget_to_materialize(_: str) -> None:
