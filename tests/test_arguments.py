@@ -1,5 +1,6 @@
 """Arguments of every public function that make no sense: typed errors, and nothing is changed by them."""
 
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -236,11 +237,20 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "set_symm_mem_for_comm": (dict, "value:"),
     "set_separate_reduce_scatter_group": (dict, "value:"),
 }
+
+
+def save_anew(**arguments: Any) -> object:
+    """Save to a folder of its own: a second checkpoint of the same step is refused."""
+    if arguments["folder"] == "run":
+        arguments["folder"] = tempfile.mkdtemp(dir=".")
+    return composable.save_checkpoint(**arguments).wait()
+
+
 SPECIAL = {
     "ShardPlan.on_hosts": lambda **arguments: plan(nn.Linear(2, 2), world_size=6).on_hosts(**arguments),
     "HandleOptions": lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
     "iter_full_params": lambda **arguments: list(composable.iter_full_params(**arguments)),
-    "save_checkpoint": lambda **arguments: composable.save_checkpoint(**arguments).wait(),
+    "save_checkpoint": save_anew,
     "BucketLayout": composable.BucketLayout((), 2).views,
     "no_sync": enter(composable.no_sync),
     "unshard_params": enter(composable.unshard_params),

@@ -205,7 +205,8 @@ MISUSES = {
         "parallelize_module and mesh['dp'] to fully_shard"
     ),
     "partial": (
-        "ConfigError: the parameter is a DTensor placed Partial(sum), and what can be sharded is Shard or Replicate\n"
+        "ConfigError: a DTensor of Tensor placed (Partial(sum),) cannot be sharded again, only a plain one with Shard or "
+        "Replicate\n"
         "  at:  rank 0, parameter 'weight' [4, 4] float32\n"
         "  fix: redistribute it before, or name it in ignored_params"
     ),

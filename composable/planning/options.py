@@ -261,6 +261,7 @@ def _as_offload(policy: object) -> OffloadPolicy:
             case ["CPUOffloadPolicy", "pin_memory"]:
                 return CPUOffloadPolicy(**asked)
             case ["CPUOffload", "offload_params"]:
+                check_bool("offload_params of the offload policy", asked["offload_params"])
                 return CPUOffloadPolicy() if asked["offload_params"] else NO_OFFLOAD
     raise ConfigError(
         f"offload_policy is {policy!r:.80}",
