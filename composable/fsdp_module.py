@@ -91,7 +91,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
                     # Other modules share it, or this call sees a part of it.
                     single += [param for param in flat.params if any(module in reached for module, _ in param.owners)]
         with _hidden([*single, *(param for flat in whole for param in flat.params)]):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no types
+            super()._apply(_once_per_buffer(fn), recurse)  # type: ignore[no-untyped-call]  # torch's has no types
         for flat in whole:
             flat.apply(fn)
         for param in single:
@@ -237,3 +237,18 @@ def _hidden(params: Sequence[ShardedParam]) -> Iterator[None]:
     finally:
         for param in params:
             param.place(param.sharded)
+
+
+def _once_per_buffer(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Let ``fn`` convert a buffer with several names once, so that it stays one tensor."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return fn(tensor)
+        if id(tensor) not in done:
+            # With the tensor itself: while it is held, nothing else gets its id.
+            done[id(tensor)] = (tensor, fn(tensor))
+        return done[id(tensor)][1]
+
+    return convert
