@@ -93,12 +93,13 @@ class FlatBuffer:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
         else:
             self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
-        self.params = [self._make_param(span, module_fqn, members, mesh) for span in plan.layout.spans]
+        rank = mesh.get_local_rank()  # Asked once: torch looks it up in its groups.
+        self.params = [self._make_param(span, module_fqn, members, mesh, rank) for span in plan.layout.spans]
         _choose_stored(self.params)
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
         if not is_deferred:
             self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
-        self._split = plan.layout.split_of(mesh.get_local_rank())
+        self._split = plan.layout.split_of(rank)
         self.routes = Routes(
             self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
         )
@@ -108,9 +109,11 @@ class FlatBuffer:
         self._buffer_bytes = plan.buffer_bytes
         self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
 
-    def _make_param(self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh) -> ShardedParam:
+    def _make_param(
+        self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, rank: int
+    ) -> ShardedParam:
         """Return a parameter with a piece in the shard, whose values are not its own yet."""
-        layout, rank = self.plan.layout, mesh.get_local_rank()
+        layout = self.plan.layout
         form, bounds = members.forms.get(span.fqn), layout.bounds(span)
         if form is not None and form.kind != "marked" and not self.shard.is_meta:
             # Forward reads it where the parameters are unsharded.
