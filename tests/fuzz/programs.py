@@ -189,6 +189,7 @@ class _Ran:
 def any_order(step: Step, *, is_direct: bool = False, has_no_sync: bool = False) -> None:
     """Run parts on samples or on what others gave out, and backward of what waits, as the generator has it."""
     rng, ran, waiting, freed, left = step.rng, [], [], frozenset[int](), 9
+    waits = False
     while left > 0 or waiting:
         left -= 1
         if left >= 0 and (not waiting or rng.random() < 0.55):
@@ -211,6 +212,8 @@ def any_order(step: Step, *, is_direct: bool = False, has_no_sync: bool = False)
             torch.autograd.backward(losses, retain_graph=retains)
         freed |= frozenset() if retains else gone
         waiting = waiting if is_again else others
+    if waits and not step.is_plain:  # The last backward was one without synchronisation.
+        reduce_gradients(step.model)
 
 
 def _run_a_part(step: Step, number: int, source: _Ran | None, *, is_direct: bool) -> _Ran:
