@@ -751,9 +751,8 @@ TABLES = {"fully_shard": SHARDED, "replicate": REPLICATED}
 # Values that do not go together where a third one is there, or that only a limit of torch keeps apart: cases with all
 # of them are left out.
 REFUSED: dict[str, list[Mapping[str, str]]] = {"fully_shard": [], "replicate": []}
-# torch's clipping takes no plain parameters beside those that are split.
+# torch's clipping and its fused kernels take no plain parameters beside those that are split, in plain torch too.
 REFUSED["replicate"].append({"mesh": "beside tensor parallelism", "clip": "torch's"})
-# Its fused kernels take no counters that were loaded as plain ones beside parameters that are split.
-REFUSED["replicate"].append({"mesh": "beside tensor parallelism", "optimizer": "AdamW fused", "between": "saved"})
+REFUSED["replicate"].append({"mesh": "beside tensor parallelism", "optimizer": "AdamW fused"})
 # A temperature of one number takes all of what bfloat16 rounds.
 REFUSED["replicate"].append({"model": "scalars", "precision": "bf16", "optimizer": "in backward"})
