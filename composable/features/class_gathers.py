@@ -126,16 +126,19 @@ class ClassGatheredBuffer(FlatBuffer):
     def _make_outputs(self, sent: Sequence[torch.Tensor]) -> None:
         """Allocate what the gathered tensors lie in, the first time; then give its memory back to it."""
         sizes = [(one.size(), one.dtype) for one in sent]
-        if not self._sizes:
+        # A class may send other shapes for backward than for forward, in the same memory.
+        room = [(size.numel(), dtype) for size, dtype in sizes]
+        before, self._sizes = self._sizes, sizes
+        if not before:
             self._outputs = [
                 torch.empty(one.numel() * self._world_size, dtype=one.dtype, device=self.device) for one in sent
             ]
             self._storages = [(one.untyped_storage(), one.nbytes) for one in self._outputs]
-            self._sizes = sizes
-        elif sizes != self._sizes:
+        elif room != [(size.numel(), dtype) for size, dtype in before]:
+            self._sizes = before
             raise self._error(
-                f"fsdp_pre_all_gather returned {_text(sizes)}, and {_text(self._sizes)} before",
-                "return tensors of the same sizes and dtypes each time",
+                f"fsdp_pre_all_gather returned {_text(sizes)}, and {_text(before)} before",
+                "return as many tensors, of the same numbers of elements and dtypes, each time",
             )
         else:
             self._allocate()
