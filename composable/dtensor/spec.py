@@ -35,6 +35,7 @@ __all__ = [
     "Split",
     "chunks_of",
     "layout_of",
+    "memory_of",
     "parts_of",
     "piece_at",
     "ragged_spec",
@@ -43,6 +44,7 @@ __all__ = [
     "slice_full",
     "spec_of_placements",
     "splits_of",
+    "values_of",
     "with_dim",
     "write_items_of",
 ]
@@ -395,6 +397,23 @@ def with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
+# -- pieces that are instances of a class of somebody else's
+
+
+def memory_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that a piece [local_shape] lies in: itself, or what is inside of a weight's own class."""
+    return local if type(local) is torch.Tensor else getattr(local, "_composable_memory", local)
+
+
+def values_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the values of a piece [local_shape] as a plain tensor of its dtype: its memory, or unpacked."""
+    memory = memory_of(local)
+    if memory is not local or not hasattr(type(local), "__tensor_flatten__"):
+        return memory
+    # Optimizer state in 8 bits, say: to copy is what every class has a rule for.
+    return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local.detach())
+
+
 # -- in torch.distributed.checkpoint, which knows tensors as axis-aligned boxes: a flat range is a few of these. Each is
 # saved, and read back at any world size, straight from and into the local piece: no tensor is communicated.
 
@@ -439,7 +458,7 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
     Raises:
         ConfigError: This rank owns no such box.
     """
-    flat = local.detach().view(-1)
+    flat = values_of(local).detach().view(-1)
     start = 0
     for chunk in chunks_of(layout):
         stop = start + chunk.sizes.numel()

@@ -19,7 +19,7 @@ from torch.distributed import tensor as dtensor
 
 from composable.comm import Ranks
 from composable.dtensor.gather import is_parameter
-from composable.dtensor.spec import layout_of, slice_full, spec_of_placements
+from composable.dtensor.spec import layout_of, memory_of, slice_full, spec_of_placements, values_of
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, dtensor_api, replace_body
@@ -125,10 +125,10 @@ def collect_blocks(
             ]
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
-            own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
+            own.flat(full)[own.lo : own.hi].copy_(values_of(tensor._local_tensor).detach().reshape(-1))
     exchange = PieceExchange(ranks)
     exchange.send(
-        [tensor._local_tensor.detach().reshape(-1) for tensor in tensors],
+        [values_of(tensor._local_tensor).detach().reshape(-1) for tensor in tensors],
         [taker for taker in takers if taker != ranks.rank],
     )
     if fulls is not None:
@@ -158,7 +158,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
     layout = tensors[0]._spec.layout
     exchange = PieceExchange(layout.ranks)
     # `.data` leaves the version counter alone: nothing that autograd saved is changed.
-    own = [tensor._local_tensor.data.view(-1) for tensor in tensors]
+    own = [memory_of(tensor._local_tensor).data.view(-1) for tensor in tensors]
     if layout.rank == src and values is not None:
         flat = [tensor._spec.layout.flat(values(index).detach()) for index, tensor in enumerate(tensors)]
         for owner in range(layout.ranks.size):

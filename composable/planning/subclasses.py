@@ -39,14 +39,12 @@ class Subclass:
         kind: How it is sharded.
         path: The attributes that lead to what is sharded; empty: the parameter itself.
         splits: How tensor parallelism has split it.
-        unset: Where the class gathers it: attributes that are None, to be filled between steps.
     """
 
     name: str
     kind: Kind
     path: tuple[str, ...] = ()
     splits: str = ""
-    unset: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         if self.kind == "split":
@@ -310,14 +308,13 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
             )
     # Scales may be as large as what they scale, and are floating-point numbers.
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
-    unset = tuple(key for key, value in param.__dict__.items() if value is None) if kind == "gathered" else ()
     state: dict[str, torch.Tensor] = {}
     attributes: dict[str, Any] = {}
     rebuild = _rebuild_of(param, (), (path, storage.shape), state, attributes)
     inner = {one.partition(".")[0] for one in (*state, *path[:1])}
     given = param.__dict__.items() if path else ()
     marks = {key: value for key, value in given if key not in inner and not key.startswith("_")}
-    return Form(Subclass(name, kind, path, unset=unset), type(param), None, rebuild, state, attributes, marks)
+    return Form(Subclass(name, kind, path), type(param), None, rebuild, state, attributes, marks)
 
 
 def _leaves(tensor: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
