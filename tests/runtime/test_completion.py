@@ -334,6 +334,26 @@ class Force(nn.Module):
         return self.head(torch.tanh(force))
 
 
+class LeavesSlope(nn.Module):
+    """Leaves a derivative in a list before it makes its output, so that a backward gets there by no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.lin = linear().requires_grad_(requires_grad=False), linear()
+        self.left: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = torch.tanh(self.lin(self.teacher(x))).square().sum()
+        self.left += torch.autograd.grad(energy, x, create_graph=True)
+        return x * 2
+
+
+def only_what_is_left(model: nn.Module, seed: int, scale: float) -> None:
+    model(x_of(seed))
+    left: Any = model.get_submodule("1").left
+    (left.pop().square().mean() * scale).backward()
+
+
 def frozen_with_trainable(model: nn.Module) -> None:
     fully_shard([model.get_submodule("teacher"), model.get_submodule("head")])
     fully_shard(model)
@@ -395,6 +415,11 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]
     "pass through, replicated in sharded": (PassThrough, nest_replicated, pass_through),
     "gradient penalty": (small, by_linear, gradient_penalty),
     "derivative through frozen parameters of a handle that has others": (Force, frozen_with_trainable, squares),
+    "derivative that leaves by no output": (
+        lambda: nn.Sequential(linear(), LeavesSlope()),
+        each("0", "1.teacher", "1", reshard_after_forward=True),
+        only_what_is_left,
+    ),
     "forward returns a parameter and views": (AroundParams, each("embed", "head"), evaluate_first),
 }
 # Ranks that are threads know no thread that one of them starts.
