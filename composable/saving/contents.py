@@ -12,7 +12,7 @@ No code in a file is run: what is no tensor is read as data, and the pickle ``.m
 import io
 import pickle
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -255,5 +255,23 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
         # Their order within the optimizer's groups, which need not be that of the saved ones.
         own_groups = [{**group, **next(groups), "params": group["params"]} for group in packed]
-        own_state = {index: state[name] for index, name in enumerate(fqns) if name in state}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        own_state = {
+            index: _in_its_class(optimizer.state.get(params[index], {}), state[name])
+            for index, name in enumerate(fqns)
+            if name in state
+        }
         optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+
+
+def _in_its_class(held: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter, in the optimizer's own tensors where these are packed: of 8 bits, say.
+
+    They are saved as the values that they stand for.
+    """
+    found = dict(read)
+    for key, value in held.items():
+        own = value._local_tensor if isinstance(value, DTensor) else value
+        if hasattr(type(own), "__tensor_flatten__") and isinstance(read.get(key), torch.Tensor):
+            found[key] = value.detach().copy_(read[key])
+    return found
