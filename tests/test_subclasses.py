@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils import _pytree as pytree
 
 from composable import (
@@ -36,9 +37,11 @@ from tests.subclasses import (
     Adapted,
     AffineLinear,
     AffineWeight,
+    HalfState,
     Int8Weight,
     Linear4bit,
     Marked,
+    MeanSquares,
     Params4bit,
     PlainImpl,
     Quantised,
@@ -736,3 +739,33 @@ def test_a_state_that_would_not_follow_its_bytes_is_refused() -> None:
     with pytest.raises(UsageError, match="was replaced by another Params4bit") as caught:
         model(batch(0, 0, WIDTH))
     assert "layers.0.base.weight" in str(caught.value.at)
+
+
+# -- state of optimizers
+
+
+def train_with_packed_state(folder: str, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Train from step ``first`` to ``last``, on the same inputs at any number of ranks; save after step 2."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), 0)
+    fully_shard(model, policy={nn.Linear})
+    optimizer = MeanSquares(model.parameters(), {"lr": 0.1})
+    if first:
+        get_optimizer_state_dict(model, optimizer)  # which makes state
+        load_checkpoint(folder, model, optimizer)
+    for step in range(first, last):
+        model(batch(step, 0, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and not first:
+            save_checkpoint(folder, 2, model, optimizer)
+    for state in optimizer.state.values():
+        assert type(state["squares"]) is RaggedDTensor and type(state["squares"].to_local()) is HalfState
+    squares = {f"squares of {fqn}": optimizer.state[param]["squares"] for fqn, param in model.named_parameters()}
+    return {fqn: full(value) for fqn, value in (squares | dict(model.named_parameters())).items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_packed_state_goes_on_where_it_was_at_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    expected = run_threads(train_with_packed_state, 2, str(tmp_path), 0, 4)[0]
+    found = run_threads(train_with_packed_state, ranks, str(tmp_path), 2, 4)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
