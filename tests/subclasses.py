@@ -198,7 +198,7 @@ class HalfState(torch.Tensor):
 
 
 class MeanSquares(torch.optim.Optimizer):
-    """An optimizer that makes such state with the placements of its parameters."""
+    """An optimizer that makes such state with the placements of its parameters, and counts under numbers."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
@@ -208,6 +208,7 @@ class MeanSquares(torch.optim.Optimizer):
                 codes = torch.zeros(param.to_local().shape, dtype=torch.bfloat16)
                 made = DTensor.from_local(HalfState(codes), param.device_mesh, param.placements)
                 self.state[param]["squares"] = made
+            self.state[param].setdefault(0, {0.5: 0})[0.5] += 1
             squares = self.state[param]["squares"]
             squares.copy_(squares.lerp(param.grad.square(), 0.5))
             with torch.no_grad():

@@ -759,6 +759,7 @@ def train_with_packed_state(folder: str, first: int, last: int) -> dict[str, tor
         if step == 1 and not first:
             save_checkpoint(folder, 2, model, optimizer)
     for state in optimizer.state.values():
+        assert state[0] == {0.5: 4}
         assert type(state["squares"]) is RaggedDTensor and type(state["squares"].to_local()) is HalfState
     squares = {f"squares of {fqn}": optimizer.state[param]["squares"] for fqn, param in model.named_parameters()}
     return {fqn: full(value) for fqn, value in (squares | dict(model.named_parameters())).items()}

@@ -12,6 +12,7 @@ No code in a file is run: what is no tensor is read as data, and the pickle ``.m
 import io
 import pickle
 import re
+from ast import literal_eval
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -157,15 +158,41 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
         for optimizer, described in zip(optimizers, names_of_all, strict=True):
             saved = optimizer.state_dict()
             fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
-            state["optimizer"]["state"].update({fqns[index]: value for index, value in saved["state"].items()})
+            named = {fqns[index]: _with_text_keys(value) for index, value in saved["state"].items()}
+            state["optimizer"]["state"].update(named)
             state["optimizer"]["param_groups"] += [
-                {**group, "params": list(every)}
+                {**_with_text_keys(group), "params": list(every)}
                 for group, every in zip(saved["param_groups"], described.groups, strict=True)
             ]
     for name, value in flatten_state_dict(state)[0].items():
         if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
             as_data(value, name)
     return state
+
+
+# Before a number that is a key: a checkpoint's names are text.
+_NUMBER = "number "
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return ``value`` with text for those keys of its dicts that are numbers, as some optimizers count by them."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        f"{_NUMBER}{key!r}" if type(key) in (int, float) else key: _with_text_keys(each) for key, each in value.items()
+    }
+
+
+def _with_own_keys(value: Any) -> Any:
+    """Undo ``_with_text_keys``, also inside of lists."""
+    if isinstance(value, list):
+        return [_with_own_keys(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        literal_eval(key.removeprefix(_NUMBER)) if str(key).startswith(_NUMBER) else key: _with_own_keys(each)
+        for key, each in value.items()
+    }
 
 
 def staged(state: Any) -> Any:
@@ -247,7 +274,7 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
     """Give what was read into ``targets`` to the model and the optimizers."""
     nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
     set_model_state_dict(model, nested.get("model", {}))
-    saved = nested.get("optimizer", {})
+    saved = _with_own_keys(nested.get("optimizer", {}))
     state, groups = saved.get("state", {}), iter(saved.get("param_groups", []))
     names = names_of_params(model)
     for optimizer in optimizers:
