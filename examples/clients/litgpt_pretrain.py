@@ -137,7 +137,7 @@ def main() -> None:
     dist.broadcast_object_list(names)
     folder = Path(names[0])
     if dist.get_rank() == 0:
-        # litgpt initialises the sharded model, where torch's draws other numbers than one process does.
+        # Else litgpt initialises the sharded model. There torch's draws the same numbers for each rank's shard on CPU.
         torch.save(GPT(CONFIG).state_dict(), folder / "lit_model.pth")
     dist.barrier()
     half, whole = STEPS // 2, train(engine, folder / "whole", steps=STEPS)
