@@ -34,12 +34,9 @@ def train(engine: ModuleType, report: Report, folder: str, storage: torch.dtype)
     model = get_peft_model(base, config)
     packed = [param.dtype for param in model.parameters() if isinstance(param, Params4bit)]
     assert packed == [storage] * 3 * 7, packed  # seven linear layers in each of three blocks
-    options = {}
-    if engine.__name__ == "composable":
-        options["options"] = engine.HandleOptions(shard_as_bytes=[Params4bit])
     for layer in base.model.layers:
-        engine.fully_shard(layer, **options)
-    engine.fully_shard(model, **options)
+        engine.fully_shard(layer)
+    engine.fully_shard(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-2)
     model.train()
