@@ -43,10 +43,10 @@ bench: $(INSTALLED)
 	python benchmarks/checkpoint.py $(ARGS)
 
 # The build tools come first: with build isolation pip would fetch them, and torch, anew.
-# Another torch has its own bounds for setuptools: 2.11 wants one below 82.
+# Another torch has its own bounds for setuptools (2.11 wants one below 82), and its own torchvision.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),{ sed -E '/^(torch|setuptools)==/d' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	$(if $(TORCH),{ sed -E '/^(torch|torchvision|setuptools)==/d' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	python -m pip install --quiet -c $(CONSTRAINTS) $(if $(TORCH),torch 'setuptools>=77',setuptools) wheel
-	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,examples]'
+	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,examples,clients]'
 	touch $@

@@ -33,7 +33,7 @@ def test_another_torch_gets_an_environment_of_its_own() -> None:
         assert [command for command in commands if not command.startswith("{ sed")] == [
             f"python3 -m venv {venv}",
             f"python -m pip install --quiet -c {pins} {packages} wheel",
-            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples]'",
+            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples,clients]'",
             f"touch {venv}/installed",
             "python -m tests.side_by_side --tier first -k layout",
         ]
@@ -48,14 +48,14 @@ def test_what_must_pass_runs_each_test_once() -> None:
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
 
 
-def test_the_pins_of_another_torch_are_all_but_torch_and_the_build_tool(tmp_path: Path) -> None:
+def test_the_pins_of_another_torch_are_all_but_what_goes_with_torch(tmp_path: Path) -> None:
     line = next(line for line in planned("test", "TORCH=2.11.0") if line.startswith("{"))
     written = tmp_path / "constraints.txt"
     command = re.sub(r"> \S+$", f"> {written}", line)
     subprocess.run(command, shell=True, check=True, cwd=REPO)
     before, after = (set(text.splitlines()) for text in (PINS, written.read_text()))
     assert after - before == {"torch==2.11.0"}
-    assert {pin.split("==")[0] for pin in before - after} == {"torch", "setuptools"}
+    assert {pin.split("==")[0] for pin in before - after} == {"torch", "torchvision", "setuptools"}
 
 
 def test_git_ignores_such_an_environment() -> None:
