@@ -7,6 +7,7 @@ import changed.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ from composable.ground.names import check_bool, check_device, check_module, desc
 __all__ = [
     "REFUSED_SETTERS",
     "FSDPModule",
+    "StepState",
     "UnshardHandle",
     "add_mixin",
     "register_fsdp_forward_method",
@@ -47,10 +49,59 @@ class UnshardHandle:
             scheduler.unshard(handle)
 
 
+class _Phase(str):
+    """The name of a phase of a step; equal to a member of that name of somebody's enum."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == getattr(other, "name", other)
+
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True)
+class StepState:
+    """Where a fully sharded module is in a step.
+
+    Attributes:
+        phase: ``"FORWARD"``; ``"PRE_BACKWARD"`` until the backward ends, also where forward runs again; or ``"IDLE"``.
+        reshard_after_forward: Its parameters are freed between forward and backward, and gathered again.
+    """
+
+    phase: str
+    reshard_after_forward: bool
+
+    # What TransformerEngine's weights read of the modules of torch's ``fully_shard``.
+
+    @property
+    def _fsdp_param_group(self) -> "StepState":
+        return self
+
+    @property
+    def _training_state(self) -> str:
+        return self.phase
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.reshard_after_forward
+
+
 class FSDPModule(GatherSettings, ReductionSettings):
     """Mixin of every fully sharded module, annotated by hand or picked by a policy."""
 
     _composable_kind = "sharded"
+
+    def step_state(self) -> StepState:
+        """Return where the module is in a step: classes of weights that gather themselves ask. Not collective."""
+        state = state_of(self)
+        handle, phase = state._module_to_handle.get(self), "IDLE"
+        if state.root is not None:
+            step = state.root.scheduler.step
+            phase = "PRE_BACKWARD" if step.is_backward else "FORWARD" if step.running else phase
+        return StepState(_Phase(phase), handle is not None and handle.settings.reshard_after_forward)
+
+    _get_fsdp_state = step_state  # as TransformerEngine asks
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         return copy_module(self, original_class(type(self)), memo)

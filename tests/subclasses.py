@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils import _pytree as pytree
 
 from tests.models import random_input, seeded
@@ -95,6 +96,48 @@ class TwoPartWeight(Int8Weight):
         if out is not None:
             out.data.copy_(whole[: out.shape[0]])
             return None
+        return whole, (whole,)
+
+
+class TurnedWeight(Int8Weight):
+    """Rows for forward, columns for backward, in as many elements: as weights of TransformerEngine in MXFP8."""
+
+    phases: list[str] = []  # noqa: RUF012  # in which it was asked, in this process
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        state = module._get_fsdp_state()._fsdp_param_group
+        is_backward = state._reshard_after_forward and state._training_state == TrainingState.PRE_BACKWARD
+        self.phases.append(state._training_state.name if hasattr(state._training_state, "name") else state.phase)
+        rows, columns = self._values.shape
+        return (self._values.t().contiguous() if is_backward else self._values,), (is_backward, rows, columns)
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        (sent,), (is_backward, rows, columns) = gathered, metadata
+        assert sent.shape[1] == (rows if is_backward else columns)
+        whole = sent.view(-1, columns, rows).transpose(1, 2).reshape(-1, columns) if is_backward else sent
+        if out is None:
+            whole = whole.clone()
+            return whole, (whole,)
+        out.data.copy_(whole)
+        return None
+
+
+class ScaledWeight(Int8Weight):
+    """Scaled by what is written to the shard between steps, as torchao's float8 weights by a scale for all of them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values)
+        self.scale: torch.Tensor | None = None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return (self._values,), self.scale
+
+    def fsdp_post_all_gather(self, gathered: Any, scale: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        whole = gathered[0] if scale is None else gathered[0] * scale
+        if out is not None:
+            out.data.copy_(whole)
+            return None
+        whole = whole.clone()
         return whole, (whole,)
 
 

@@ -73,8 +73,8 @@ RUNS_ON_GLOO = ("ALLREDUCE", "FP16_COMPRESS", "POWER_SGD", "POWER_SGD_RANK2", "N
 def test_every_hook_of_torchs_list_does_what_it_does_below_the_wrapper(name: str) -> None:
     ours, theirs = (run_ranks(try_hook, 2, name, as_wrapper=one) for one in (False, True))
     if name == "BF16_COMPRESS":
-        # The wrapper refuses it without CUDA; gloo itself sums bfloat16.
-        assert all(kind.startswith("TypeError") for kind, _ in theirs)
+        # Before torch 2.15 the wrapper refuses it without CUDA; gloo itself sums bfloat16.
+        assert {kind.partition(":")[0] for kind, _ in theirs} in ({"TypeError"}, {""})
         exact = run_ranks(try_hook, 2, "ALLREDUCE", as_wrapper=False)
         torch.testing.assert_close(ours[0][1], exact[0][1], rtol=2e-2, atol=1e-4)
         return

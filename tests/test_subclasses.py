@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ from tests.subclasses import (
     Params4bit,
     PlainImpl,
     Quantised,
+    ScaledWeight,
+    TurnedWeight,
     TwoPartWeight,
     batch,
     int8_model,
@@ -114,17 +117,37 @@ def test_weights_that_their_class_gathers_train_as_in_one_process(reshard: bool)
         torch.testing.assert_close(full(param), other.detach(), rtol=1e-5, atol=1e-6)
 
 
+def train_with_scales(model: nn.Module) -> list[float]:
+    """Train, and between steps write to each shard what its norm is, of all weights at once."""
+    losses = []
+    for step in range(STEPS):
+        weights = [linear.weight for linear in model]
+        norms = torch.stack(torch._foreach_norm(weights, float("inf")))  # type: ignore[arg-type]  # a list
+        for weight, norm in zip(weights, norms.full_tensor()):  # type: ignore[attr-defined]  # a DTensor
+            weight._local_tensor.scale = 1 / norm  # type: ignore[union-attr]
+        losses += train(model, 5, steps=step + 1)[-1:]
+    return losses
+
+
+@pytest.mark.parametrize("kind", [Int8Weight, TwoPartWeight, TurnedWeight, ScaledWeight])
 @on_ranks(2, run=run_ranks)
-def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch() -> None:
+def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch(kind: type) -> None:
     # torch takes no uneven rows of such a class.
     shapes = [(6, 5), (4, 6)]
-    theirs, ours = int8_model(shapes), int8_model(shapes)
+    theirs, ours = int8_model(shapes, kind), int8_model(shapes, kind)
     for linear in theirs:
         fsdp.fully_shard(linear)
     fsdp.fully_shard(theirs)
-    fully_shard(ours, policy={nn.Linear})
-    theirs, ours = train(theirs, 5), train(ours, 5)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    fully_shard(ours, policy={nn.Linear}, reshard_after_forward=True)
+    for model in (ours, theirs):
+        for linear in model:
+            assert type(linear.weight._local_tensor) is type(linear.weight.to_local()) is kind
+    TurnedWeight.phases.clear()
+    run = train_with_scales if kind is ScaledWeight else partial(train, width=5)
+    losses = [(run(model), TurnedWeight.phases[:], TurnedWeight.phases.clear())[:2] for model in (ours, theirs)]
+    torch.testing.assert_close(losses[0][0], losses[1][0], rtol=1e-6, atol=1e-6)
+    # torch does not free what belongs to the root, and so does not ask it for backward.
+    assert set(losses[0][1]) == set(losses[1][1]) and (kind is TurnedWeight) == ("PRE_BACKWARD" in losses[0][1])
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (1, 4)])
@@ -249,7 +272,7 @@ def test_weights_that_their_class_gathers_may_get_their_values_later(way: str) -
 @on_ranks()
 def test_adapters_beside_quantised_weights_train_as_in_one_process() -> None:
     model, reference = seeded(Quantised, 0), seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model, policy={Adapted})
     assert_trains_as(model, reference, WIDTH)
     trained = dict(reference.named_parameters())
     for fqn, value in full_state_dict(model).items():
@@ -599,7 +622,7 @@ def linear_with(param: nn.Parameter) -> nn.Module:
     [
         (linear_with(Unknown(torch.zeros(4, 4))), {}, "Unknown is a tensor subclass"),
         (linear_with(nn.Parameter(torch.zeros(4, 4).as_subclass(Half))), {}, "Half is a tensor subclass"),
-        (linear_with(scaled_on_meta()), {}, "Scaled has .* beside 'whole', with rows"),
+        (linear_with(scaled_on_meta()), {}, "it is on the meta device"),
         (
             linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
             {"shard_as_bytes": BYTES},
@@ -631,18 +654,36 @@ def test_a_class_that_cannot_be_made_around_other_memory_is_refused_before_anyth
         plan(model, world_size=2, shard_as_bytes=[AffineWeight])
 
 
-def own_functions(param: Any) -> None:
-    for hook in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        setattr(param, hook, getattr(Int8Weight, hook).__get__(param))
+def gather_halved(self: torch.Tensor, mesh: Any) -> Any:
+    return (self * self.factor,), None  # type: ignore[attr-defined]
+
+
+def show_gathered(self: torch.Tensor, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    return None if out is not None else (gathered[0], gathered)
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Marked])
-def test_functions_of_a_parameter_alone_are_refused_by_the_plan(kind: type[nn.Parameter]) -> None:
-    param = kind(torch.zeros(4, 4))
-    own_functions(param)
-    with pytest.raises(ConfigError, match="fsdp_pre_all_gather is an attribute of the parameter alone") as caught:
+@on_ranks(3)
+def test_functions_of_one_parameter_gather_its_pieces(kind: Any) -> None:
+    whole = random_input(0, 4, 4)
+    param = kind(whole.clone())
+    param.factor = 0.5
+    param.fsdp_pre_all_gather = gather_halved.__get__(param)
+    param.fsdp_post_all_gather = show_gathered.__get__(param)
+    model = linear_with(param)
+    fully_shard(model)
+    x = batch(0, 0, 4)
+    torch.testing.assert_close(model(x), F.linear(x, whole / 2))
+    model(x).sum().backward()
+    assert full(model.weight.grad).shape == (4, 4)
+
+
+def test_one_function_of_the_two_is_not_enough() -> None:
+    param = nn.Parameter(torch.zeros(4, 4))
+    param.fsdp_pre_all_gather = gather_halved.__get__(param)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="which a flat buffer cannot hold") as caught:
         plan(linear_with(param), world_size=2)
-    assert "'weight'" in str(caught.value.at)
+    assert "both" in str(caught.value.fix)
 
 
 class Fickle(TwoPartWeight):

@@ -2,7 +2,16 @@
 
 from composable.dtensor.gather import fallback_counts, note_written, strict_mode
 from composable.dtensor.norms import NormParts, cut_dims, summed_in
-from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
+from composable.dtensor.spec import (
+    RaggedLayout,
+    RaggedSpec,
+    memory_of,
+    ragged_spec,
+    slice_block,
+    slice_full,
+    splits_of,
+    values_of,
+)
 from composable.dtensor.tensor import (
     RaggedDTensor,
     assign_grad,
@@ -28,6 +37,7 @@ __all__ = [
     "collect_blocks",
     "cut_dims",
     "fallback_counts",
+    "memory_of",
     "note_finished",
     "note_unfinished",
     "note_written",
@@ -40,6 +50,7 @@ __all__ = [
     "strict_mode",
     "summed_in",
     "teach_torch",
+    "values_of",
     "was_zeroed",
     "watch_zeroing",
     "wrap_ragged",

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
-from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
+from composable.dtensor.spec import RaggedLayout, memory_of, parts_of, replicated_spec, slice_full, values_of, with_dim
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_in_model_averager
 from composable.ground.names import check_bool
@@ -99,7 +99,7 @@ def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     if local.is_meta:
         return layout.empty_block(local.dtype, home)
     # Offloaded to the host: the group talks in device tensors only.
-    source = local.detach().reshape(-1)
+    source = values_of(local).detach().reshape(-1)
     source = source if home.type == device.type else source.to(device)
     block = layout.unflat(_gather_flat(source, layout.bounds, layout.ranks))
     return block if home.type == device.type else block.to(home)
@@ -384,7 +384,7 @@ def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None)
 
     Autograd compares versions, and views of these ragged tensors no longer show their values. Any shapes and dtypes.
     """
-    increment_version(locals_)
+    increment_version([memory_of(local) for local in locals_])
     if RECORD.sources:
         changed = set(map(id, locals_))
         for reference in RECORD.sources.valuerefs():

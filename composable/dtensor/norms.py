@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
 from composable.dtensor.gather import gather_and_run, replicate, shares_cut, widest
-from composable.dtensor.spec import RaggedLayout, replicated_spec
+from composable.dtensor.spec import RaggedLayout, replicated_spec, values_of
 from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
 __all__ = ["NormParts", "any_or_all", "cut_dims", "norm_of_list", "summed_in", "unscale", "vector_norm"]
@@ -128,7 +128,7 @@ def _norms_of_group(
     """Return the norms [len(tensors)] in fp64."""
     device = tensors[0]._local_tensor.device
     owned = [index for index, tensor in enumerate(tensors) if tensor._spec.layout.lo < tensor._spec.layout.hi]
-    pieces = [tensors[index]._local_tensor for index in owned]
+    pieces = [values_of(tensors[index]._local_tensor) for index in owned]
     if dtype is None:
         dtype = next((kind for piece in pieces if (kind := summed_in(piece.dtype))), None)
     whole = NormParts(order)
@@ -147,7 +147,7 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
 
     Collective: one all-reduce of the result's size, in fp64.
     """
-    layout, local, whole = this._spec.layout, this._local_tensor, NormParts(order)
+    layout, local, whole = this._spec.layout, values_of(this._local_tensor), NormParts(order)
     parts = whole.nothing([1 if dim in dims else size for dim, size in enumerate(layout.shape)], local.device)
     if layout.lo < layout.hi:
         # Zeros fill the piece up to whole rows of the first dim.

@@ -10,11 +10,12 @@ Terms: a *local* tensor is this rank's piece, ``[rows, *rest]`` when every bound
 row of the block and 1-D otherwise; a *full* tensor has the parameter's shape.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import add
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ReduceOp
@@ -33,6 +34,8 @@ __all__ = [
     "RaggedSpec",
     "Split",
     "chunks_of",
+    "layout_of",
+    "memory_of",
     "parts_of",
     "piece_at",
     "ragged_spec",
@@ -41,6 +44,7 @@ __all__ = [
     "slice_full",
     "spec_of_placements",
     "splits_of",
+    "values_of",
     "with_dim",
     "write_items_of",
 ]
@@ -100,6 +104,7 @@ class RaggedLayout:
         is_stored: Checkpoints take this rank's piece; not where another rank has a copy of the block that is cut
             elsewhere, whose pieces would overlap.
         label: The parameter that was cut first; its gradient and the optimizer's state have its layout.
+        specs: Those with this layout, by dtype.
     """
 
     def __init__(
@@ -127,9 +132,12 @@ class RaggedLayout:
         self.is_stored = True
         self.label: Label | None = None
         others = {split.mesh_dim: Shard(split.dim) for split in splits}
+        cut = RaggedShard(bounds, order)
+        cut.layout = weakref.ref(self)
         self.placements: tuple[Placement, ...] = tuple(
-            RaggedShard(bounds, order) if dim == mesh_dim else others.get(dim, Replicate()) for dim in range(mesh.ndim)
+            cut if dim == mesh_dim else others.get(dim, Replicate()) for dim in range(mesh.ndim)
         )
+        self.specs: dict[torch.dtype, RaggedSpec] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keeps the rank that wrote it, whose piece it describes.
@@ -253,19 +261,20 @@ class RaggedSpec(DTensorSpec):
         self.layout = layout
         self.dtype = dtype
         self.is_idle = layout.lo == layout.hi and dtype.is_floating_point
-        self._casts: dict[torch.dtype, RaggedSpec] = {dtype: self}
+        self._casts = layout.specs
+        self._casts[dtype] = self
 
     # A dataclass with its own __eq__ in the base; without this line the subclass would not be hashable.
     __hash__ = DTensorSpec.__hash__
 
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        # A dataclass's copy names its fields. It is torch's own, of which a DTensor of ours is made again.
+        return DTensorSpec(**fields) if fields else super().__new__(cls)
+
     def cast(self, dtype: torch.dtype) -> "RaggedSpec":
         """Return the spec of the same cut in another dtype; the same object for the same dtype."""
         spec = self._casts.get(dtype)
-        if spec is None:
-            spec = RaggedSpec(self.layout, dtype)
-            spec._casts = self._casts
-            self._casts[dtype] = spec
-        return spec
+        return RaggedSpec(self.layout, dtype) if spec is None else spec
 
     def __copy__(self) -> "RaggedSpec":
         return RaggedSpec(self.layout, self.dtype)
@@ -334,6 +343,9 @@ def spec_of_placements(
         ConfigError: They are others than one ``RaggedShard``, ``Replicate`` and ``Shard``, or do not fit.
     """
     cuts = [(dim, placement) for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
+    known = layout_of(mesh, placements)
+    if known is not None and known.shape == torch.Size(shape):
+        return known.specs.get(dtype) or RaggedSpec(known, dtype)
     others = [p for p in placements if type(p) not in (RaggedShard, Replicate, Shard)]
     if len(cuts) != 1 or others or len(placements) != mesh.ndim:
         raise ConfigError(
@@ -342,6 +354,16 @@ def spec_of_placements(
         )
     dim, cut = cuts[0]
     return ragged_spec(mesh, shape, dtype, cut.bounds, mesh_dim=dim, order=cut.order, splits=splits_of(placements))
+
+
+def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedLayout | None:
+    """Return the layout of the parameter, on this rank, that the placements were taken from; ``None``: not known."""
+    for placement in placements:
+        reference = placement.layout if isinstance(placement, RaggedShard) else None
+        layout: RaggedLayout | None = None if reference is None else reference()
+        if layout is not None and layout.placements == tuple(placements) and layout.mesh == mesh:
+            return layout if mesh.get_local_rank(layout.mesh_dim) == layout.rank else None
+    return None
 
 
 def splits_of(placements: Sequence[Placement]) -> dict[int, int]:
@@ -373,6 +395,23 @@ def parts_of(size: int, count: int) -> list[tuple[int, int]]:
 
 def with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+# -- pieces that are instances of a class of somebody else's
+
+
+def memory_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that a piece [local_shape] lies in: itself, or what is inside of a weight's own class."""
+    return local if type(local) is torch.Tensor else getattr(local, "_composable_memory", local)
+
+
+def values_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the values of a piece [local_shape] as a plain tensor of its dtype: its memory, or unpacked."""
+    memory = memory_of(local)
+    if memory is not local or not hasattr(type(local), "__tensor_flatten__"):
+        return memory
+    # Optimizer state in 8 bits, say: to copy is what every class has a rule for.
+    return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local.detach())
 
 
 # -- in torch.distributed.checkpoint, which knows tensors as axis-aligned boxes: a flat range is a few of these. Each is
@@ -419,7 +458,7 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
     Raises:
         ConfigError: This rank owns no such box.
     """
-    flat = local.detach().view(-1)
+    flat = values_of(local).detach().view(-1)
     start = 0
     for chunk in chunks_of(layout):
         stop = start + chunk.sizes.numel()

@@ -6,8 +6,8 @@ together. Beside the whole tensors nothing is allocated, except for what travels
 device change, and then no more than one list's pieces. An *owner* is a rank in the tensors' shard group; pieces
 without elements are not sent.
 
-torch's own ``distribute_tensor`` and ``redistribute`` are taught the placement; calls without a ``RaggedShard`` go to
-torch unchanged.
+torch's own ``distribute_tensor``, ``redistribute`` and all that makes a ``DTensor``, ``DTensor.from_local`` say, are
+taught the placement; calls without a ``RaggedShard`` go to torch unchanged. Optimizers of others make their state so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ from torch.distributed import tensor as dtensor
 
 from composable.comm import Ranks
 from composable.dtensor.gather import is_parameter
-from composable.dtensor.spec import slice_full, spec_of_placements
+from composable.dtensor.spec import layout_of, memory_of, slice_full, spec_of_placements, values_of
 from composable.dtensor.tensor import RaggedDTensor
-from composable.errors import UsageError, place_of_rank
-from composable.ground.torch_private import DeviceMesh, Placement, replace_body
-from composable.planning import RaggedShard
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, dtensor_api, replace_body
+from composable.planning import RaggedShard, strides_of
 
 __all__ = ["PieceExchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
 
@@ -125,10 +125,10 @@ def collect_blocks(
             ]
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
-            own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
+            own.flat(full)[own.lo : own.hi].copy_(values_of(tensor._local_tensor).detach().reshape(-1))
     exchange = PieceExchange(ranks)
     exchange.send(
-        [tensor._local_tensor.detach().reshape(-1) for tensor in tensors],
+        [values_of(tensor._local_tensor).detach().reshape(-1) for tensor in tensors],
         [taker for taker in takers if taker != ranks.rank],
     )
     if fulls is not None:
@@ -158,7 +158,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
     layout = tensors[0]._spec.layout
     exchange = PieceExchange(layout.ranks)
     # `.data` leaves the version counter alone: nothing that autograd saved is changed.
-    own = [tensor._local_tensor.data.view(-1) for tensor in tensors]
+    own = [memory_of(tensor._local_tensor).data.view(-1) for tensor in tensors]
     if layout.rank == src and values is not None:
         flat = [tensor._spec.layout.flat(values(index).detach()) for index, tensor in enumerate(tensors)]
         for owner in range(layout.ranks.size):
@@ -216,7 +216,7 @@ def _distribute(
 
 
 def teach_torch() -> None:
-    """Make ``distribute_tensor`` and ``redistribute`` accept ``RaggedShard``; once.
+    """Make what takes placements accept ``RaggedShard``; once.
 
     Who imported ``distribute_tensor`` before holds torch's function itself, so it is that function
     whose body changes, not a name in a module.
@@ -226,6 +226,12 @@ def teach_torch() -> None:
         dtensor.DTensor.redistribute = _with_ragged_target(  # type: ignore[method-assign]  # meant
             dtensor.DTensor.redistribute
         )
+        dtensor.DTensor.__new__ = staticmethod(_with_ragged_instances(dtensor.DTensor.__new__))  # type: ignore[method-assign]
+        for name, around in (
+            ("compute_global_tensor_info", _with_ragged_shape),
+            ("_dtensor_init_helper", _with_ragged_values),
+        ):
+            setattr(dtensor_api, name, around(getattr(dtensor_api, name)))
 
 
 def _distribute_tensor(
@@ -272,3 +278,66 @@ def _with_ragged_target(original: Any) -> Any:
         return _distribute(tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
 
     return redistribute
+
+
+def _is_ragged(placements: Sequence[Placement] | None) -> bool:
+    return any(type(placement) is RaggedShard for placement in placements or ())
+
+
+def _with_ragged_instances(original: Any) -> Any:
+    """Wrap what makes every ``DTensor`` in Python: of our placements it makes ours, around the same memory."""
+
+    def new(cls: Any, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> Any:
+        if cls is not dtensor.DTensor or not _is_ragged(spec.placements):
+            return original(cls, local_tensor, spec, requires_grad=requires_grad)
+        ragged = spec_of_placements(spec.mesh, spec.shape, local_tensor.dtype, spec.placements)
+        layout = ragged.layout
+        if local_tensor.shape != layout.local_shape:
+            who = "" if layout.label is None else f", cut as parameter {str(layout.label)!r}"
+            raise ConfigError(
+                f"a local tensor of shape {list(local_tensor.shape)} for a piece of shape {list(layout.local_shape)}",
+                at=f"rank {layout.global_rank}, tensor of shape {list(layout.shape)}{who}",
+                fix="give a tensor of the shape that to_local() of the parameter has; what has another shape (a number "
+                "a row, say) has a cut of its own: distribute_tensor(whole, mesh, [Replicate()])",
+            )
+        return RaggedDTensor.wrap(local_tensor, ragged, requires_grad)
+
+    return new
+
+
+def _with_ragged_shape(original: Any) -> Any:
+    """Wrap what finds the shape and strides of the whole, which no number of equal pieces gives."""
+
+    @wraps(original)
+    def compute_global_tensor_info(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
+        if not _is_ragged(placements):
+            return original(local, mesh, placements)
+        layout = layout_of(mesh, placements)
+        if layout is None:
+            raise ConfigError(
+                "the shape of the whole is not known: the placements are of no parameter that is there",
+                at=place_of_rank(),
+                fix="DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())",
+            )
+        return list(layout.shape), list(strides_of(layout.shape, layout.order))
+
+    return compute_global_tensor_info
+
+
+def _with_ragged_values(original: Any) -> Any:
+    """Wrap what ``torch.distributed.tensor.zeros`` and its kin share: random numbers are those of the whole."""
+
+    @wraps(original)
+    def init(fill: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if not _is_ragged(placements) or device_mesh is None:
+            return original(fill, size, device_mesh=device_mesh, placements=placements, **options)
+        dtype = options.get("dtype") or torch.get_default_dtype()
+        spec = spec_of_placements(device_mesh, size, dtype, placements)
+        is_random = fill in (torch.rand, torch.randn)
+        requires_grad = options.pop("requires_grad", False)
+        value = [options.pop("fill_value")] if fill is torch.full else []
+        made = fill(size if is_random else spec.layout.local_shape, *value, device=device_mesh.device_type, **options)
+        local = slice_full(made, spec.layout).clone() if is_random else made
+        return RaggedDTensor.wrap(local, spec.cast(local.dtype), requires_grad)
+
+    return init

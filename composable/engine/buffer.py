@@ -177,7 +177,7 @@ class FlatBuffer:
     def is_usable(self) -> bool:
         """Every sharded parameter shows the shard, and the shard is where it rests."""
         for param in self.params:
-            if param.sharded._local_tensor is not param.local:  # type: ignore[attr-defined]  # cheaper than a check
+            if param.sharded._local_tensor is not param.shown:  # type: ignore[attr-defined]  # cheaper than a check
                 return False
         return not self.is_away
 
@@ -218,8 +218,8 @@ class FlatBuffer:
             if self.shard.is_meta or self.is_away:
                 self._rest_on(self.home.zeros(self.shard.numel(), self.dtype))
             for param, piece in zip(self.params, pieces, strict=True):
-                if piece is not param.local:
-                    param.local.data.copy_(piece)
+                if piece is not param.shown:
+                    param.local.data.copy_(param.memory_of(piece))
                     param.show(param.local)
 
     def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -255,7 +255,7 @@ class FlatBuffer:
         # Remembered, since asking a tensor for its device costs microseconds.
         self.is_away = shard.device.type != self.home.device.type
         for param in self.params:
-            param.local = param.piece_of(shard)
+            param.lie_in(shard)
 
     def make_leaves(self) -> None:
         """Create the unsharded parameters of a class without elements: nothing is ever gathered."""

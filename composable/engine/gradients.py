@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from composable.dtensor import RaggedDTensor, assign_grad, was_zeroed, watch_zeroing
+from composable.dtensor import RaggedDTensor, assign_grad, memory_of, was_zeroed, watch_zeroing
 from composable.engine.param import ShardedParam
 from composable.engine.routes import Routes
 from composable.errors import UsageError, place_of_rank
@@ -474,7 +474,7 @@ class Gradients:
             for step in self.steppers:
                 step(complete)
             # Also where this rank has no element to step.
-            increment_version([param.ragged._local_tensor for param, _ in chosen])
+            increment_version([memory_of(param.ragged._local_tensor) for param, _ in chosen])
 
 
 def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:

@@ -24,6 +24,7 @@ from composable.dtensor import (
     RaggedSpec,
     assign_grad,
     slice_block,
+    values_of,
     was_zeroed,
     watch_zeroing,
     wrap_ragged,
@@ -49,7 +50,8 @@ class ShardedParam:
             is sharded.
         sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
-        local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
+        local: This rank's piece, a view of the handle's shard.
+        shown: What ``sharded`` has for it, unless torch replaced it: the same, or an instance of its class around it.
         grad_spec: Cut and dtype of the gradient that ``sharded`` gets.
         home: Where the piece rests.
         is_split: Tensor parallelism has split it: the unsharded leaf and its gradients are DTensors of blocks.
@@ -85,8 +87,8 @@ class ShardedParam:
         self.stop = stop
         self.local_shape = tuple(local_shape)
         self._is_flat = len(self.local_shape) == 1
-        self.local = self.piece_of(shard)
-        self.sharded = nn.Parameter(RaggedDTensor.wrap(self.local, spec), requires_grad=original.requires_grad)
+        self.lie_in(shard)
+        self.sharded = nn.Parameter(RaggedDTensor.wrap(self.shown, spec), requires_grad=original.requires_grad)
         self._permit_grad()
         self.unsharded: nn.Parameter | None = None
         self._empty_grad: RaggedDTensor | None = None
@@ -107,7 +109,25 @@ class ShardedParam:
     @property
     def is_attached(self) -> bool:
         """The sharded parameter shows the handle's shard; torch did not give it other memory."""
-        return self.ragged._local_tensor is self.local
+        return self.ragged._local_tensor is self.shown
+
+    def lie_in(self, shard: torch.Tensor) -> None:
+        """Have this rank's piece in ``shard`` [S]; the sharded parameter still shows another one."""
+        self.local = self.piece_of(shard)
+        self.shown = self._as_instance(self.local)
+
+    def _as_instance(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return what ``to_local()`` gives for a piece [local_shape]: of a class that gathers itself, an instance."""
+        if self.form is None or self.form.kind != "gathered" or not piece.shape[0]:
+            return piece
+        made = self.form.around(piece)
+        made._composable_memory = piece  # type: ignore[attr-defined]  # read by memory_of of composable/dtensor
+        return made
+
+    def memory_of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor inside of a local tensor [local_shape], which torch may have made of another one."""
+        is_instance = self.shown is not self.local and type(local) is type(self.shown)
+        return self.form.storage_of(local) if is_instance and self.form is not None else local
 
     def has_face(self, held: torch.Tensor | None) -> bool:
         """Say whether ``held``, of any shape, is the sharded or the unsharded parameter."""
@@ -139,10 +159,11 @@ class ShardedParam:
     def show(self, local: torch.Tensor) -> None:
         """Let the sharded parameter, the same object with the same marks, show other memory [local_shape]."""
         sharded = self.ragged
+        shown = self.shown if local is self.local else self._as_instance(local)
         if sharded.device == local.device:
-            sharded._local_tensor = local
+            sharded._local_tensor = shown
         else:
-            fresh = nn.Parameter(RaggedDTensor.wrap(local, self.spec), requires_grad=sharded.requires_grad)
+            fresh = nn.Parameter(RaggedDTensor.wrap(shown, self.spec), requires_grad=sharded.requires_grad)
             with without_flat_weight_refs(module for module, _ in self.owners):
                 torch.utils.swap_tensors(sharded, fresh)
             _share_hooks(fresh, sharded)
@@ -165,7 +186,7 @@ class ShardedParam:
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Do to this parameter's piece [local_shape], and its gradient, what ``Module._apply`` does to tensors."""
-        held, grad = self.ragged._local_tensor, self.sharded.grad
+        held, grad = self.memory_of(self.ragged._local_tensor), self.sharded.grad
         local = fn(held)
         if local is not held:
             self.sharded.grad = None
@@ -187,7 +208,7 @@ class ShardedParam:
                 fix="unannotate, replace it, and annotate again",
             )
         if isinstance(value, RaggedDTensor) and value._spec.layout.matches(self.layout):
-            piece = value._local_tensor
+            piece = values_of(value._local_tensor)
         elif not _can_take(self, value):
             raise UsageError(
                 f"a parameter of shape {list(self.spec.shape)} was replaced by "
@@ -203,8 +224,9 @@ class ShardedParam:
             if not piece.is_meta:
                 self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
         else:
-            self.ragged._local_tensor.data.copy_(piece)
-            increment_version(self.ragged._local_tensor)
+            memory = self.memory_of(self.ragged._local_tensor)
+            memory.data.copy_(piece)
+            increment_version(memory)
 
     @property
     def ragged(self) -> RaggedDTensor:
@@ -272,9 +294,8 @@ class ShardedParam:
         if held is None:
             held = self.empty_grad()
             if self.stop > self.start:
-                held = RaggedDTensor.wrap(
-                    torch.zeros_like(self.ragged._local_tensor, dtype=self.grad_spec.dtype), self.grad_spec
-                )
+                memory = self.memory_of(self.ragged._local_tensor)
+                held = RaggedDTensor.wrap(torch.zeros_like(memory, dtype=self.grad_spec.dtype), self.grad_spec)
             self.placeholder = held
             assign_grad(self.sharded, held)
         watch_zeroing(held)
@@ -311,12 +332,12 @@ class ShardedParam:
         """
         twin = copy.copy(self)
         twin.unsharded = twin._empty_grad = twin.placeholder = twin._kept_beside = None
-        twin.local = self.piece_of(shard)
+        twin.lie_in(shard)
         # As a copy of any tensor: the gradient and the user's marks go along.
         known: Any = copy.deepcopy(self.sharded, memo)
         if self.is_attached:
             # Just made, or before its handle was met, say in an optimizer's groups: a tensor of its own until now.
-            known._local_tensor = twin.local
+            known._local_tensor = twin.shown
         twin.sharded = known
         if known.grad is None:
             twin._permit_grad()

@@ -60,10 +60,9 @@ class ClassGatheredBuffer(FlatBuffer):
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def begin_unshard(self) -> Pending:
-        param = self.params[0]
         # What is made in inference mode could never be saved for backward, and the parameter is made once.
         with torch.inference_mode(mode=False), torch.no_grad():
-            instance: Any = param.value_around(self._rows())
+            instance: Any = self._instance()
             inputs, metadata = self._ask(instance)
             sent = [self._padded(one) for one in inputs]
             self._make_outputs(sent)
@@ -79,12 +78,20 @@ class ClassGatheredBuffer(FlatBuffer):
         # The shard stays untouched until it has arrived.
         return _Gathering(pending, partial(self._complete, instance, metadata, landing, shard))
 
-    def _rows(self) -> torch.Tensor:
-        """Return what the class is to gather: this rank's rows, or zeros where it has none."""
-        local = self.params[0].local
-        if local.shape[0]:
-            return local.to(self.device)
-        return local.new_zeros([self._rows_per_rank, *local.shape[1:]], device=self.device)
+    def _instance(self) -> torch.Tensor:
+        """Return what gathers: the instance of this rank's rows that users see, or one of zeros where it has none."""
+        param = self.params[0]
+        local = param.local
+        if not local.shape[0]:
+            return param.value_around(local.new_zeros([self._rows_per_rank, *local.shape[1:]], device=self.device))
+        if local.device == self.device:
+            return param.shown
+        moved = param.value_around(local.to(self.device))
+        # What users set on theirs between steps, a scale say, goes along; not what the class itself has set.
+        for name, value in vars(param.shown).items():
+            if vars(moved).get(name) is None and value is not local:
+                setattr(moved, name, value.to(self.device) if isinstance(value, torch.Tensor) else value)
+        return moved
 
     def _ask(self, instance: Any) -> tuple[Sequence[torch.Tensor], Any]:
         """Return what the class wants gathered, and what it wants to be told afterwards."""
@@ -126,16 +133,19 @@ class ClassGatheredBuffer(FlatBuffer):
     def _make_outputs(self, sent: Sequence[torch.Tensor]) -> None:
         """Allocate what the gathered tensors lie in, the first time; then give its memory back to it."""
         sizes = [(one.size(), one.dtype) for one in sent]
-        if not self._sizes:
+        # A class may send other shapes for backward than for forward, in the same memory.
+        room = [(size.numel(), dtype) for size, dtype in sizes]
+        before, self._sizes = self._sizes, sizes
+        if not before:
             self._outputs = [
                 torch.empty(one.numel() * self._world_size, dtype=one.dtype, device=self.device) for one in sent
             ]
             self._storages = [(one.untyped_storage(), one.nbytes) for one in self._outputs]
-            self._sizes = sizes
-        elif sizes != self._sizes:
+        elif room != [(size.numel(), dtype) for size, dtype in before]:
+            self._sizes = before
             raise self._error(
-                f"fsdp_pre_all_gather returned {_text(sizes)}, and {_text(self._sizes)} before",
-                "return tensors of the same sizes and dtypes each time",
+                f"fsdp_pre_all_gather returned {_text(sizes)}, and {_text(before)} before",
+                "return as many tensors, of the same numbers of elements and dtypes, each time",
             )
         else:
             self._allocate()

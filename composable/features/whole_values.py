@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from composable.comm import Grid, ModelRanks, Ranks
-from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
+from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, collect_blocks, memory_of, spread_blocks
 from composable.engine import handle_of
 
 __all__ = ["by_grid", "collect_whole", "spread_from", "spread_whole"]
@@ -37,7 +37,7 @@ def spread_from(
     if grid.replicas is None:
         return
     source = grid.replica_of(giver)
-    for piece in (tensor._local_tensor.data for tensor in tensors):
+    for piece in (memory_of(tensor._local_tensor).data for tensor in tensors):
         # What rests in host memory travels where the ranks talk.
         moved = piece.to(grid.replicas.device).contiguous()
         grid.replicas.broadcast(moved, source)

@@ -45,6 +45,7 @@ try:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the values of a tree, as they are saved
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # puts values that were read into a tree
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import _api as dtensor_api  # what makes DTensors of local tensors, and of values
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
     from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # types that get foreach
     from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, to clip
@@ -95,6 +96,8 @@ try:
         Variable._execution_engine.queue_callback,
         autograd_profiler._is_profiler_enabled,
         c10d._get_default_timeout,
+        dtensor_api._dtensor_init_helper,
+        dtensor_api.compute_global_tensor_info,  # type: ignore[attr-defined]  # torch imports it there
         c10d._new_process_group_helper,
         frame_evaluation.set_code_exec_strategy,
         frame_evaluation._FrameAction,

@@ -27,6 +27,7 @@ from composable.dtensor import (
     cut_dims,
     note_written,
     summed_in,
+    values_of,
 )
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
@@ -329,7 +330,7 @@ class _Pieces:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return values_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

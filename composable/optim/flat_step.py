@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import _traversal_utils
-from composable.dtensor import RaggedDTensor, note_written, slice_full
+from composable.dtensor import RaggedDTensor, memory_of, note_written, slice_full
 from composable.engine import ELEMENT_WISE, handle_of, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_module
@@ -293,7 +293,7 @@ class _Plan:
         self._options = _options_of(groups)
         places = _places_of(chain.from_iterable(self._members)) if merges else {}
         self._pieces = [
-            _LocalPiece(param, param._local_tensor, index, places.get(id(param)))
+            _LocalPiece(param, memory_of(param._local_tensor), index, places.get(id(param)))
             for index, params in enumerate(self._members)
             for param in params
             if type(param) is RaggedDTensor
@@ -401,7 +401,7 @@ class _Plan:
             _options_of(groups) == self._options
             and all(_are_same(group["params"], members) for group, members in zip(groups, self._members))
             # A cast gives a parameter another local tensor.
-            and _are_same([piece.param._local_tensor for piece in self._pieces], self.locals)
+            and _are_same([memory_of(piece.param._local_tensor) for piece in self._pieces], self.locals)
             and _are_same(_values_of(optimizer.state), self._shown)
             and all(unit.has_own_numbers() for unit in self._units)
         )

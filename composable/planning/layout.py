@@ -12,12 +12,13 @@ Source: flat parameters, arXiv 2304.11277; ragged shards, arXiv 2602.22437.
 """
 
 import math
+import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -74,6 +75,8 @@ class RaggedShard(Placement):
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
             raise ConfigError(f"bounds are {self.bounds}", fix="give one bound a rank and the end: 0, rising, numel")
         self._hash = hash((self.bounds, self.order))
+        # That of the parameter that was cut so: what others make with its placements is cut as it is.
+        self.layout: weakref.ref[Any] | None = None
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

@@ -1,14 +1,14 @@
 """Parameters of tensor subclasses: what of one lies in a flat buffer, and how an instance is made around other memory.
 
-Five kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
-beside it, of a class that the user names. *Gathered*: the class says itself what ranks exchange, in
+Four kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
+beside it, of a frozen parameter. *Gathered*: the class says itself what ranks exchange, in
 ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. *Split*: a DTensor of tensor parallelism, of which the block
 that this rank has is sharded. Any other is refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -39,14 +39,12 @@ class Subclass:
         kind: How it is sharded.
         path: The attributes that lead to what is sharded; empty: the parameter itself.
         splits: How tensor parallelism has split it.
-        unset: Where the class gathers it: attributes that are None, to be filled between steps.
     """
 
     name: str
     kind: Kind
     path: tuple[str, ...] = ()
     splits: str = ""
-    unset: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         if self.kind == "split":
@@ -108,6 +106,12 @@ class SplitNode:
         return self
 
 
+class _Bound(NamedTuple):
+    """A function of the protocol that was set on one parameter, bound to it; others made of it get it bound to them."""
+
+    function: Any
+
+
 # Makes an instance around storage, given the form that has its state.
 _Rebuild: TypeAlias = Callable[[torch.Tensor, "Form"], torch.Tensor]
 
@@ -155,9 +159,9 @@ class Form:
     def is_mark(self, name: str, value: object) -> bool:
         """Say whether an attribute of an instance goes along to what stands for it.
 
-        What is sharded does not; nor does a module, of which the parameter may be a part.
+        What is sharded does not; nor do functions that gather, nor a module, of which the parameter may be a part.
         """
-        return name not in self.subclass.path[:1] and not isinstance(value, nn.Module)
+        return name not in PROTOCOL and name not in self.subclass.path[:1] and not isinstance(value, nn.Module)
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
         """Return an instance with ``storage``, or rows of it, as what is sharded; no copy.
@@ -198,17 +202,14 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
         ConfigError: It is of a class that nothing is known of, or that cannot be sharded as it says.
     """
     name = type(param).__name__
-    if of_instance := [hook for hook in PROTOCOL if hook in param.__dict__]:
-        raise ConfigError(
-            f"{of_instance[0]} is an attribute of the parameter alone, and its class is asked",
-            fix="define both functions of the protocol in a subclass of torch.Tensor; see docs/cuts.md",
-        )
-    if type(param) is nn.Parameter:
+    has_hooks = [callable(getattr(param, hook, None)) for hook in PROTOCOL]
+    if type(param) is nn.Parameter and not any(has_hooks):
         return None
     if isinstance(param, DTensor):
         return _split_form(param)
-    is_gathered = all(callable(getattr(param, hook, None)) for hook in PROTOCOL)
-    if isinstance(param, tuple(byte_classes)):
+    is_gathered = all(has_hooks) and not _is_packed(param)
+    is_marked = _is_only_marked(type(param)) and not any(has_hooks)
+    if isinstance(param, tuple(byte_classes)) or not (is_gathered or is_marked or param.requires_grad):
         form = _taken_apart(param, "bytes")
         if param.requires_grad:
             raise ConfigError(
@@ -226,16 +227,16 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
                 "too, and one inner tensor alone is cut"
                 if others
                 else f"{name} gathers rows, and the parameter has none",
-                fix="let the class keep one tensor of rows and compute others in fsdp_pre_all_gather; quantised and "
-                f"frozen: shard_as_bytes=[{name}]; else name it in ignored_params",
+                fix="let the class keep one tensor of rows and compute others in fsdp_pre_all_gather; or "
+                "requires_grad_(False) before; or name it in ignored_params",
             )
-    elif _is_only_marked(type(param)) and not any(hasattr(param, hook) for hook in PROTOCOL):
+    elif is_marked:
         form = _taken_apart(param, "marked")
     else:
         raise ConfigError(
             f"{name} is a tensor subclass, which a flat buffer cannot hold",
-            fix="name it in ignored_params, or replace it by an nn.Parameter; quantised and frozen: name its class in "
-            "shard_as_bytes; or give the class fsdp_pre_all_gather and fsdp_post_all_gather",
+            fix="name it in ignored_params, or replace it by an nn.Parameter; quantised: requires_grad_(False) before; "
+            "or give the class fsdp_pre_all_gather and fsdp_post_all_gather, both",
         )
     if any(state.is_meta for state in form.state.values()) or (form.kind == "bytes" and param.is_meta):
         raise ConfigError(
@@ -244,6 +245,14 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
         )
     _check_rebuilt(param, form)
     return form
+
+
+def _is_packed(param: nn.Parameter) -> bool:
+    """Say whether a frozen parameter's class keeps its values in another form: several tensors for rows, or packed."""
+    if param.requires_grad:
+        return False
+    rows = [(leaf.shape, leaf.dtype) for _, leaf in _leaves(param, ()) if leaf.shape[:1] == param.shape[:1]]
+    return (param.shape, param.dtype) not in rows or (len(rows) > 1 and param.shape[0] > 1)
 
 
 def _split_form(param: DTensor) -> Form:
@@ -295,18 +304,17 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
         if not leaves:
             raise ConfigError(
                 f"{name} gathers rows of itself, and has no inner tensor of its own shape and dtype to cut",
-                fix="quantised and frozen: name its class in shard_as_bytes; else name it in ignored_params",
+                fix="quantised: requires_grad_(False) before; else name it in ignored_params",
             )
     # Scales may be as large as what they scale, and are floating-point numbers.
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
-    unset = tuple(key for key, value in param.__dict__.items() if value is None) if kind == "gathered" else ()
     state: dict[str, torch.Tensor] = {}
     attributes: dict[str, Any] = {}
     rebuild = _rebuild_of(param, (), (path, storage.shape), state, attributes)
     inner = {one.partition(".")[0] for one in (*state, *path[:1])}
     given = param.__dict__.items() if path else ()
     marks = {key: value for key, value in given if key not in inner and not key.startswith("_")}
-    return Form(Subclass(name, kind, path, unset=unset), type(param), None, rebuild, state, attributes, marks)
+    return Form(Subclass(name, kind, path), type(param), None, rebuild, state, attributes, marks)
 
 
 def _leaves(tensor: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -341,13 +349,17 @@ def _rebuild_of(
             name = ".".join(path)
             state[name] = tensor.detach()
             return lambda _, form: form.state[name]
-        if cls in (torch.Tensor, nn.Parameter):
+        own_hooks = {name: tensor.__dict__[name] for name in PROTOCOL if name in tensor.__dict__}
+        if cls in (torch.Tensor, nn.Parameter) and not own_hooks:
             return lambda storage, _: storage
         attributes.update(tensor.__dict__)
+        bound = {name: hook for name, hook in own_hooks.items() if getattr(hook, "__self__", None) is tensor}
+        attributes |= {name: _Bound(hook.__func__) for name, hook in bound.items()}
 
         def own(storage: torch.Tensor, form: Form) -> torch.Tensor:
-            made: torch.Tensor = make_subclass(cls, storage)
-            made.__dict__.update(form.attributes)
+            made: torch.Tensor = make_subclass(torch.Tensor if cls is nn.Parameter else cls, storage)
+            for name, value in form.attributes.items():
+                setattr(made, name, value.function.__get__(made) if isinstance(value, _Bound) else value)
             return made
 
         return own

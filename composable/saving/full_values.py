@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.comm import ModelRanks, Ranks
-from composable.dtensor import RaggedDTensor, cast_dtype
+from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described
@@ -268,7 +268,7 @@ def _spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | Non
     for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
         own = None if values is None else [value_of[id(tensor)] for tensor in alike]
         spread_whole(alike, grid, ranks, src, None if own is None else own.__getitem__)
-        increment_version([tensor._local_tensor for tensor in alike])
+        increment_version([memory_of(tensor._local_tensor) for tensor in alike])
     for tensor in tensors:
         if not isinstance(tensor, RaggedDTensor):
             _broadcast_into(tensor, value_of.get(id(tensor)), ranks.everyone, src)

@@ -14,7 +14,7 @@ from torch import nn
 
 import _traversal_utils
 from composable.comm import Ranks
-from composable.dtensor import RaggedDTensor, collect_blocks, slice_block
+from composable.dtensor import RaggedDTensor, collect_blocks, memory_of, slice_block
 from composable.engine import Handle, Lent, Scheduler, attach
 from composable.errors import UsageError, place_of_rank
 from composable.features import spread_from
@@ -206,7 +206,7 @@ class _Shown:
             spread_from(ragged, self.handle.grid, first, values.__getitem__)
         else:
             for param, placed in zip(self.params, self._placed):
-                param.ragged._local_tensor.data.copy_(slice_block(param.storage_of(placed), param.layout))
+                memory_of(param.ragged._local_tensor).data.copy_(slice_block(param.storage_of(placed), param.layout))
 
     def restore(self) -> None:
         """Let the modules hold sharded parameters again; nothing if they do."""

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.torch_version import TorchVersion
 
 from composable import fully_shard, iter_full_params, replicate
 from composable.ground.torch_private import groups_of_process
@@ -14,6 +15,8 @@ from tests.models import BATCH, DIM, make_model, random_input
 from tests.world import run_ranks, run_threads
 
 EVERYONE = (0, 1, 2)
+# A mesh of torch 2.15 names its groups by how many this rank has made: after one that others lack, torch itself hangs.
+MESHES_COUNT_GROUPS = TorchVersion(torch.__version__) >= "2.15"
 SUBSETS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), EVERYONE)
 
 
@@ -67,7 +70,7 @@ def run_program(seed: int, count: int) -> list[str]:
             check("fully_shard", seed + 100 * number, EVERYONE, mesh)
         elif what == "world":
             check(annotate, seed + 100 * number, EVERYONE, None)
-        elif what == "part":
+        elif what == "part" and not (MESHES_COUNT_GROUPS and any("own group" in one for one in done)):
             part = DeviceMesh("cpu", list(ranks))
             if rank in ranks:
                 check(annotate, seed + 100 * number, ranks, part)

@@ -1,24 +1,33 @@
 """Ragged tensors against plain ones: the same arithmetic, whichever rank owns which elements."""
 
+import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, zeros
+from torch.distributed.tensor import randn as random_dtensor
 
+from composable import fully_shard
 from composable.dtensor.gather import fallback_counts, strict_mode
 from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
+from composable.ground.torch_private import DTensorSpec, TensorMeta
 from composable.planning.layout import RaggedShard, local_shape, order_of
+from tests.models import seeded
 from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, from_full, pairs, values
 from tests.world import on_ranks, run_ranks, run_threads
+
+FILLS = (zeros, ones)
 
 # -- the placement and the spec
 
@@ -416,6 +425,103 @@ def test_what_is_made_like_a_tensor_keeps_its_cut() -> None:
             assert_equal(likes, [torch.full_like(p, 2.5), p.new_zeros(p.shape), p.new_ones(p.numel(), 1)])
             other = r.new_ones((2, 3))
             assert type(other) is DTensor and torch.equal(other.to_local(), torch.ones(2, 3))
+
+
+def made_of_placements(local: torch.Tensor, like: Any) -> list[DTensor]:
+    """Return what others make around a local tensor [local_shape] with the placements of a parameter, in every way."""
+    mesh, placements, meta = like.device_mesh, like.placements, TensorMeta(like.shape, like.stride(), local.dtype)
+    copied = pickle.loads(pickle.dumps(placements))  # which tell of no parameter
+    specs = [
+        like._spec,
+        replace(like._spec, tensor_meta=meta),
+        copy.copy(like._spec),
+        DTensorSpec(mesh, copied, tensor_meta=meta),
+    ]
+    made = [DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())]
+    made += [DTensor.from_local(local, mesh, placements)]
+    made += [DTensor(local, spec, requires_grad=False) for spec in specs]
+    return made if local.dtype is not like.dtype else [*made, torch.empty_like(like).copy_(made[0]), pickled(made[0])]
+
+
+def pickled(tensor: Any) -> Any:
+    return pickle.loads(pickle.dumps(tensor))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks(3)
+def test_what_others_make_with_the_placements_of_a_parameter_is_cut_as_it_is(cut: str, dtype: torch.dtype) -> None:
+    ragged, plain = pairs(cut)
+    with strict_mode():
+        for r, p, value in zip(ragged, plain, values(1, dtype), strict=True):
+            local = from_full(value, r._spec.cast(dtype))._local_tensor
+            for number, one in enumerate(made_of_placements(local, r)):
+                assert type(one) is RaggedDTensor, number
+                assert_equal([one, one.sqrt().mul_(2)], [value, value.sqrt().mul_(2)])
+                assert_equal([r.detach() * one], [p.detach() * value])
+            assert DTensor.from_local(local, r.device_mesh, r.placements)._spec is r._spec.cast(dtype)
+            fills = [made(r.shape, dtype=dtype, device_mesh=r.device_mesh, placements=r.placements) for made in FILLS]
+            assert_equal(fills, [torch.zeros_like(value), torch.ones_like(value)])
+            torch.manual_seed(5)
+            drawn = random_dtensor(r.shape, dtype=dtype, device_mesh=r.device_mesh, placements=r.placements)
+            torch.manual_seed(5)
+            assert_equal([drawn], [torch.randn(p.shape, dtype=dtype)])
+
+
+@on_ranks(2)
+def test_a_local_tensor_that_is_no_piece_is_refused_with_the_name_of_the_parameter() -> None:
+    model = nn.Linear(4, 6)
+    fully_shard(model)
+    weight = model.weight
+    with pytest.raises(ConfigError, match=r"of shape \[3\] for a piece of shape") as caught:
+        DTensor.from_local(torch.zeros(3), weight.device_mesh, weight.placements)
+    assert "'weight'" in str(caught.value.at)
+    others = pickle.loads(pickle.dumps(weight.placements))
+    with pytest.raises(ConfigError, match="the shape of the whole is not known"):
+        DTensor.from_local(torch.zeros(3, 4), weight.device_mesh, others)
+
+
+class MeanSquares(torch.optim.Optimizer):
+    """An optimizer that makes its state as torchao's do, and steps in a compiled function."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if "squares" not in self.state[param]:
+                zeros = torch.zeros_like(param.to_local())
+                shape, stride = param.shape, param.stride()
+                self.state[param]["squares"] = DTensor.from_local(
+                    zeros, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
+                )
+            step = torch.compile(mean_squares_step, fullgraph=True, dynamic=False, backend="aot_eager")
+            step(param.detach(), param.grad, self.state[param]["squares"])
+
+
+def mean_squares_step(param: torch.Tensor, grad: torch.Tensor, squares: torch.Tensor) -> None:
+    mean = squares.lerp(grad.square(), 0.5)
+    squares.copy_(mean)
+    param.addcdiv_(grad, mean.sqrt() + 1e-3, value=-0.1)
+
+
+@on_ranks(2, run=run_ranks)
+def test_an_optimizer_that_makes_its_state_of_placements_may_compile_its_step() -> None:
+    model, alone = (seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2)), 0) for _ in range(2))
+    fully_shard(model)
+    optimizer = MeanSquares(model.parameters(), {})
+    for step in range(2):
+        x = torch.ones(3, 5) + step
+        for one in (model, alone):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for param in alone.parameters():
+                param.squares = getattr(param, "squares", torch.zeros_like(param))  # type: ignore[attr-defined]
+                mean_squares_step(param, param.grad, param.squares)  # type: ignore[arg-type,attr-defined]
+    assert_equal([*model.parameters()], [*alone.parameters()], rtol=1e-5, atol=1e-6)  # type: ignore[list-item]
+    states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    squares = {fqn: param.squares for fqn, param in alone.named_parameters()}  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        torch.testing.assert_close({fqn: state["squares"] for fqn, state in states.items()}, squares)
 
 
 # -- what torch would accept without a word
