@@ -52,6 +52,7 @@ STEPS, MORE_STEPS = range(2), range(2, 4)
 
 EQUAL, GATHERS, LIKE_FSDP2 = "equal", "gathers", "equal to FSDP2"
 REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here", "fails there too", "wrong"
+DIFFERS = "differs"
 WITH_A_LINE = "equal with a line"
 APART = "where each parameter has a handle of its own, and ranks divide its rows"
 RUNS = (EQUAL, GATHERS, LIKE_FSDP2, WITH_A_LINE)
@@ -474,7 +475,7 @@ def judge(key: str, *, ask_fsdp2: bool = False) -> Outcome:
             resumed = attempt(go_on_on_ranks, world_size, key, how, api, folder)
         if isinstance(resumed, Exception):
             return Outcome(verdict, reason, text_of(resumed), fsdp2)
-        return Outcome(verdict, reason, EQUAL if is_equal(resumed, Run(run.last), begin) else WRONG, fsdp2)
+        return Outcome(verdict, reason, EQUAL if is_equal(resumed, Run(run.last), begin) else DIFFERS, fsdp2)
 
 
 def judge_beside_fsdp2(
@@ -510,10 +511,10 @@ def rows_of(page: str) -> dict[str, Outcome]:
     rows = {}
     for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if len(cells) == 6 and cells[0].strip("` ") in PACKAGES:
-            package, verdict, reason, resumed, fsdp2, names = (cell.strip("` ") for cell in cells)
+        if len(cells) == 6 and cells[0].strip("`") in PACKAGES:
+            package, verdict, reason, resumed, fsdp2, names = cells
             for name in re.findall(r"\w+", names):
-                rows[f"{package}.{name}"] = Outcome(verdict, reason, resumed, fsdp2 == "runs")
+                rows[f"{package.strip('`')}.{name}"] = Outcome(verdict, reason, resumed, fsdp2 == "runs")
     return rows
 
 
