@@ -4,7 +4,7 @@
     python -m tests.optim.optimizer_sweep optimi heavyball.SOAP    # judges some, and prints what came out
 
 Classes are found by what a package exports. Two steps on two ranks are held against one process on the whole batch,
-and, where that differs or fails, against torch's ``fully_shard``. What is saved then goes on at three ranks.
+and, where that differs or fails, against torch's ``fully_shard``. What is saved then goes on at one rank.
 """
 
 import contextlib
@@ -54,6 +54,7 @@ EQUAL, GATHERS, LIKE_FSDP2 = "equal", "gathers", "equal to FSDP2"
 REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here", "fails there too", "wrong"
 DIFFERS = "differs"
 WITH_A_LINE = "equal with a line"
+NOT_AS_ONE = "as FSDP2, not as one process"
 APART = "where each parameter has a handle of its own, and ranks divide its rows"
 RUNS = (EQUAL, GATHERS, LIKE_FSDP2, WITH_A_LINE)
 PAGE = Path(__file__).parents[2] / "docs" / "works_with.md"
@@ -444,7 +445,7 @@ class Outcome:
     Attributes:
         verdict: One of the words of the page.
         reason: Why, where it does not run.
-        resumed: ``EQUAL`` if it goes on at three ranks as if never stopped; else why not. Empty where it does not run.
+        resumed: ``EQUAL`` if it goes on at one rank as if never stopped; else why not. Empty where it does not run.
         fsdp2: Whether it runs on FSDP2; ``None``: not asked.
     """
 
@@ -463,44 +464,34 @@ def judge(key: str, *, ask_fsdp2: bool = False) -> Outcome:
         assert not is_equal(alone, Run(begin), begin), f"{key} moves nothing"
         run = attempt(run_on_ranks, 2, key, how, "ours", folder)
         verdict, reason = (GATHERS if isinstance(run, Run) and run.gathers else EQUAL), ""
+        if package == HB and isinstance(run, Exception):
+            verdict, reason = WITH_A_LINE, text_of(run)
+            with with_line():
+                run = attempt(run_on_ranks, 2, key, how, "ours", folder)
         is_like_one = is_equal(run, alone, begin)
         theirs = None if is_like_one and not ask_fsdp2 else attempt(run_on_ranks, 2, key, how, "FSDP2")
-        if not is_like_one:
-            verdict, reason, run = judge_beside_fsdp2(key, how, run, theirs, alone, begin, folder)
         fsdp2 = None if theirs is None else isinstance(theirs, Run)
-        if verdict not in RUNS or run.unsaved:
-            return Outcome(verdict, reason, run.unsaved if isinstance(run, Run) else "", fsdp2)
+        api = "ours"
+        if theirs is not None and not is_like_one:
+            if isinstance(theirs, Exception):
+                failed = Outcome(FAILS_THERE_TOO, text_of(theirs), "", False)
+                return failed if isinstance(run, Exception) else replace(failed, verdict=WRONG)
+            if is_equal(run, theirs, begin):
+                verdict, reason = (LIKE_FSDP2, "") if verdict != WITH_A_LINE else (verdict, f"{reason}; {NOT_AS_ONE}")
+            else:
+                api, apart = "apart", attempt(run_on_ranks, 2, key, how, "apart", folder)
+                if not is_equal(apart, theirs, begin):
+                    known = REFUSED if isinstance(run, ComposableError) else FAILS
+                    return Outcome(*((known, text_of(run)) if isinstance(run, Exception) else (WRONG, "")), "", True)
+                verdict, reason, run = LIKE_FSDP2, APART, apart
+        assert isinstance(run, Run)
+        if run.unsaved:
+            return Outcome(verdict, reason, run.unsaved, fsdp2)
         with with_line() if verdict == WITH_A_LINE else contextlib.nullcontext():
-            world_size, api = (1, "apart") if reason == APART else (3, "ours")
-            resumed = attempt(go_on_on_ranks, world_size, key, how, api, folder)
+            resumed = attempt(go_on_on_ranks, 1, key, how, api, folder)
         if isinstance(resumed, Exception):
             return Outcome(verdict, reason, text_of(resumed), fsdp2)
         return Outcome(verdict, reason, EQUAL if is_equal(resumed, Run(run.last), begin) else DIFFERS, fsdp2)
-
-
-def judge_beside_fsdp2(
-    key: str, how: How, run: Run | Exception, theirs: Any, alone: Run | Exception, begin: Values, folder: str
-) -> tuple[str, str, Any]:
-    """Judge a class that fails, or differs from one process: return verdict, reason, and the run that counts."""
-    if isinstance(theirs, Exception):
-        if isinstance(run, Run):
-            return WRONG, "differs from one process", run
-        return FAILS_THERE_TOO, text_of(theirs), run
-    if is_equal(run, theirs, begin):
-        return LIKE_FSDP2, "", run
-    if package_of(key) == HB:
-        with with_line():
-            patched = attempt(run_on_ranks, 2, key, how, "ours", folder)
-        if is_equal(patched, alone, begin):
-            return WITH_A_LINE, text_of(run), patched
-        if is_equal(patched, theirs, begin):
-            return WITH_A_LINE, f"{text_of(run)}; as FSDP2, not as one process", patched
-    apart = attempt(run_on_ranks, 2, key, how, "apart", folder)
-    if is_equal(apart, theirs, begin):
-        return LIKE_FSDP2, APART, apart
-    if isinstance(run, Run):
-        return WRONG, "differs from one process and from FSDP2", run
-    return (REFUSED if isinstance(run, ComposableError) else FAILS), text_of(run), run
 
 
 # -- the page
@@ -530,7 +521,7 @@ def with_table(page: str, outcomes: Mapping[str, Outcome]) -> str:
     lines = [
         f"Of {len(outcomes)} classes {here} run here and {len(there)} on FSDP2; of those {len(there)}, {both} run here.",
         "",
-        "| Package | Outcome | Why | Goes on at 3 ranks | FSDP2 | Classes |",
+        "| Package | Outcome | Why | Goes on at 1 rank | FSDP2 | Classes |",
         "|---|---|---|---|---|---|",
     ]
     order = (*RUNS, REFUSED, FAILS, FAILS_THERE_TOO, WRONG)
