@@ -49,7 +49,7 @@ class UnshardHandle:
             scheduler.unshard(handle)
 
 
-class _Phase(str):
+class _PhaseName(str):
     """The name of a phase of a step; equal to a member of that name of somebody's enum."""
 
     __slots__ = ()
@@ -99,7 +99,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         if state.root is not None:
             step = state.root.scheduler.step
             phase = "PRE_BACKWARD" if step.is_backward else "FORWARD" if step.running else phase
-        return StepState(_Phase(phase), handle is not None and handle.settings.reshard_after_forward)
+        return StepState(_PhaseName(phase), handle is not None and handle.settings.reshard_after_forward)
 
     _get_fsdp_state = step_state  # as TransformerEngine asks
 

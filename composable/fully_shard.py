@@ -6,11 +6,10 @@ leaves the module as it was.
 Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -94,10 +93,6 @@ class HandleOptions:
             (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
             anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
             blocks of n rows. The last two hold whatever the padding, which the plan shows.
-        shard_as_bytes: Classes of quantised, frozen parameters, with packed storage and state beside it: the storage is
-            sharded and gathered bit by bit, the state stays whole on every rank, which has to have the same one.
-            Classes that define ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` need not be named; see
-            docs/cuts.md.
         transport: ``auto``, ``process_group`` or ``point_to_point``.
         follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is
             called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
@@ -109,7 +104,6 @@ class HandleOptions:
     """
 
     align: AlignLike | None = None
-    shard_as_bytes: Collection[type[torch.Tensor]] = ()
     transport: str = "auto"
     follows_parent: bool | None = None
     unused_gradients: str = "none"
@@ -241,7 +235,6 @@ def fully_shard(
             transport=transport_name,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
-            shard_as_bytes=options.shard_as_bytes,
             hosts=state.grid.hosts,
         )
         state.plan, members = make_plan(module, chosen)

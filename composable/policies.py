@@ -70,8 +70,8 @@ class ModuleWrapPolicy(Policy):
         classes = frozenset(module_classes) if isinstance(module_classes, Iterable) else frozenset({None})
         if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
             raise ConfigError(
-                f"module_classes is {described(module_classes)}, not a set of module classes",
-                fix="pass classes in a set, such as {Block}",
+                f"module_classes is {described(module_classes) if classes else 'empty'}, not a set of module classes",
+                fix="pass classes in a set, such as {Block}; or no policy",
             )
         object.__setattr__(self, "module_classes", classes)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tests.models import random_input, seeded
@@ -169,6 +170,49 @@ class Int8Whole(torch.Tensor):
             return Int8Whole(op(whole._data, *args[1:]), whole._scale, whole.dtype)
         args, kwargs = pytree.tree_map_only(Int8Whole, lambda one: one.values(), (args, kwargs or {}))
         return op(*args, **kwargs)
+
+
+class HalfState(torch.Tensor):
+    """Optimizer state that looks like float32 and is kept in 16 bits, as torchao keeps it in 8."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> "HalfState":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.size(), dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"HalfState({self.codes})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in (aten.detach.default, aten.view.default):
+            return HalfState(op(args[0].codes, *args[1:]))
+        target = args[0].codes if op is aten.copy_.default and isinstance(args[0], HalfState) else None
+        args, kwargs = pytree.tree_map_only(HalfState, lambda one: one.codes.float(), (args, kwargs or {}))
+        return op(*args, **kwargs) if target is None else (target.copy_(args[1]), args[0])[1]
+
+
+class MeanSquares(torch.optim.Optimizer):
+    """An optimizer that makes such state with the placements of its parameters, and counts under numbers."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            if "squares" not in self.state[param]:
+                codes = torch.zeros(param.to_local().shape, dtype=torch.bfloat16)
+                made = DTensor.from_local(HalfState(codes), param.device_mesh, param.placements)
+                self.state[param]["squares"] = made
+            self.state[param].setdefault(0, {0.5: 0})[0.5] += 1
+            squares = self.state[param]["squares"]
+            squares.copy_(squares.lerp(param.grad.square(), 0.5))
+            with torch.no_grad():
+                param.addcdiv_(param.grad, squares.sqrt() + 1e-3, value=-self.param_groups[0]["lr"])
 
 
 class QuantState:

@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"module": nn.Linear(2, 2), "world_size": 2},
         "module: plain; world_size: 3; reshard_after_forward: None True; unused_gradients transport: ;"
         "ranks_per_host policy strategy mp_policy offload_policy shard_placement_fn: None;"
-        "ignored_params ignored_modules: None [] {}; align: None {}; shard_as_bytes: [] {}",
+        "ignored_params ignored_modules: None [] {}; align: None {}",
     ),
     "ShardPlan.on_hosts": (dict, "ranks_per_host: 3"),
     "fully_shard": (
@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "HandleOptions": (
         dict,
-        "unused_gradients transport: ; follows_parent: None True; align: None {}; shard_as_bytes: [] {}",
+        "unused_gradients transport: ; follows_parent: None True; align: None {}",
     ),
     "replicate": (
         lambda: {"module": nn.Linear(2, 2)},
@@ -280,7 +280,7 @@ ELSEWHERE = {
     *("contract", "strict_mode", "OffloadPolicy"),
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
-    *("explain_waits", "reshard", "reset_iter_state"),  # take nothing
+    *("explain_waits", "reshard", "reset_iter_state", "step_state"),  # take nothing
     *("parameters", "zero_grad"),  # take what torch's own take
 }
 

@@ -605,6 +605,26 @@ def test_after_an_exception_in_backward_ranks_are_equal_and_train_on(api: str, r
     assert_equal_params(one, other, tolerance=0)
 
 
+class _OnPieces(torch.optim.SGD):
+    """Writes to the elements of this rank, and to nothing where it has none."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            piece = param.detach().to_local()
+            if piece.numel():
+                piece.sub_(param.grad.to_local())
+
+
+@on_ranks(2)
+def test_a_step_between_a_forward_and_its_backward_is_an_error_also_where_a_rank_has_no_elements() -> None:
+    model = fully_shard(nn.Linear(1, 1, bias=False))
+    step_in_backward(_OnPieces(model.parameters()))
+    first, second = (model(torch.ones(1, 1)).sum() for _ in range(2))
+    first.backward()
+    with pytest.raises(UsageError, match="written to between a forward and its backward"):
+        second.backward()
+
+
 # What goes with it, and what not
 
 

@@ -525,7 +525,10 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
         lambda m: register_twice(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
         "ConfigError.*is to serve 2 replicated modules",
     ),
-    (lambda m: register_twice(around_a_group(), default_state(), mean_hook), "ConfigError.*neither is the nearer"),
+    (
+        lambda m: register_twice(around_a_group(), default_state(), mean_hook),
+        "ConfigError.*neither is the nearer.*module MLPBlock and module MLPBlock",
+    ),
     (
         # What torch.compile has wrapped has no length.
         lambda m: register_twice(

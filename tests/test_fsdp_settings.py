@@ -779,7 +779,7 @@ def test_methods_take_what_those_of_torch_take() -> None:
     assert theirs <= set(METHODS)
     kept = [name for name in METHODS if name not in REFUSED_SETTERS]
     shared = [name for name in kept if hasattr(torch_fsdp.FSDPModule, name) and hasattr(FSDPModule, name)]
-    assert len(shared) >= 18
+    assert len(shared) >= 15  # torch 2.11 has so many
     differing = [
         name for name in shared if kinds_of(getattr(FSDPModule, name)) != kinds_of(getattr(torch_fsdp.FSDPModule, name))
     ]

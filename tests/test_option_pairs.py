@@ -57,7 +57,6 @@ ELSEWHERE = {
     *("ignored_modules", "ignored_params"),  # test_fully_shard.py, test_replicate.py
     *("follows_parent",),  # test_experts.py
     *("param_init_fn",),  # storage/test_first_values.py
-    *("shard_as_bytes",),  # test_subclasses.py
 }
 
 

@@ -153,10 +153,8 @@ def test_what_a_policy_cannot_be_or_pick_is_an_error_that_says_what_there_is(
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        *[
-            (lambda wrong=wrong: ModuleWrapPolicy(wrong), "module_classes is")
-            for wrong in ({"Block"}, {int}, (), Block)
-        ],
+        *[(lambda wrong=wrong: ModuleWrapPolicy(wrong), "module_classes is") for wrong in ({"Block"}, {int}, Block)],
+        (lambda: ModuleWrapPolicy(()), "module_classes is empty"),
         *[(lambda wrong=wrong: SizePolicy(wrong), "min_numel is ") for wrong in (0, 1.5, True)],
     ],
 )

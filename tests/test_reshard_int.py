@@ -220,6 +220,16 @@ def test_of_two_forwards_before_a_backward_each_gathers_over_all_ranks() -> None
     torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
 
 
+@on_ranks(4)
+def test_a_block_that_runs_again_in_the_same_forward_is_gathered_from_secondary_shards() -> None:
+    first, block, _, norm = net()
+    model = nn.Sequential(first, block, block, norm)
+    shard(model)
+    counting = CountingTransport.install(root_of(model))
+    loss(model)
+    assert gathers(counting.records) == (2, 1)
+
+
 class Checkpointed(nn.Sequential):
     def __init__(self, *layers: nn.Module, use_reentrant: bool) -> None:
         super().__init__(*layers)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils import _pytree as pytree
 
 from composable import (
     ConfigError,
-    HandleOptions,
     MixedPrecisionPolicy,
     RaggedDTensor,
     UsageError,
@@ -37,9 +37,11 @@ from tests.subclasses import (
     Adapted,
     AffineLinear,
     AffineWeight,
+    HalfState,
     Int8Weight,
     Linear4bit,
     Marked,
+    MeanSquares,
     Params4bit,
     PlainImpl,
     Quantised,
@@ -51,7 +53,6 @@ from tests.subclasses import (
 )
 from tests.world import on_ranks, run_ranks, run_threads
 
-BYTES = [Params4bit, AffineWeight]
 SHAPES = [(6, 5), (7, 6), (2, 7)]  # even, uneven, and fewer rows than three ranks
 STEPS = 3
 WIDTH = 6
@@ -298,7 +299,7 @@ def gather_random(seed: int) -> None:
     options: dict[str, Any] = {"policy": {Linear4bit, AffineLinear}} if rng.random() < 0.5 else {}
     if rng.random() < 0.5:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
-    fully_shard(model, options=HandleOptions(shard_as_bytes=BYTES), reshard_after_forward=rng.random() < 0.5, **options)
+    fully_shard(model, reshard_after_forward=rng.random() < 0.5, **options)
     looks = []
 
     def look_at_bytes(module: Any, *_: Any) -> None:
@@ -337,7 +338,7 @@ def test_every_bit_of_random_quantised_weights_arrives_with_their_state(world_si
 def load_into_others(way: str, folder: str) -> None:
     trained, fresh = seeded(Quantised, 0), seeded(Quantised, 1)
     for model in (trained, fresh):
-        fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+        fully_shard(model, policy={Adapted})
     x = batch(0, 0, WIDTH)
     train(trained, WIDTH, steps=1)
     expected = trained(x)
@@ -360,7 +361,7 @@ def test_what_is_saved_of_quantised_weights_makes_another_model_the_same(way: st
 @on_ranks(2)
 def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_called() -> None:
     model, before = seeded(Quantised, 0), seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model, policy={Adapted})
     values = full_state_dict(model, dtype=torch.float16)
     if dist.get_rank() == 0:
         packed = values["layers.1.base.weight"]
@@ -371,7 +372,7 @@ def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_calle
 @on_ranks(2)
 def test_a_state_dict_without_the_scale_of_its_bytes_is_refused() -> None:
     model = seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model, policy={Adapted})
     state = dict(model.state_dict())
     del state["layers.2.base.weight.impl.scale"]
     with pytest.raises(RuntimeError) as caught:
@@ -404,7 +405,7 @@ def rounded_head(model: Any) -> nn.Module:
 @on_ranks(2)
 def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(policy: set[type[nn.Module]]) -> None:
     model = mixed()
-    fully_shard(model, policy=policy, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model, policy=policy)
     train(model, WIDTH, steps=1)
     twin = copy.deepcopy(model)
     x = batch(5, 0, WIDTH)
@@ -432,7 +433,7 @@ def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_stat
 @on_ranks(3)
 def test_unshard_params_shows_instances_of_each_class_and_writes_back(rank0_only: bool) -> None:
     model, before = mixed(), mixed()
-    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model, policy={Adapted})
     with torch.no_grad(), unshard_params(model, rank0_only=rank0_only):
         if dist.get_rank() == 0 or not rank0_only:
             assert type(model.layers[0].base.weight) is Params4bit
@@ -451,7 +452,7 @@ def test_unshard_params_shows_instances_of_each_class_and_writes_back(rank0_only
 @on_ranks(2)
 def test_forward_sees_the_class_of_a_parameter_that_only_has_marks() -> None:
     model = mixed()
-    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model, policy={Adapted})
     seen: list[Any] = []
     model.layers[0].up.register_forward_pre_hook(lambda module, *_: seen.append(module.bias))
     model(batch(0, 0, WIDTH)).sum().backward()
@@ -466,7 +467,7 @@ def test_forward_sees_the_class_of_a_parameter_that_only_has_marks() -> None:
 
 def test_a_plan_says_what_becomes_of_each_class() -> None:
     assert_expected_inline(
-        str(plan(mixed(), world_size=2, policy={Adapted}, shard_as_bytes=BYTES)),
+        str(plan(mixed(), world_size=2, policy={Adapted})),
         """\
 Quantised: 4 handles over 2 ranks, transport auto
   165 elements; per rank 277 B at rest; largest handle 162 B unsharded; padding 28 B
@@ -625,15 +626,15 @@ def linear_with(param: nn.Parameter) -> nn.Module:
         (linear_with(scaled_on_meta()), {}, "it is on the meta device"),
         (
             linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
-            {"shard_as_bytes": BYTES},
+            {},
             "it is on the meta device",
         ),
         (int8_model([(4, 4)]), {"align": {"0.weight": 2}}, "is gathered by its class"),
         (linear_with(nn.Parameter(Int8Weight(torch.empty(0, 4)))), {}, "gathers rows, and the parameter has none"),
         (
             linear_with(nn.Parameter(AffineWeight.quantised(torch.rand(4, 4)))),
-            {"shard_as_bytes": BYTES},
-            "AffineWeight is sharded as bytes, which have no gradient",
+            {},
+            "AffineWeight is a tensor subclass",
         ),
     ],
 )
@@ -651,7 +652,7 @@ def test_a_class_that_cannot_be_made_around_other_memory_is_refused_before_anyth
     model = linear_with(nn.Parameter(inner, requires_grad=False))
     model.weight.__class__ = Unbuildable
     with pytest.raises(ConfigError, match="can be made around other memory: KeyError"):
-        plan(model, world_size=2, shard_as_bytes=[AffineWeight])
+        plan(model, world_size=2)
 
 
 def gather_halved(self: torch.Tensor, mesh: Any) -> Any:
@@ -729,12 +730,43 @@ def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type
 @on_ranks(2)
 def test_a_state_that_would_not_follow_its_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="sync_module_states does not send the state") as caught:
-        fully_shard(seeded(Quantised, 0), options=HandleOptions(shard_as_bytes=BYTES), sync_module_states=True)
+        fully_shard(seeded(Quantised, 0), sync_module_states=True)
     assert "layers.0.base.weight" in str(caught.value.at)
     model = seeded(Quantised, 0)
-    fully_shard(model, options=HandleOptions(shard_as_bytes=BYTES))
+    fully_shard(model)
     other = seeded(Quantised, 1).layers[0].base.state_dict(keep_vars=True)
     model.layers[0].base.load_state_dict(other, assign=True)
     with pytest.raises(UsageError, match="was replaced by another Params4bit") as caught:
         model(batch(0, 0, WIDTH))
     assert "layers.0.base.weight" in str(caught.value.at)
+
+
+# -- state of optimizers
+
+
+def train_with_packed_state(folder: str, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Train from step ``first`` to ``last``, on the same inputs at any number of ranks; save after step 2."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), 0)
+    fully_shard(model, policy={nn.Linear})
+    optimizer = MeanSquares(model.parameters(), {"lr": 0.1})
+    if first:
+        get_optimizer_state_dict(model, optimizer)  # which makes state
+        load_checkpoint(folder, model, optimizer)
+    for step in range(first, last):
+        model(batch(step, 0, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and not first:
+            save_checkpoint(folder, 2, model, optimizer)
+    for state in optimizer.state.values():
+        assert state[0] == {0.5: 4}
+        assert type(state["squares"]) is RaggedDTensor and type(state["squares"].to_local()) is HalfState
+    squares = {f"squares of {fqn}": optimizer.state[param]["squares"] for fqn, param in model.named_parameters()}
+    return {fqn: full(value) for fqn, value in (squares | dict(model.named_parameters())).items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_packed_state_goes_on_where_it_was_at_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    expected = run_threads(train_with_packed_state, 2, str(tmp_path), 0, 4)[0]
+    found = run_threads(train_with_packed_state, ranks, str(tmp_path), 2, 4)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -90,6 +90,8 @@ def host_transport_of(ranks: Ranks, name: str) -> Transport:
 class OwnTransport(ProcessGroupTransport):
     """A transport in a group of its own, which is made when the first collective needs it.
 
+    Copies of a whole model need no reduce-scatter, which does not make the group.
+
     Args:
         ranks: Who talks. In the new group they are in the order of their global ranks.
     """
@@ -114,12 +116,6 @@ class OwnTransport(ProcessGroupTransport):
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         self.connect()
         return super().begin_all_gather(buffer, shard, key)
-
-    def begin_reduce_scatter(
-        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
-    ) -> Pending:
-        self.connect()
-        return super().begin_reduce_scatter(source, shard, key, scale=scale)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
         self.connect()

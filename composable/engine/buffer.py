@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import Pending, Ranks, joined_mesh
 from composable.dtensor import RaggedSpec, ragged_spec, splits_of
 from composable.engine.gradients import Gradients
-from composable.engine.param import ShardedParam
+from composable.engine.param import ShardedParam, memory_in
 from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
@@ -219,7 +219,7 @@ class FlatBuffer:
                 self._rest_on(self.home.zeros(self.shard.numel(), self.dtype))
             for param, piece in zip(self.params, pieces, strict=True):
                 if piece is not param.shown:
-                    param.local.data.copy_(param.memory_of(piece))
+                    param.local.data.copy_(memory_in(param))
                     param.show(param.local)
 
     def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

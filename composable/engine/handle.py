@@ -415,7 +415,7 @@ class GradientLedger:
     def finish(self) -> None:
         """End the backward: the rest goes to the parameters that any rank had a gradient for, or to all as zeros."""
         kept = self.flat.routes.kept
-        mask, self.grad_mask = self.grad_mask | kept.bits, 0
+        mask = self.grad_mask | kept.bits
         kept.bits = 0 if kept.total is None else mask
         if not self.waiting:
             return

@@ -34,7 +34,7 @@ from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import without_flat_weight_refs
 from composable.planning import Form, SplitNode, mark_replaced
 
-__all__ = ["Faces", "Lent", "Misplaced", "Owner", "ParamView", "ShardedParam"]
+__all__ = ["Faces", "Lent", "Misplaced", "Owner", "ParamView", "ShardedParam", "memory_in"]
 
 
 Owner = tuple[nn.Module, str]
@@ -89,7 +89,7 @@ class ShardedParam:
         self._is_flat = len(self.local_shape) == 1
         self.lie_in(shard)
         self.sharded = nn.Parameter(RaggedDTensor.wrap(self.shown, spec), requires_grad=original.requires_grad)
-        self._permit_grad()
+        _permit_grad(self)
         self.unsharded: nn.Parameter | None = None
         self._empty_grad: RaggedDTensor | None = None
         self.placeholder: RaggedDTensor | None = None
@@ -114,20 +114,7 @@ class ShardedParam:
     def lie_in(self, shard: torch.Tensor) -> None:
         """Have this rank's piece in ``shard`` [S]; the sharded parameter still shows another one."""
         self.local = self.piece_of(shard)
-        self.shown = self._as_instance(self.local)
-
-    def _as_instance(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return what ``to_local()`` gives for a piece [local_shape]: of a class that gathers itself, an instance."""
-        if self.form is None or self.form.kind != "gathered" or not piece.shape[0]:
-            return piece
-        made = self.form.around(piece)
-        made._composable_memory = piece  # type: ignore[attr-defined]  # read by memory_of of composable/dtensor
-        return made
-
-    def memory_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the plain tensor inside of a local tensor [local_shape], which torch may have made of another one."""
-        is_instance = self.shown is not self.local and type(local) is type(self.shown)
-        return self.form.storage_of(local) if is_instance and self.form is not None else local
+        self.shown = _instance_around(self.local, self.form)
 
     def has_face(self, held: torch.Tensor | None) -> bool:
         """Say whether ``held``, of any shape, is the sharded or the unsharded parameter."""
@@ -159,7 +146,7 @@ class ShardedParam:
     def show(self, local: torch.Tensor) -> None:
         """Let the sharded parameter, the same object with the same marks, show other memory [local_shape]."""
         sharded = self.ragged
-        shown = self.shown if local is self.local else self._as_instance(local)
+        shown = self.shown if local is self.local else _instance_around(local, self.form)
         if sharded.device == local.device:
             sharded._local_tensor = shown
         else:
@@ -167,14 +154,9 @@ class ShardedParam:
             with without_flat_weight_refs(module for module, _ in self.owners):
                 torch.utils.swap_tensors(sharded, fresh)
             _share_hooks(fresh, sharded)
-            self._permit_grad()
+            _permit_grad(self)
             self._empty_grad = None
         self.bring_back_marks()
-
-    def _permit_grad(self) -> None:
-        """Let the sharded parameter have gradients of another dtype, where they stay in that of the reduction."""
-        if self.grad_spec.dtype != self.spec.dtype:
-            self.sharded.grad_dtype = self.grad_spec.dtype
 
     def bring_back_marks(self) -> None:
         """Give the sharded parameter its attributes again, if torch has swapped it for another one."""
@@ -186,7 +168,7 @@ class ShardedParam:
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Do to this parameter's piece [local_shape], and its gradient, what ``Module._apply`` does to tensors."""
-        held, grad = self.memory_of(self.ragged._local_tensor), self.sharded.grad
+        held, grad = memory_in(self), self.sharded.grad
         local = fn(held)
         if local is not held:
             self.sharded.grad = None
@@ -224,7 +206,7 @@ class ShardedParam:
             if not piece.is_meta:
                 self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
         else:
-            memory = self.memory_of(self.ragged._local_tensor)
+            memory = memory_in(self)
             memory.data.copy_(piece)
             increment_version(memory)
 
@@ -294,7 +276,7 @@ class ShardedParam:
         if held is None:
             held = self.empty_grad()
             if self.stop > self.start:
-                memory = self.memory_of(self.ragged._local_tensor)
+                memory = memory_in(self)
                 held = RaggedDTensor.wrap(torch.zeros_like(memory, dtype=self.grad_spec.dtype), self.grad_spec)
             self.placeholder = held
             assign_grad(self.sharded, held)
@@ -340,7 +322,7 @@ class ShardedParam:
             known._local_tensor = twin.shown
         twin.sharded = known
         if known.grad is None:
-            twin._permit_grad()
+            _permit_grad(twin)
         twin._marks = known.__dict__
         if self._kept_beside is not None and self.sharded.grad is self._kept_beside:
             twin._kept_beside = known.grad
@@ -365,6 +347,28 @@ class ShardedParam:
                 setattr(module, name, param)
             else:
                 module._parameters[name] = param
+
+
+def _permit_grad(param: ShardedParam) -> None:
+    """Let the sharded parameter have gradients of another dtype, where they stay in that of the reduction."""
+    if param.grad_spec.dtype != param.spec.dtype:
+        param.sharded.grad_dtype = param.grad_spec.dtype
+
+
+def memory_in(param: ShardedParam) -> torch.Tensor:
+    """Return the plain tensor [local_shape] inside of what a parameter shows, which torch may have made anew."""
+    local = param.ragged._local_tensor
+    is_instance = param.shown is not param.local and type(local) is type(param.shown)
+    return param.form.storage_of(local) if is_instance and param.form is not None else local
+
+
+def _instance_around(piece: torch.Tensor, form: Form | None) -> torch.Tensor:
+    """Return what ``to_local()`` gives for a piece [local_shape]: of a class that gathers itself, an instance."""
+    if form is None or form.kind != "gathered" or not piece.shape[0]:
+        return piece
+    made = form.around(piece)
+    made._composable_memory = piece  # type: ignore[attr-defined]  # read by memory_of of composable/dtensor
+    return made
 
 
 def _can_take(param: ShardedParam, value: torch.Tensor) -> bool:

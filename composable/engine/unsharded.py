@@ -431,10 +431,8 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
 
 
 def drop_secondary(handle: Handle) -> None:
-    """Free secondary shards of a handle, if there are any."""
+    """Free secondary shards of a handle, if there are any; a gather from them that is under way holds them."""
     if handle.secondary is not None:
-        if handle.view is ParamView.GATHERING and handle.secondary.are_source:
-            handle.settle()
         handle.secondary.drop()
 
 

@@ -313,7 +313,7 @@ _PLACES = {
     "mixed_precision": ("pass it as mp_policy=",),
     "offload_policy": ("leave it out, or call fully_shard: copies rest on the device",),
     "output_device": ("leave it out, since outputs stay where the module makes them",),
-    "shard_as_bytes": (_IN_OPTIONS,),
+    "shard_as_bytes": ("leave it out, since frozen parameters of other classes are sharded as bytes",),
     "sharding_strategy": ("pass it as strategy=",),
     "skip_all_reduce_unused_params": ("leave it out, since what no rank uses travels as zeros",),
     "transport": (_IN_OPTIONS,),

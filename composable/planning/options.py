@@ -376,7 +376,6 @@ class ShardOptions:
     transport: str = "auto"
     mp_policy: Any = NO_CASTS
     offload_policy: Any = NO_OFFLOAD
-    shard_as_bytes: Collection[type[torch.Tensor]] = ()
     hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -408,14 +407,6 @@ class ShardOptions:
             object.__setattr__(self, "strategy", chosen)
         object.__setattr__(self, "mp_policy", as_mixed_precision(self.mp_policy))
         object.__setattr__(self, "offload_policy", _as_offload(self.offload_policy))
-        classes, plain = self.shard_as_bytes, (torch.Tensor, nn.Parameter)
-        is_list = isinstance(classes, Collection) and not isinstance(classes, str | torch.Tensor | nn.Module)
-        for one in classes if is_list else [classes]:
-            if not is_list or not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in plain:
-                raise ConfigError(
-                    f"shard_as_bytes is or holds {described(one)}",
-                    fix="pass a list of subclasses of torch.Tensor, such as [Params4bit]",
-                )
 
     @property
     def frees(self) -> bool | int | None:

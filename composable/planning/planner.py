@@ -54,7 +54,6 @@ def plan(
     transport: str = "auto",
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
-    shard_as_bytes: Collection[type[torch.Tensor]] = (),
 ) -> ShardPlan:
     """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
 
@@ -76,7 +75,6 @@ def plan(
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
-        shard_as_bytes: Classes of quantised, frozen parameters, as ``fully_shard`` takes them.
 
     Raises:
         ConfigError: An argument is wrong; the message names the module or parameter and the fix.
@@ -103,7 +101,6 @@ def plan(
         transport=transport,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        shard_as_bytes=shard_as_bytes,
     )
     made = make_plan(module, options)[0]
     return made if ranks_per_host is None else made.on_hosts(ranks_per_host)
@@ -120,7 +117,7 @@ def make_plan(
         ConfigError: As ``plan``.
     """
     handles, kept_fqns, ignored_fqns = find_structure(
-        module, options.policy, options.ignored_params, options.ignored_modules, tuple(options.shard_as_bytes)
+        module, options.policy, options.ignored_params, options.ignored_modules
     )
     params = [found for handle in handles for found in handle.params]
     cuts = _choose_cuts(params, options)

@@ -183,12 +183,10 @@ def find_structure(
     policy: PolicyLike | None,
     ignored_params: Iterable[nn.Parameter] | None,
     ignored_modules: Iterable[nn.Module] | None,
-    byte_classes: Sequence[type[torch.Tensor]] = (),
 ) -> tuple[tuple[HandleMembers, ...], tuple[str, ...], tuple[str, ...]]:
     """Find the handles of an annotation on ``module``; changes nothing.
 
-    The annotated modules may carry the annotation's own registry entry already. Parameters of ``byte_classes`` are
-    sharded as bytes.
+    The annotated modules may carry the annotation's own registry entry already.
 
     Returns:
         The handles that own parameters, left to right, depth first; the FQNs of the outermost modules below that an
@@ -213,7 +211,7 @@ def find_structure(
             )
         policy = resolve_policy(policy)
         picks = policy.pick(root, [*exclusion.kept, *exclusion.ignored])
-    search = _Search(picks, exclusion, byte_classes)
+    search = _Search(picks, exclusion)
     handles = search.run(starts, reason="annotated" if policy is None else "root")
     if policy is not None and not any(handle.is_picked for handle in handles):
         raise ConfigError(
@@ -373,11 +371,8 @@ def _exclude(starts: Sequence[_Named], params: list[nn.Parameter], to_ignore: se
 class _Search:
     """One walk over the tree that collects parameters, with the handles around each of their places."""
 
-    def __init__(
-        self, picks: dict[nn.Module, str], exclusion: _Exclusion, byte_classes: Sequence[type[torch.Tensor]]
-    ) -> None:
+    def __init__(self, picks: dict[nn.Module, str], exclusion: _Exclusion) -> None:
         self.has_met_sharded = False
-        self._byte_classes = byte_classes
         self._picks = picks
         self._exclusion = exclusion
         self._picked: dict[nn.Module, HandleMembers] = {}
@@ -476,7 +471,7 @@ class _Search:
         if nn.parameter.is_lazy(param):
             fix = "run one forward of the module before annotating it"
             raise ConfigError("a lazy parameter has no shape yet", fix=fix)
-        form = form_of(param, self._byte_classes)
+        form = form_of(param)
         storage = param if form is None else form.storage_of(param)
         if storage.layout is not torch.strided or storage.is_quantized:
             raise ConfigError("the parameter is not dense", fix="name it in ignored_params, or make it dense")

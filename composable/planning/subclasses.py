@@ -6,7 +6,7 @@ beside it, of a frozen parameter. *Gathered*: the class says itself what ranks e
 that this rank has is sharded. Any other is refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -106,7 +106,7 @@ class SplitNode:
         return self
 
 
-class _Bound(NamedTuple):
+class _OwnHook(NamedTuple):
     """A function of the protocol that was set on one parameter, bound to it; others made of it get it bound to them."""
 
     function: Any
@@ -191,12 +191,11 @@ class Form:
         return (self.state if self.subclass.path else self.attributes).get(name, value)
 
 
-def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> Form | None:
+def form_of(param: nn.Parameter) -> Form | None:
     """Return how a parameter of a tensor subclass is sharded; ``None`` for an ordinary one.
 
     Args:
         param: Not lazy; of any shape and dtype.
-        byte_classes: Those of packed storage that users named.
 
     Raises:
         ConfigError: It is of a class that nothing is known of, or that cannot be sharded as it says.
@@ -208,15 +207,9 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
     if isinstance(param, DTensor):
         return _split_form(param)
     is_gathered = all(has_hooks) and not _is_packed(param)
-    is_marked = _is_only_marked(type(param)) and not any(has_hooks)
-    if isinstance(param, tuple(byte_classes)) or not (is_gathered or is_marked or param.requires_grad):
-        form = _taken_apart(param, "bytes")
-        if param.requires_grad:
-            raise ConfigError(
-                f"{name} is sharded as bytes, which have no gradient, and requires one",
-                fix="requires_grad_(False), and train adapters beside it",
-            )
-    elif is_gathered:
+    is_bytes = not (param.requires_grad or param.is_floating_point() or param.is_complex())
+    is_marked = _is_only_marked(type(param)) and not (is_bytes or any(has_hooks))
+    if is_gathered:
         form = _taken_apart(param, "gathered")
         rows = param.shape[0] if param.numel() and param.dim() else 0
         # Every rank would have them whole. With one row they may be anything, and cutting changes nothing.
@@ -232,6 +225,8 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
             )
     elif is_marked:
         form = _taken_apart(param, "marked")
+    elif not param.requires_grad:
+        form = _taken_apart(param, "bytes")
     else:
         raise ConfigError(
             f"{name} is a tensor subclass, which a flat buffer cannot hold",
@@ -354,12 +349,12 @@ def _rebuild_of(
             return lambda storage, _: storage
         attributes.update(tensor.__dict__)
         bound = {name: hook for name, hook in own_hooks.items() if getattr(hook, "__self__", None) is tensor}
-        attributes |= {name: _Bound(hook.__func__) for name, hook in bound.items()}
+        attributes |= {name: _OwnHook(hook.__func__) for name, hook in bound.items()}
 
         def own(storage: torch.Tensor, form: Form) -> torch.Tensor:
             made: torch.Tensor = make_subclass(torch.Tensor if cls is nn.Parameter else cls, storage)
             for name, value in form.attributes.items():
-                setattr(made, name, value.function.__get__(made) if isinstance(value, _Bound) else value)
+                setattr(made, name, value.function.__get__(made) if isinstance(value, _OwnHook) else value)
             return made
 
         return own

@@ -12,7 +12,8 @@ No code in a file is run: what is no tensor is read as data, and the pickle ``.m
 import io
 import pickle
 import re
-from collections.abc import Collection, Sequence
+from ast import literal_eval
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -157,15 +158,41 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
         for optimizer, described in zip(optimizers, names_of_all, strict=True):
             saved = optimizer.state_dict()
             fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
-            state["optimizer"]["state"].update({fqns[index]: value for index, value in saved["state"].items()})
+            named = {fqns[index]: _with_text_keys(value) for index, value in saved["state"].items()}
+            state["optimizer"]["state"].update(named)
             state["optimizer"]["param_groups"] += [
-                {**group, "params": list(every)}
+                {**_with_text_keys(group), "params": list(every)}
                 for group, every in zip(saved["param_groups"], described.groups, strict=True)
             ]
     for name, value in flatten_state_dict(state)[0].items():
         if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
             as_data(value, name)
     return state
+
+
+# Before a number that is a key: a checkpoint's names are text.
+_NUMBER = "number "
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return ``value`` with text for those keys of its dicts that are numbers, as some optimizers count by them."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        f"{_NUMBER}{key!r}" if type(key) in (int, float) else key: _with_text_keys(each) for key, each in value.items()
+    }
+
+
+def _with_own_keys(value: Any) -> Any:
+    """Undo ``_with_text_keys``, also inside of lists."""
+    if isinstance(value, list):
+        return [_with_own_keys(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        literal_eval(key.removeprefix(_NUMBER)) if str(key).startswith(_NUMBER) else key: _with_own_keys(each)
+        for key, each in value.items()
+    }
 
 
 def staged(state: Any) -> Any:
@@ -247,7 +274,7 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
     """Give what was read into ``targets`` to the model and the optimizers."""
     nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
     set_model_state_dict(model, nested.get("model", {}))
-    saved = nested.get("optimizer", {})
+    saved = _with_own_keys(nested.get("optimizer", {}))
     state, groups = saved.get("state", {}), iter(saved.get("param_groups", []))
     names = names_of_params(model)
     for optimizer in optimizers:
@@ -255,5 +282,23 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
         # Their order within the optimizer's groups, which need not be that of the saved ones.
         own_groups = [{**group, **next(groups), "params": group["params"]} for group in packed]
-        own_state = {index: state[name] for index, name in enumerate(fqns) if name in state}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        own_state = {
+            index: _in_its_class(optimizer.state.get(params[index], {}), state[name])
+            for index, name in enumerate(fqns)
+            if name in state
+        }
         optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+
+
+def _in_its_class(held: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter, in the optimizer's own tensors where these are packed: of 8 bits, say.
+
+    They are saved as the values that they stand for.
+    """
+    found = dict(read)
+    for key, value in held.items():
+        own = value._local_tensor if isinstance(value, DTensor) else value
+        if hasattr(type(own), "__tensor_flatten__") and isinstance(read.get(key), torch.Tensor):
+            found[key] = value.detach().copy_(read[key])
+    return found

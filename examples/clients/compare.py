@@ -15,10 +15,14 @@ HERE = Path(__file__).parent
 CLIENTS: dict[str, tuple[list[str], int]] = {
     "transformers_causal_lm": (["transformers"], 2),
     "transformers_trainer": (["transformers", "accelerate"], 2),
+    "trl_sft": (["trl", "transformers"], 2),
     "peft_lora": (["peft", "transformers"], 2),
+    "peft_qlora": (["peft", "bitsandbytes"], 2),
     "quantized_base": (["torch"], 2),
     "accelerate_fsdp2": (["accelerate", "transformers"], 2),
     "fabric_model_parallel": (["lightning", "transformers"], 2),
+    "litgpt_pretrain": (["litgpt", "lightning"], 2),
+    "trl_grpo": (["trl", "transformers"], 2),
     "torchtitan_llama3": (["torchtitan"], 2),
     "pipelining": (["torch"], 4),
 }

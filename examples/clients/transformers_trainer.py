@@ -27,7 +27,7 @@ class ShardedTrainer(Trainer):
         # What Accelerate asks before it wraps a model for the ranks that it sees.
         model._is_accelerate_prepared = True
         self.losses = []
-        super().__init__(model, args, **kwargs)
+        super().__init__(model, args=args, **kwargs)
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)

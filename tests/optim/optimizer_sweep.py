@@ -58,7 +58,7 @@ NOT_AS_ONE = "as FSDP2, not as one process"
 APART = "where each parameter has a handle of its own, and ranks divide its rows"
 RUNS = (EQUAL, GATHERS, LIKE_FSDP2, WITH_A_LINE)
 PAGE = Path(__file__).parents[2] / "docs" / "works_with.md"
-BEGIN, END = "<!-- begin: written by `python -m tests.optim.optimizer_sweep` -->", "<!-- end -->"
+BEGIN, END = "<!-- begin: written by `python -m tests.optim.optimizer_sweep` -->", "<!-- end: optimizers -->"
 # What texts of errors say, in words.
 WORDS = {
     "got mixed torch.Tensor and DTensor": "mixes plain tensors and DTensors",

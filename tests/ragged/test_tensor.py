@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, zeros
 from torch.distributed.tensor import randn as random_dtensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import fully_shard
 from composable.dtensor.gather import fallback_counts, strict_mode
@@ -154,6 +156,22 @@ def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
     torch.testing.assert_close(found.full_tensor(), large.norm())
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_norms_over_dims_are_those_of_the_whole_wherever_it_is_cut() -> None:
+    dice, mesh = random.Random(0), cpu_mesh()
+    for seed in range(20):
+        shape = [dice.randint(2, 5) for _ in range(dice.randint(2, 4))]
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        inner = sorted(dice.choices(range(full.numel() + 1), k=mesh.size() - 1))
+        ragged = from_full(full, ragged_spec(mesh, shape, full.dtype, (0, *inner, full.numel())))
+        dims = dice.sample(range(len(shape)), dice.randint(1, len(shape)))
+        order, keepdim = dice.choice([0.5, 1, 2, 3]), dice.random() < 0.5
+        with strict_mode():
+            found, expected = (torch.linalg.vector_norm(one, order, dims, keepdim) for one in (ragged, full))
+        torch.testing.assert_close(found.full_tensor(), expected)  # type: ignore[attr-defined]
+
+
 @on_ranks(4)
 def test_the_scaler_looks_at_every_mesh_dim() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -194,6 +212,34 @@ def test_equal_sizes_of_other_elements_are_never_combined() -> None:
     assert torch.equal(results[0].full_tensor(), full * other) and torch.equal(results[1].full_tensor(), other * other)
     a.copy_(c)
     assert torch.equal(a.full_tensor(), other)
+
+
+class _PlainCalls(TorchDispatchMode):
+    """Counts the operations on pieces that those on ragged tensors are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if RaggedDTensor in types:
+            with self:
+                return RaggedDTensor.__torch_dispatch__(func, types, args, kwargs or {})
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_lists_of_pieces_are_one_call_and_a_list_may_have_a_tensor_of_factors() -> None:
+    (ragged, plain), factors = pairs("row"), torch.arange(1.0, len(SHAPES) + 1)
+    calls = []
+    for lists in ([one.detach() for one in ragged], [one.detach() for one in plain]):
+        with _PlainCalls() as mode:
+            torch._foreach_mul_(lists, lists)
+            calls.append(mode.count)
+            torch._foreach_addcmul_(lists, lists, lists, factors)
+    assert calls == [1, 1]
+    assert_equal(ragged, plain)
 
 
 @on_ranks(2, run=run_ranks)

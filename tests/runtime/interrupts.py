@@ -24,6 +24,7 @@ import torch
 
 import composable
 from composable import ReplicateModule, reduction_stats, step_in_backward
+from composable.engine import handle_of
 from composable.ground.torch_private import without_modes
 from composable.testing.process_group import SimulatedGroup
 from composable.testing.simulation import run
@@ -215,6 +216,9 @@ class _Twins:
         with torch.no_grad():
             outputs = [self.program.forward(one, self.rank, self.seed) for one in (self.model, self.plain)]
         _equal("output", *outputs)
+        handles = {handle_of(param) for param in self.params.values()} - {None}
+        transports = {one for handle in handles for flat in handle.buffers for one in flat.routes.transports()}
+        assert not any(transport.in_flight for transport in transports), "a collective was never waited for"
 
 
 def _equal(what: str, own: torch.Tensor | None, wanted: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable import HandleOptions, UsageError, fully_shard, no_sync, replicate
@@ -333,6 +334,26 @@ class Force(nn.Module):
         return self.head(torch.tanh(force))
 
 
+class LeavesSlope(nn.Module):
+    """Leaves a derivative in a list before it makes its output, so that a backward gets there by no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.lin = linear().requires_grad_(requires_grad=False), linear()
+        self.left: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = torch.tanh(self.lin(self.teacher(x))).square().sum()
+        self.left += torch.autograd.grad(energy, x, create_graph=True)
+        return x * 2
+
+
+def only_what_is_left(model: nn.Module, seed: int, scale: float) -> None:
+    model(x_of(seed))
+    left: Any = model.get_submodule("1").left
+    (left.pop().square().mean() * scale).backward()
+
+
 def frozen_with_trainable(model: nn.Module) -> None:
     fully_shard([model.get_submodule("teacher"), model.get_submodule("head")])
     fully_shard(model)
@@ -367,6 +388,7 @@ def evaluate_first(model: nn.Module, seed: int, scale: float) -> None:
 
 
 PARTS = each("inp", "block", "head")
+LATE = "reentrant checkpoint in one call of two"
 HIDDEN = ("closure", "deque", "attribute")
 # Of each program the model, how it is annotated, and the step.
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], Step]] = {
@@ -378,7 +400,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]
     "an attribute instead of the output": (partial(WithSideChannel, "before", uses_output=False), PARTS, squares),
     **{f"output in a {kind}": (partial(AroundHidden, kind), PARTS, squares) for kind in HIDDEN},
     "a leaf as output": (Dropped, each("drop", "middle"), leaf_as_output),
-    "reentrant checkpoint in one call of two": (TwoCalls, each("inp", "wrap.b", "wrap"), squares),
+    LATE: (TwoCalls, each("inp", "wrap.b", "wrap"), squares),
     "another thread": (InThreads, each("a", "b"), squares),
     "a head that no rank uses": (Heads, fully_shard, one_head_a_step),
     "another head on each rank": (Heads, fully_shard, another_head),
@@ -393,6 +415,11 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]
     "pass through, replicated in sharded": (PassThrough, nest_replicated, pass_through),
     "gradient penalty": (small, by_linear, gradient_penalty),
     "derivative through frozen parameters of a handle that has others": (Force, frozen_with_trainable, squares),
+    "derivative that leaves by no output": (
+        lambda: nn.Sequential(linear(), LeavesSlope()),
+        each("0", "1.teacher", "1", reshard_after_forward=True),
+        only_what_is_left,
+    ),
     "forward returns a parameter and views": (AroundParams, each("embed", "head"), evaluate_first),
 }
 # Ranks that are threads know no thread that one of them starts.
@@ -417,6 +444,28 @@ def test_gradients_are_those_of_one_process_on_processes(name: str) -> None:
     expected = plain_step(name, 2)
     for found in run_ranks(one_step, 2, name):
         assert_equal_gradients(found, expected)
+
+
+@on_ranks(2)
+def test_a_handle_that_was_completed_too_early_is_reduced_once_more_in_that_backward_only() -> None:
+    make, annotate, step = PROGRAMS[LATE]
+    model = seeded(make, 0)
+    annotate(model)
+    step(model, 0, 1.0)
+    counting = CountingTransport.install(fully_shard.state(model).lazy_init())
+    model.get_submodule("inp")(x_of(0)).sum().backward()
+    assert counting.counts()["reduce_scatter"] == 1
+
+
+@on_ranks(2)
+def test_a_backward_inside_of_the_first_forward_of_a_thread_leaves_the_forward_running() -> None:
+    """In each thread autograd numbers its nodes from 0."""
+    model = Force()
+    model.head = nn.Identity()
+    each("teacher")(model)
+    model(x_of(0))
+    # What a forward has unsharded is hidden at its end.
+    assert isinstance(model.w, DTensor)
 
 
 # -- gradients that no_sync kept
@@ -553,15 +602,18 @@ def test_hooks_of_parameters_run_on_the_reduced_gradient(when: str, kind: str) -
 
 @on_ranks(2)
 def test_a_hook_that_returns_something_else_is_named() -> None:
-    model = linear()
-    fully_shard(model)
-    hook = model.weight.register_hook(lambda grad: grad.full_tensor())
+    model, plain = (seeded(lambda: nn.Sequential(linear(), linear()), 0) for _ in range(2))
+    fully_shard(model, policy={nn.Linear})
+    hook = model[0].weight.register_hook(lambda grad: grad.full_tensor())
+    # The gradients of this one wait meanwhile, and are forgotten.
+    model[1].weight.register_hook(lambda grad: grad)
     with pytest.raises(UsageError) as caught:
         model(x_of(0)).sum().backward()
     hook.remove()
     model.zero_grad()
-    model(x_of(0)).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    for one in (model, plain):
+        one(x_of(0)).sum().backward()
+    assert_equal_gradients([gradients_of(model)], [gradients_of(plain)])
     text = str(caught.value)
     assert "returned Tensor [6, 6]" in text and "fix:" in text
     assert f"rank {dist.get_rank()}, parameter 'weight'" in text

@@ -19,6 +19,7 @@ from composable.comm import Transport
 from composable.comm.transport import transport_class
 from composable.engine import Handle
 from composable.engine.buffer import SecondaryShards
+from composable.engine.finish import GradientFinalizer
 from composable.engine.param import Faces
 from composable.engine.passes import Forwards
 from composable.ground.casts import CastBuffers, LentBuffers
@@ -61,6 +62,7 @@ def test_the_step_after_an_interrupt_is_right(name: str) -> None:
         (Forwards._reshard, "resharded to two ranks"),
         (Handle.begin_unshard, "resharded to two ranks"),
         (Faces.show_unsharded, "resharded to two ranks"),
+        (GradientFinalizer.begin, "policy, process_group"),
         # Ranks use other parameters, or have stepped other buckets.
         (Reducer._make_arrival, "nested"),
         (Reducer._make_arrival, "nested, no_sync"),
