@@ -157,6 +157,13 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
         names = names_of_params(model)
         for optimizer, described in zip(optimizers, names_of_all, strict=True):
             saved = optimizer.state_dict()
+            others = [key for key in saved.get("state", [None]) if not isinstance(key, int)]
+            if others:
+                what = "is of another form than torch's" if others == [None] else f"has {others[0]!r}, of no parameter"
+                raise ConfigError(
+                    f"the state of {type(optimizer).__name__} {what}",
+                    fix="save the optimizer inside of it; or put what its state_dict() has into extra",
+                )
             fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
             named = {fqns[index]: _with_text_keys(value) for index, value in saved["state"].items()}
             state["optimizer"]["state"].update(named)
