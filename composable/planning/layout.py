@@ -92,6 +92,9 @@ class RaggedShard(Placement):
     def __str__(self) -> str:
         return repr(self)
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return repr(self), {"RaggedShard": RaggedShard}  # what a graph that the compiler has made says in its source
+
     def __reduce__(self) -> tuple[object, ...]:
         return (RaggedShard, (self.bounds, self.order))
 

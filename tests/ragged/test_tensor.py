@@ -570,6 +570,19 @@ def test_an_optimizer_that_makes_its_state_of_placements_may_compile_its_step() 
         torch.testing.assert_close({fqn: state["squares"] for fqn, state in states.items()}, squares)
 
 
+@on_ranks(2, run=run_ranks)
+def test_a_compiled_function_may_make_one_of_placements() -> None:
+    weight = fully_shard(nn.Linear(4, 6)).weight
+    mesh, placements, shape = weight.device_mesh, weight.placements, weight.shape
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def scaled(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(local, mesh, placements, shape=shape, stride=(4, 1)) * param
+
+    made = scaled(torch.full_like(weight.to_local(), 2), weight.detach())
+    assert_equal([made], [2 * weight.full_tensor().detach()])  # type: ignore[list-item]
+
+
 # -- what torch would accept without a word
 
 
