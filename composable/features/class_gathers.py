@@ -84,7 +84,7 @@ class ClassGatheredBuffer(FlatBuffer):
         local = param.local
         if not local.shape[0]:
             return param.value_around(local.new_zeros([self._rows_per_rank, *local.shape[1:]], device=self.device))
-        if local.device == self.device:
+        if local.device.type == self.device.type:
             return param.shown
         moved = param.value_around(local.to(self.device))
         # What users set on theirs between steps, a scale say, goes along; not what the class itself has set.
