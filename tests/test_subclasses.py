@@ -151,6 +151,19 @@ def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch(kind: typ
     assert set(losses[0][1]) == set(losses[1][1]) and (kind is TurnedWeight) == ("PRE_BACKWARD" in losses[0][1])
 
 
+@on_ranks(2)
+def test_what_is_written_to_a_weight_while_it_is_unsharded_is_gathered_again() -> None:
+    model = int8_model([(4, 5)], ScaledWeight)
+    fully_shard(model, reshard_after_forward=False)
+    x = batch(0, 0, 5)
+    before = model(x) - full(model[0].bias)
+    for write in (lambda weight: weight.mul_(2), lambda weight: torch._foreach_mul_([weight], 2)):
+        with torch.no_grad():
+            write(model[0].weight)
+        before = 2 * before
+        torch.testing.assert_close(model(x) - full(model[0].bias), before)
+
+
 @pytest.mark.parametrize("shape", [(7, 3), (1, 4)])
 @on_ranks(3)
 def test_several_tensors_of_a_class_travel_and_fill_one_parameter_again_and_again(shape: tuple[int, int]) -> None:

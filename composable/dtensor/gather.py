@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
-from composable.dtensor.spec import RaggedLayout, memory_of, parts_of, replicated_spec, slice_full, values_of, with_dim
+from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, values_of, with_dim
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_in_model_averager
 from composable.ground.names import check_bool
@@ -384,7 +384,7 @@ def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None)
 
     Autograd compares versions, and views of these ragged tensors no longer show their values. Any shapes and dtypes.
     """
-    increment_version([memory_of(local) for local in locals_])
+    increment_version(locals_)
     if RECORD.sources:
         changed = set(map(id, locals_))
         for reference in RECORD.sources.valuerefs():
