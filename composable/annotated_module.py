@@ -12,9 +12,17 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, describe_module
 from composable.replication import Reducer
-from composable.whole_model import ReducingUnit, nothing_annotated, states_of, units_of
+from composable.whole_model import KeptGradients, ReducingUnit, nothing_annotated, states_of, units_of
 
-__all__ = ["AnnotatedModule", "ClassSwap", "no_sync", "original_class", "place_of", "reduce_gradients"]
+__all__ = [
+    "AnnotatedModule",
+    "ClassSwap",
+    "no_sync",
+    "original_class",
+    "place_of",
+    "reduce_gradients",
+    "set_gradient_sync",
+]
 
 # The mixins are on modules only; the class of the module, which comes after them, has the methods.
 if TYPE_CHECKING:
@@ -101,7 +109,8 @@ def _join_hook(module: nn.Module, **_: object) -> NoReturn:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Let backwards in this context keep gradients on their rank.
 
-    They add up, in full size, until the next backward outside the context synchronises all of them.
+    They add up, in full size, until the next backward outside the context synchronises all of them: also those of
+    modules with an annotation of their own that it leaves out, as long as it runs one that this context covered.
     What counts is where backward runs, not where forward ran. It applies to every module at or
     below ``module`` that ``fully_shard`` or ``replicate`` manages. Every rank enters alike.
 
@@ -116,10 +125,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             one.sync_after_context = syncs if after is None else after
             one.requires_gradient_sync = False
         yield
-        _restore(before)
+        _restore(module, before)
     except BaseException:
         # Also where Ctrl-C came into the line above.
-        _restore(before)
+        _restore(module, before)
         raise
 
 
@@ -174,6 +183,16 @@ def _synchronised_by(module: nn.Module, *, caller: str) -> list[ReducingUnit]:
     return found
 
 
-def _restore(before: Iterable[tuple[ReducingUnit, bool, bool | None]]) -> None:
+def _restore(module: nn.Module, before: Iterable[tuple[ReducingUnit, bool, bool | None]]) -> None:
     for one, syncs, after in before:
         one.requires_gradient_sync, one.sync_after_context = syncs, after
+    KeptGradients.note(states_of(module.modules()))
+
+
+def set_gradient_sync(module: nn.Module, units: Iterable[ReducingUnit], *, requires_gradient_sync: bool) -> None:
+    """Let these, of or below ``module``, synchronise from the next backward on, or no more."""
+    changed = [one for one in units if one.requires_gradient_sync is not requires_gradient_sync]
+    for one in changed:
+        one.requires_gradient_sync = requires_gradient_sync
+    if changed and requires_gradient_sync:
+        KeptGradients.note(states_of(module.modules()))

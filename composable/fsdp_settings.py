@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from composable.annotated_module import AnnotatedModule, place_of
+from composable.annotated_module import AnnotatedModule, place_of, set_gradient_sync
 from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
@@ -143,8 +143,8 @@ class ReductionSettings(AnnotatedModule):
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         handles = _chosen(self, recurse)
-        for unit in units_of(self.modules()) if recurse else handles:
-            unit.requires_gradient_sync = requires_gradient_sync
+        units = units_of(self.modules()) if recurse else handles
+        set_gradient_sync(self, units, requires_gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.

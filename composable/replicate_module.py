@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable.annotated_module import AnnotatedModule, ClassSwap, no_sync, place_of
+from composable.annotated_module import AnnotatedModule, ClassSwap, no_sync, place_of, set_gradient_sync
 from composable.comm import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
@@ -32,7 +32,7 @@ from composable.replication import (
     join_all_reduces,
     replicate_state_of,
 )
-from composable.whole_model import units_of
+from composable.whole_model import KeptGradients, states_of, units_of
 
 __all__ = [
     "ReductionStats",
@@ -75,8 +75,8 @@ class ReplicateModule(AnnotatedModule):
         check_bool("requires_gradient_sync", requires_gradient_sync)
         check_bool("recurse", recurse)
         reducers = list(_reducers(self, recurse=recurse))
-        for unit in units_of(self.modules()) if recurse else reducers:
-            unit.requires_gradient_sync = requires_gradient_sync
+        units = units_of(self.modules()) if recurse else reducers
+        set_gradient_sync(self, units, requires_gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Do what ``set_requires_gradient_sync`` does: an all-reduce is all the synchronisation there is."""
@@ -89,8 +89,12 @@ class ReplicateModule(AnnotatedModule):
         Those before it add up on their rank. Also in replicated modules below.
         """
         check_bool("is_last_backward", is_last_backward)
-        for reducer in _reducers(self, recurse=True):
+        reducers = list(_reducers(self, recurse=True))
+        changed = [reducer for reducer in reducers if reducer.is_last_backward is not is_last_backward]
+        for reducer in changed:
             reducer.is_last_backward = is_last_backward
+        if changed and is_last_backward:
+            KeptGradients.note(states_of(self.modules()))
 
     @property
     def require_backward_grad_sync(self) -> bool:

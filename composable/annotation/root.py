@@ -38,6 +38,7 @@ from composable.engine import (
     Replicas,
     RootSettings,
     Scheduler,
+    StepListener,
     attach,
     find_stale,
     streams_for,
@@ -81,6 +82,7 @@ class FullyShardState:
         hook_handles: Remove them, and the modules run as plain ones again.
         settings: Of the root, should this be its state.
         root: What runs the tree that this state is in; ``None`` until lazy init.
+        kept_with: Ends what other annotations keep, at the next backward that synchronises; ``None``: nothing is known.
         around: States of modules annotated around these ones, later and so further out.
     """
 
@@ -99,6 +101,7 @@ class FullyShardState:
         self.hook_handles: list[RemovableHandle] = []
         self.settings = RootSettings()
         self.root: Root | None = None
+        self.kept_with: StepListener | None = None
         self.around: list[weakref.ref[FullyShardState]] = []
 
     @property
@@ -267,7 +270,9 @@ class Root:
         companions = find_companions(modules, state.grid)
         for companion in companions:
             companion.begin_to_follow()
-        scheduler.listen(*companions)
+        scheduler.listen(
+            *companions, *dict.fromkeys(found.kept_with for found in states if found.kept_with is not None)
+        )
         step = scheduler.step
         step.finalizer.agreements = _make_agreements(states, models, step.steps)
         ranks_of = {handle: found.grid.everyone for found in states for handle in found._handles}

@@ -114,15 +114,19 @@ class EndOfBackward:
             return
         failures: list[Exception] = []
         started: list[Ending] = []
-        # What one has raised is noted: the others have to go on, or other ranks would wait for them.
-        for ending in sorted(self._endings, key=attrgetter("number")):
-            try:
-                ending.start()
-            except Exception as error:
-                failures.append(error)
-            else:
-                started.append(ending)
-        for ending in started:
+        seen = 0
+        while seen < len(self._endings):  # One that starts may add others.
+            waiting = sorted(self._endings[seen:], key=attrgetter("number"))
+            seen += len(waiting)
+            # What one has raised is noted: the others have to go on, or other ranks would wait for them.
+            for ending in waiting:
+                try:
+                    ending.start()
+                except Exception as error:
+                    failures.append(error)
+                else:
+                    started.append(ending)
+        for ending in sorted(started, key=attrgetter("number")):
             try:
                 ending.finish()
             except Exception as error:

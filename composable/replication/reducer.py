@@ -32,7 +32,7 @@ from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
 from composable.replication.outside_buckets import traced_arrival
-from composable.replication.rounds import JoinListener, Phase, Round, StaticGraph, Stopwatch
+from composable.replication.rounds import JoinListener, KeptWith, Phase, Round, StaticGraph, Stopwatch
 from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of
 
 __all__ = ["Reducer"]
@@ -60,6 +60,7 @@ class GradientAverager:
         exchange: Averages buckets over the ranks.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
+        kept_with: Ends what others keep, at the next backward that averages; ``None``: nothing is known of others.
         join: Told of what starts before it does, while ranks may run out of inputs; ``None``: they do not.
         steppers: Get parameters that have their averages, and step them inside backward.
     """
@@ -78,6 +79,7 @@ class GradientAverager:
         self.comm_hooks: tuple[Registration, ...] = ()
         self.stopwatch = Stopwatch(grid.everyone.device)
         self.join: JoinListener | None = None
+        self.kept_with: KeptWith | None = None
         self.steppers: tuple[Stepper, ...] = ()
         self._lock = threading.RLock()
         self._is_closed = False
@@ -130,6 +132,12 @@ class GradientAverager:
             if self.round.phase is not _OPEN:
                 self._open()
             self.round.follow()
+
+    def end_kept(self) -> None:
+        """Average at the end of the running backward what those without synchronisation left on some rank."""
+        if self.params and self.round.phase is not _OPEN:
+            self._open()
+            self.round.ends_kept = self.round.is_led = True
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield what each parameter calls with itself, of any shape, once its ``grad`` has this backward's gradient."""
@@ -245,7 +253,7 @@ class GradientAverager:
         accepts = self.options.find_unused_parameters or static is not None or own_round.is_led
         missing = [] if accepts else own_round.missing(self.params, self._kept)
         own_round.complaint = len(missing)
-        if static is not None and not static.holds(own_round.seen):
+        if static is not None and not own_round.ends_kept and not static.holds(own_round.seen):
             own_round.complaint = GRAPH_CHANGED
         self._missing = missing
         if self.stopwatch.is_on:
@@ -253,6 +261,8 @@ class GradientAverager:
         with torch.no_grad():
             for bucket in self.buckets[own_round.sent :]:
                 self._launch(bucket)
+        if self.kept_with is not None:
+            self.kept_with.end()
 
     def finish(self) -> None:
         """Wait for the averages, and complain about what is missing.
@@ -295,7 +305,7 @@ class GradientAverager:
         arrangement, static = self.exchange.arrangement, self._static
         if arrangement.order is None:
             arrangement.expect(self.exchange.agree_on_order())
-        if static is not None and static.counts is None and arrangement.order is not None:
+        if static is not None and static.counts is None and arrangement.order is not None and not self.round.ends_kept:
             report = self.exchange.report_of(flags)
             if not any(report.complaints):
                 static.counts, static.used = self.round.seen.copy(), report.used

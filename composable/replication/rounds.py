@@ -15,7 +15,7 @@ from composable.ground.torch_private import current_autograd_node, running_trans
 from composable.replication.buckets import Bucket
 from composable.replication.tensors import ReducedParam
 
-__all__ = ["BackwardTiming", "JoinListener", "Phase", "Round", "StaticGraph", "Stopwatch"]
+__all__ = ["BackwardTiming", "JoinListener", "KeptWith", "Phase", "Round", "StaticGraph", "Stopwatch"]
 
 
 class Phase(enum.Enum):
@@ -37,6 +37,7 @@ class Round:
     Attributes:
         phase: How far it is.
         is_led: A module around began it, on all ranks: nothing is started before its end.
+        ends_kept: It is for what earlier ones kept, as ranks have agreed at the end of the backward.
         synchronises: It averages gradients.
         accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         seen: For each parameter, how many gradients of it arrived.
@@ -52,6 +53,7 @@ class Round:
     order: list[int] = field(default_factory=list)
     phase: Phase = Phase.AT_REST
     is_led: bool = False
+    ends_kept: bool = False
     synchronises: bool = True
     accumulates: bool = False
     sent: int = 0
@@ -74,7 +76,7 @@ class Round:
         self.order.clear()
         self._armed_modules.clear()
         self.sent = self.stepped = self.complaint = 0
-        self.accumulates = self.is_led = False
+        self.accumulates = self.is_led = self.ends_kept = False
         for bucket in buckets:
             bucket.pending = bucket.arrivals
         self.synchronises = synchronises
@@ -94,7 +96,7 @@ class Round:
         """Say, when a backward ends that was not stopped, whether gradients were due in it."""
         node, self._node = self._node, None
         # None are with torch.autograd.grad, say.
-        return bool(self.order) or _is_whole_backward(node)
+        return bool(self.order) or self.ends_kept or _is_whole_backward(node)
 
     def close(self) -> None:
         """End: everybody has what the backward was for, or a backward that was stopped was put right."""
@@ -190,6 +192,14 @@ class StaticGraph:
         expected = enumerate(zip(seen, self.counts or seen, strict=True))
         self.changes = [(index, now, then) for index, (now, then) in expected if now != then]
         return not self.changes
+
+
+class KeptWith(Protocol):
+    """Those that were told to synchronise again together with this one."""
+
+    def end(self) -> None:
+        """Let all that keep gradients end with the running backward, called in it or not. Collective."""
+        ...
 
 
 class JoinListener(Protocol):

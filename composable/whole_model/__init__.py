@@ -12,10 +12,12 @@ from composable.whole_model.backward_steps import (
     units_of,
 )
 from composable.whole_model.join import JoinSteps, Owner, connect
+from composable.whole_model.kept import KeptGradients
 
 __all__ = [
     "BackwardSteps",
     "JoinSteps",
+    "KeptGradients",
     "Owner",
     "ReducingUnit",
     "State",

@@ -1,0 +1,128 @@
+"""What backwards without synchronisation have left in modules that the next backward with it leaves out.
+
+An annotation ends its own gradients with its own backwards. A module with an annotation of its own that the last
+micro-batch does not call has none in that backward, so what covered all of them, ``no_sync`` say, ends it there.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed import ReduceOp
+
+from composable.annotation import FullyShardState, Root
+from composable.comm import Ranks
+from composable.engine import StepEvent
+from composable.ground.frames import in_backward
+from composable.replication import Phase, ReplicateState
+from composable.whole_model.backward_steps import State
+
+__all__ = ["KeptGradients"]
+
+
+class KeptGradients:
+    """Annotations that were told together to synchronise again; hears of the next backward that does so for any.
+
+    All ranks make it alike. There the ranks tell each other which annotations keep gradients and take no part: ranks
+    may have called different modules before.
+    """
+
+    def __init__(self, sharded: Iterable[FullyShardState], replicated: Iterable[ReplicateState]) -> None:
+        self._sharded = tuple(sharded)
+        self._replicated = tuple(replicated)
+        for state in self._sharded:
+            state.kept_with = self
+        for root in self._roots():
+            root.scheduler.listen(self)  # One that is not known yet will.
+        for one in self._replicated:
+            one.reducer.kept_with = self
+
+    @staticmethod
+    def note(states: Iterable[State]) -> None:
+        """Note that these synchronise again; one that is alone ends by itself what it has kept."""
+        sharded: dict[FullyShardState, None] = {}
+        replicated: dict[ReplicateState, None] = {}
+        for state in states:
+            if isinstance(state, FullyShardState):
+                sharded[state] = None
+            elif not state.follows:  # Else it takes part in every backward of the root around.
+                replicated[state] = None
+        earlier = [state.kept_with for state in sharded] + [state.reducer.kept_with for state in replicated]
+        for one in dict.fromkeys(earlier):
+            if isinstance(one, KeptGradients):
+                sharded.update(dict.fromkeys(one._sharded))
+                replicated.update(dict.fromkeys(one._replicated))
+                one._forget()
+        if len({state.outermost() for state in sharded}) + len(replicated) > 1:
+            KeptGradients(sharded, replicated)
+
+    def _roots(self) -> list[Root]:
+        return list(dict.fromkeys(state.root for state in self._sharded if state.root is not None))
+
+    def _forget(self) -> None:
+        for state in self._sharded:
+            state.kept_with = None
+        for root in self._roots():
+            root.scheduler.unlisten(self)
+        for one in self._replicated:
+            one.reducer.kept_with = None
+
+    @property
+    def has_idle_ranks(self) -> bool:
+        """Whoever tells ranks without inputs knows."""
+        return False
+
+    def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
+        """Hear of a root that is about to end a backward."""
+        if event is StepEvent.TELL and detail and self._synchronises():
+            self.end()
+
+    def _synchronises(self) -> bool:
+        return any(handle.requires_gradient_sync for root in self._roots() for handle in root.handles)
+
+    def end(self) -> None:
+        """Let all that keep gradients end with the running backward, or outside of one now. Collective."""
+        self._forget()
+        waiting: dict[Ranks, list[Root | ReplicateState]] = {}
+        for root in self._roots():
+            waiting.setdefault(root.state.grid.everyone, []).append(root)
+        for one in self._replicated:
+            waiting.setdefault(one.grid.everyone, []).append(one)
+        is_in_backward = in_backward()
+        for ranks, members in sorted(waiting.items(), key=lambda item: item[0].order):
+            keeps = [_keeps(member) for member in members]
+            # Under Join ranks without inputs hear of what the others do, who do the same.
+            if not ranks.is_alone and not any(_is_joined(member) for member in members):
+                with torch.inference_mode(mode=False):
+                    told = torch.tensor(keeps, dtype=torch.int32)
+                keeps = ranks.reduce(told, ReduceOp.MAX).tolist()
+            for member, is_kept in zip(members, keeps, strict=True):
+                if is_kept:
+                    _end(member, is_in_backward=is_in_backward)
+
+
+def _is_joined(member: Root | ReplicateState) -> bool:
+    return member.is_joined if isinstance(member, ReplicateState) else member.state.is_joined
+
+
+def _keeps(member: Root | ReplicateState) -> bool:
+    """Say whether backwards without synchronisation left gradients, and none is running that ends them."""
+    if isinstance(member, Root):
+        step = member.scheduler.step
+        kept = (handle.requires_gradient_sync and handle.accumulated.is_unsynced for handle in member.handles)
+        return not step.is_backward and not step.is_closed and any(kept)
+    reducer = member.reducer
+    if not (reducer.round.kept and reducer.synchronises) or reducer.round.phase is Phase.OPEN:
+        return False
+    return any(item.param.grad is not None for item in reducer.params)
+
+
+def _end(member: Root | ReplicateState, *, is_in_backward: bool) -> None:
+    if isinstance(member, Root) and is_in_backward:
+        with torch.no_grad():
+            member.scheduler.backwards.begin_backward()
+    elif isinstance(member, Root):
+        member.scheduler.reduce_kept()
+    elif is_in_backward:
+        member.reducer.end_kept()
+    else:
+        member.reducer.average_kept_gradients()
