@@ -5,7 +5,7 @@
 
 A line for each number of ranks on a host, size of a slice, and transport: slices that leave the first host in an
 all-gather and in a reduce-scatter, by the counter of its interface, and the milliseconds of a step, which has two
-all-gathers and a reduce-scatter. Needs ``ip``, and leave to make namespaces; see docs/notes/transport.md.
+all-gathers and a reduce-scatter. Needs ``ip``, and leave to make namespaces; see docs/notes.md.
 """
 
 import argparse

@@ -175,7 +175,7 @@ def fully_shard(
         shard_placement_fn: As torch's ``fully_shard`` takes it: a function of a parameter that returns ``Shard(dim)``
             or ``None``. The parameter is cut between slices of that dim only, and lies in memory with that dim
             outermost: the unsharded parameter is a view of its shape that is not contiguous unless the dim is 0.
-            Its placement is a ``RaggedShard``; see docs/cuts.md.
+            Its placement is a ``RaggedShard``; see docs/ragged.md.
         param_init_fn: Called with each module that itself owns a parameter or buffer on the meta
             device, in ``modules()`` order: gives values, on the device of the mesh, to what that
             module owns itself. Only that module's parameters are whole meanwhile, and those that

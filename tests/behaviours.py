@@ -1,4 +1,4 @@
-"""The rows of docs/behaviours.md: what the library promises, and which tests prove it."""
+"""The rows of tests/behaviours.md: what the library promises, and which tests prove it."""
 
 import ast
 import functools
@@ -9,8 +9,8 @@ from typing import NamedTuple
 __all__ = ["PAGE", "ROWS", "Row", "is_there", "proved", "rows_of"]
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "behaviours.md"
-LINK = re.compile(r"\[`(\w+)`\]\(\.\./tests/([\w/.]+)\)")
+PAGE = ROOT / "tests" / "behaviours.md"
+LINK = re.compile(r"\[`(\w+)`\]\(([\w/.]+)\)")
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Scripts of `DistributedDataParallel` users and the lines of each that change: the data of docs/ddp_scripts.md.
+"""Scripts of `DistributedDataParallel` users and the lines of each that change: the data of docs/from_ddp.md.
 
 The scripts lie in ``tests/ddp_scripts``. Each is written for the wrapper, and leaves a ``model`` and ``losses``. A line that
 changes is followed by a comment, `# -> ` and what stands in its place with `replicate`; nothing after the arrow means that the

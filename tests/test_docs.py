@@ -95,9 +95,9 @@ def run_blocks(sources: list[str]) -> list[str]:
 
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
-    *("checkpoints", "cluster", "comm_hooks", "cuts", "experts", "from_fsdp1", "from_fsdp2", "life_of_a_parameter"),
-    *("memory", "meshes", "mixed_precision", "optimizers", "plan", "ragged", "recipes", "replicate", "torch"),
-    *("trainers", "uneven_inputs"),
+    *("checkpoints", "cluster", "comm_hooks", "experts", "from_fsdp1", "from_fsdp2", "life_of_a_step", "memory"),
+    *("meshes", "mixed_precision", "optimizers", "ragged", "recipes", "replicate", "torch", "uneven_inputs"),
+    "works_with",
 ]
 ON_FOUR_RANKS = ("experts", "meshes")
 

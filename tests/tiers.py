@@ -1,7 +1,7 @@
 """Which tests are in the first tier, ``make test``: some of each behaviour, in minutes.
 
 ``--tier first`` runs it, ``--tier rest`` all others, so that both are all tests (``make test-all``), whatever is added.
-The first tier has the tests that the rows of ``docs/behaviours.md`` name, and the files of ``FILES``; of a test with
+The first tier has the tests that the rows of ``tests/behaviours.md`` name, and the files of ``FILES``; of a test with
 many cases some, from the first to the last. Where a command line names files or words, those run.
 """
 

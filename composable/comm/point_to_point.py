@@ -7,7 +7,7 @@ cost grows with the number of peers, so this is for small groups.
 gloo's event loop polls while another thread holds the lock of its connection. Two measures keep
 that short: a connection carries slices one way only, and the loop's thread may not push a
 rank's own thread, which may hold the lock, off its core. Without them, where ranks exchange
-little and often on busy cores, polling costs more than the copies saved (docs/notes/transport.md).
+little and often on busy cores, polling costs more than the copies saved (docs/notes.md).
 
 gloo matches messages first in, first out per (peer, tag). Tags come from the buffer's key and
 the process group is the transport's own, so neither user traffic nor another buffer can match.
@@ -123,7 +123,7 @@ def _spares_the_wire(hosts: Sequence[int]) -> bool:
 
     From a host with n of W ranks, n (W - n) slices go straight to their peers, each of the three times. gloo hands on
     W - 1 slices to the next rank, and in its reduce-scatter, which is an all-reduce, twice as many
-    (docs/notes/transport.md).
+    (docs/notes.md).
     """
     size = len(hosts)
     direct = max(3 * count * (size - count) for count in Counter(hosts).values())

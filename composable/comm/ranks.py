@@ -417,7 +417,7 @@ def hosts_of(ranks: Ranks) -> tuple[int, ...]:
     Collective over ``ranks`` on the first call for their group. Two processes share a host if they agree in three
     things, which no launcher has to tell: the name of the host, the boot of its kernel, and the network namespace.
     Containers on one machine with networks of their own are hosts of their own: what travels between them takes the
-    network (docs/notes/transport.md). The environment variable ``COMPOSABLE_HOST`` names the host of a rank where the
+    network (docs/notes.md). The environment variable ``COMPOSABLE_HOST`` names the host of a rank where the
     system's view is not the one that counts: one name for all hosts that share fast links.
     """
     group = ranks.group

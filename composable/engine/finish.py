@@ -3,7 +3,7 @@
 When reductions begin and end is the business of ``passes.py`` and ``scheduler.py``. Autograd's order says when
 a handle may be reduced early; what it missed, and which parameters got no gradient anywhere, only all ranks together
 know: so each sends a small message to all, in host memory, for which nobody waits for kernels. See
-docs/notes/completion.md.
+docs/notes.md.
 
 What users chose of how gradients are reduced changes any time, and has to be equal on all ranks. So a digest of it goes
 along, and where digests differ the ranks tell each other all of it. Ranks with other blocks, of tensor parallelism, get

@@ -9,10 +9,10 @@ the gradient of a module's output arrives, every node created after that output 
 every handle whose first forward call came later is complete and may be reduced, with no
 hook on any parameter. What no earlier module completes, the end of backward does. That order says
 when to reduce *early*. Where it is wrong, the ranks find out when backward ends, and reduce once more.
-See docs/notes/completion.md.
+See docs/notes.md.
 
 A module on fewer ranks, such as an expert, need not run on all of these in every step. So its handle *follows*
-that of the module around it: nothing that its own calls do starts a collective. See docs/notes/experts.md.
+that of the module around it: nothing that its own calls do starts a collective. See docs/experts.md.
 """
 
 import enum

@@ -366,7 +366,7 @@ class ShardPlan:
 
         Counted are the bytes of the collectives of ``expected_collectives`` on links, as means over all ranks. They
         are exact where the transport sends slices straight to who needs them (``point_to_point``), but for
-        all-reduces; elsewhere those of a ring, below which no algorithm stays in all. See ``docs/plan.md``.
+        all-reduces; elsewhere those of a ring, below which no algorithm stays in all. See ``docs/memory.md``.
 
         Args:
             is_root: Forward starts at the annotated module.
