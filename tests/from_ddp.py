@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "tests" / "ddp_scripts").glob("*.py"))
-PAGE = ROOT / "docs" / "ddp_scripts.md"
+PAGE = ROOT / "docs" / "from_ddp.md"
 
 ARROW = re.compile(r"(?:^|  )# ->(.*)$")
 
