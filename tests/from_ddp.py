@@ -75,15 +75,8 @@ def read(path: Path) -> Script:
     return Script(path, "\n".join(there) + "\n", "\n".join(here) + "\n", tuple(changes))
 
 
+BEGIN, END = "<!-- begin: scripts, by python -m tests.from_ddp -->\n", "<!-- end -->\n"
 HEAD = """\
-# Scripts of `DistributedDataParallel`, with `replicate`
-
-What users of the wrapper write, from the documents of torch and as trainers do it, and each line that changes. `tests/test_ddp_scripts.py` runs every script on two
-ranks in both forms, from the same seeds: losses and parameters are equal to the bit. `python -m tests.from_ddp` writes this page.
-
-In all of them `from torch.nn.parallel import DistributedDataParallel as DDP` becomes `from composable import replicate`; names that the right column uses besides come from
-`composable` too. That line is not counted. Every argument and method by name: [coming from `DistributedDataParallel`](replicate.md#coming-from-distributeddataparallel).
-
 | Script | Changed lines | There | Here |
 |---|---|---|---|
 """
@@ -98,9 +91,11 @@ def rows_of(script: Script) -> list[str]:
 
 
 def page() -> str:
-    """Return the whole page: what needs least first."""
+    """Return the page with its table as the scripts have it: what needs least first."""
     scripts = sorted((read(path) for path in SCRIPTS), key=lambda script: len(script.changed))
-    return HEAD + "".join(row for script in scripts for row in rows_of(script))
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table = HEAD + "".join(row for script in scripts for row in rows_of(script))
+    return before + BEGIN + table + END + rest.partition(END)[2]
 
 
 def main() -> None:
