@@ -137,6 +137,9 @@ class _Session:
             names = " and ".join(map(describe_module, roots))
             raise _refused(module, "a part of a sharded model is to be copied", FIX_COPY.format(names=names))
         self.part = AnnotatedPart((below for root in roots for below in root.modules()), "copied", FIX_COPY)
+        # A root inside of this one, below a replicated module, may have come first: one copy of it is enough.
+        self.part.handles = [handle for handle in self.part.handles if id(handle) not in memo]
+        self.part.states = [state for state in self.part.states if id(state) not in memo]
         self._memo = memo
         self._depth = 0
         self._is_complete = False

@@ -1,6 +1,7 @@
 """``copy.deepcopy`` of annotated models: independent, annotated, trained like two plain models."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from composable import (
     replicate,
     unshard_params,
 )
+from composable.annotation import handle_of_module
+from composable.engine import handle_of
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import on_ranks, run_threads
@@ -280,3 +283,35 @@ def test_what_cannot_be_copied_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=rf"{text}(.|\n)*rank {dist.get_rank()}(.|\n)*fix:"):
             call()
+
+
+class Boxed(nn.Module):
+    """Holds a module itself and inside of another one, which runs it; ``is_first``: before that one."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        inside = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if is_first:
+            self.inside = inside
+        self.box = nn.Sequential(inside, nn.Linear(2, 2))
+        self.again = inside
+        self.out = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.box(x))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("outer", [fully_shard, replicate])
+@on_ranks(2)
+def test_a_root_inside_of_a_replicated_module_is_copied_once(outer: Callable[..., Any], *, is_first: bool) -> None:
+    model = Boxed(is_first=is_first)
+    fully_shard(model.again[0])
+    replicate(model.again)
+    fully_shard(model.box)
+    outer(model)
+    for one in (model, copy.deepcopy(model)):
+        gc.collect()
+        handles = {handle_of_module(module) for module in one.modules()}
+        assert {handle_of(param) for param in one.parameters() if isinstance(param, RaggedDTensor)} == handles - {None}
+        one(torch.ones(1, 2)).sum().backward()
