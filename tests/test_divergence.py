@@ -330,6 +330,22 @@ def test_whatever_one_rank_does_differently_all_are_told_or_none() -> None:
     assert sum(end.startswith("DesyncError") for end in ends) > 2
 
 
+@pytest.mark.parametrize("seed", range(10))
+@on_ranks(3)
+def test_equal_modules_in_another_order_on_one_rank_are_an_error_on_every_rank(seed: int) -> None:
+    """Let collectives of equal sizes meet by their order alone: the ranks would exchange other modules' values."""
+    rng = random.Random(seed)
+    model = make("ordered")
+    orders = [rng.sample(range(3), 3) if rng.random() < 0.5 else [0, 1, 2] for _ in range(3)]
+    # As a sum, so that gathers meet gathers in every order.
+    loss = sum(model(inputs(), [index]).sum() for index in orders[dist.get_rank()])
+    if len({*map(tuple, orders)}) == 1:
+        loss.backward()
+    else:
+        with pytest.raises(DesyncError, match="the ranks gather or reduce modules in different orders"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("value", [-1, "soon", float("nan"), True])
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="seconds is"):

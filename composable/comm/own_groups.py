@@ -103,6 +103,9 @@ class OwnTransport(ProcessGroupTransport):
         self.in_flight = {}
         self._finalize: Callable[[], object] | None = None
 
+    # Before there is a group; nothing else talks in it.
+    allocate_key = Transport.allocate_key
+
     def connect(self) -> None:
         """Make the group, if that is still to do. Collective."""
         if self._finalize is None:

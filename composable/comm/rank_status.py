@@ -192,13 +192,25 @@ class Diagnosis(NamedTuple):
 
 
 class Order:
-    """What this rank has started in one process group, where collectives have no tags and meet by their order."""
+    """What this rank has started in one process group, where collectives have no tags and meet by their order.
 
-    __slots__ = ("count", "recent")
+    Attributes:
+        count: How many there were.
+        recent: Tags of the last ones.
+        digest: Of the tags since ranks compared it last: equal where all have started the same in one order.
+        keys_taken: By all transports of the group.
+    """
+
+    __slots__ = ("count", "digest", "keys_taken", "recent")
 
     def __init__(self) -> None:
-        self.count = 0
-        self.recent: deque[int] = deque(maxlen=_RECENT)  # tags of the last ones
+        self.count = self.digest = self.keys_taken = 0
+        self.recent: deque[int] = deque(maxlen=_RECENT)
+
+    def take_digest(self) -> int:
+        """Return the digest, 64 bits, and begin a new one."""
+        digest, self.digest = self.digest, 0
+        return digest & 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Started:

@@ -325,6 +325,7 @@ class _Running(Messages):
         self._factor = factor
         self._cast = cast
         self.works.extend(starmap(call, (args,)))
+        order.digest = hash((order.digest, tag))
 
     def finish(self) -> None:
         Messages.finish(self)
@@ -385,6 +386,12 @@ class ProcessGroupTransport(Transport):
         self._sum = AllreduceOptions()
         self._mean = AllreduceOptions()
         self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+
+    def allocate_key(self) -> int:
+        """Return a key that no other buffer of the group has; all ranks in the same order."""
+        key = self.order.keys_taken
+        self.order.keys_taken = key + 1
+        return key
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         # The collective marks its output as modified. Through `data` the mark misses the

@@ -24,7 +24,7 @@ from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located, place_of_rank
 from composable.ground.frames import in_region
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
@@ -144,6 +144,8 @@ class GradientFinalizer:
                 for ledger in step.ledgers:
                     ledger.clear()
         self._is_settled = False
+        for agreement in self.agreements:
+            agreement.open()
 
     def postpone(self) -> None:
         """Leave the end to a later backward, or to the user: ledgers go on where they are."""
@@ -301,6 +303,11 @@ _HAS_FAILED = 1
 _GOES_ON = 2
 _WHAT = "the ranks reduce gradients in different ways, so those of the last backward are wrong"
 _FIX = "call the methods that set something with the same values on every rank, drop the gradients, run backward again"
+_OTHER_ORDER = "the ranks gather or reduce modules in different orders, so the numbers of this step are mixed up"
+_ONE_ORDER = (
+    "run the same modules in the same order on every rank, recomputation included: keep a branch that depends on the "
+    "rank outside of activation checkpointing; then drop the gradients and load a checkpoint"
+)
 
 
 def chosen_text(handle: Handle) -> str:
@@ -357,6 +364,9 @@ class Agreement:
         self._ranks = ranks.everyone
         self._column = ranks.column
         self._choices = HandleChoices(handles)
+        # Where collectives meet by their order alone, that is compared too: others of equal sizes would mix.
+        ways = dict.fromkeys(way for ledger in ledgers for way in ledger.flat.routes.transports())
+        self._orders = {way.order: way.world_size for way in ways if way.world_size > 1}
         self._differs = self.goes_on = False
         self.transport = transport
         self._key = transport.allocate_key()
@@ -373,12 +383,22 @@ class Agreement:
             self._received = torch.frombuffer(self._every, dtype=torch.uint8)
         self._pending: Pending | None = None
 
+    def open(self) -> None:
+        """A backward begins: before it, parts of the ranks may have run different numbers of forwards."""
+        for order, size in self._orders.items():
+            if size < self._ranks.size:
+                order.take_digest()
+
     def begin(self, *, has_failed: bool, goes_on: bool = False) -> None:
         """Tell the other ranks what went wrong here, or that more is to be reduced, which may fail too. Collective."""
         if self._ranks.is_alone:
             return
         first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])
-        told = first + self._choices.digest() + b"".join([ledger.encode() for ledger in self._ledgers])
+        digest = self._choices.digest()
+        for order in self._orders:
+            mixed = int.from_bytes(digest, "big") ^ order.take_digest()
+            digest = mixed.to_bytes(_DIGEST_BYTES, "big")
+        told = first + digest + b"".join([ledger.encode() for ledger in self._ledgers])
         self._mine[: len(told)] = told
         self._pending = self.transport.begin_all_gather(self._received, self._sent, self._key)
 
@@ -415,13 +435,14 @@ class Agreement:
         """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one.
 
         Raises:
-            DesyncError: The ranks chose to reduce gradients in different ways.
+            DesyncError: The ranks chose to reduce gradients in different ways, or started collectives in other orders.
         """
         if not self._differs:
             self._ranks.raise_together(failure)
             return
         self._differs = False
         self._ranks.compare(self._choices.text(), failure, shown=self._choices.shown(), what=_WHAT, fix=_FIX)
+        raise DesyncError(_OTHER_ORDER, at=place_of_rank(), fix=_ONE_ORDER)
 
 
 def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:

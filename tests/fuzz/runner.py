@@ -266,6 +266,8 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         "second gradient": has_reentrant,
         "inside of another one": has_reentrant and case.steps_inside,
         "inside backward": copies.steps == "torch",
+        # When backward runs a forward again depends on what each rank left out of it.
+        "in different orders": "by_rank" in case.tags and "checkpoint" in kinds_in(case.tree),
     }
     try:
         PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
