@@ -1,4 +1,4 @@
-"""Walks a module tree left to right, depth first, never into an incompatible API unless asked.
+"""Walks over a module tree, depth first.
 
 Every walk follows ``.modules()`` order with an explicit stack, visits a module once, and
 does not enter a module annotated with an API that excludes ``fully_shard`` (``replicate``):

@@ -1,4 +1,4 @@
-"""Free a module's activations after forward and compute them again in backward, without wrapping it.
+"""Activation checkpointing as an annotation.
 
 The instance gets a ``forward`` of its own that runs the real one under torch's checkpointing. It is what
 ``module(...)`` calls between the module's hooks, so a module that is also sharded unshards before either

@@ -1,4 +1,4 @@
-"""What fully sharded and replicated modules share: how their class is swapped, and when their gradients travel."""
+"""The part that sharded and replicated modules share."""
 
 import weakref
 from collections.abc import Iterable, Iterator

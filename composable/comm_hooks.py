@@ -1,4 +1,4 @@
-"""Communication hooks: how gradients are reduced, by a function of the user's or by one of these.
+"""Communication hooks: functions that reduce gradients.
 
 ``hook(state, grad, output)`` gets this rank's gradients, flat and not divided, and fills ``output`` with this rank's
 slice of their mean over the ranks. ``hook(state, grad)`` averages ``grad`` in place, for ranks that all keep the

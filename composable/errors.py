@@ -1,4 +1,4 @@
-"""The exceptions this library raises, and the one form their messages take.
+"""The exceptions, and the form of their messages.
 
 Every message says what happened, where (rank, module, parameter) and what to do:
 

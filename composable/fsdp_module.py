@@ -1,4 +1,4 @@
-"""The methods that a fully sharded module gains.
+"""The methods of a fully sharded module.
 
 Names and meaning follow torch's ``fully_shard``, so that code written for it runs with the
 import changed.

@@ -1,4 +1,4 @@
-"""What users set on a fully sharded module once it is annotated.
+"""Settings of a sharded module after the annotation.
 
 Names and arguments are torch's. Settings that hold for each handle are kept on the handle, those of a whole tree on
 its root's state; a deep copy has them too, and ``unannotate`` drops them. Every rank sets alike.

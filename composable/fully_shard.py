@@ -1,4 +1,4 @@
-"""Shard a module's parameters, gradients and optimizer state over ranks, without wrapping it.
+"""The annotation ``fully_shard``: each rank keeps a shard.
 
 ``fully_shard`` checks, plans, builds handles and installs hooks, in that order: an error
 leaves the module as it was.

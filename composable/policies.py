@@ -1,4 +1,4 @@
-"""Predicates that choose which submodules get a handle.
+"""Policies, which choose the submodules that get handles.
 
 A policy looks at the tree below the annotated module and picks submodules, each with the
 reason that the plan prints. It never picks the annotated module itself, nor anything below

@@ -1,4 +1,4 @@
-"""Keep a whole copy of a module on every rank and average the gradients, without wrapping it.
+"""The annotation ``replicate``: whole copies, averaged gradients.
 
 ``replicate`` checks, compares the ranks, broadcasts, builds buckets and installs hooks, in
 that order: an error leaves the module as it was, on every rank.

@@ -1,4 +1,4 @@
-"""What a replicated module gains: methods, what its reducer has seen, other ranks to average with, a compiler backend.
+"""The methods of a replicated module.
 
 Names and meaning follow torch's newer ``replicate`` and ``DistributedDataParallel``, so that loops and trainers that
 look for them on the model find them.

@@ -1,4 +1,4 @@
-"""Takes the annotations off a model: ordinary modules again, with whole parameters on every rank.
+"""Makes annotated modules ordinary again.
 
 What can be refused is refused first, on every rank alike. Then parameters are gathered handle by
 handle, each shard freed as its parameters are whole, so the most that is held is the full model

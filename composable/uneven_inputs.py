@@ -1,4 +1,4 @@
-"""Ranks with different numbers of inputs: annotated models as what ``torch.distributed.algorithms.join.Join`` takes.
+"""Annotated models in torch's ``Join``.
 
 A rank without inputs does not know which modules the others run, so they tell it; see docs/uneven_inputs.md.
 """

@@ -10,10 +10,12 @@ import copy
 import io
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -606,7 +608,7 @@ ROWS: list[Row] = [
         "loop",
         keep=is_dense,
         tolerance=1e-6,
-        note="one gather a step of each gradient with two or more dims; its norms need none",
+        note="one gather a step for each gradient of two or more dims",
     ),
     optimizer_row(
         optim.Adafactor,
@@ -614,11 +616,11 @@ ROWS: list[Row] = [
         "foreach",
         keep=is_dense,
         tolerance=1e-6,
-        note="the same; an error on torch 2.11, whose DTensors lack it",
+        note="the same; an error on torch 2.11",
         is_in_torch=lists_are_interpolated,
     ),
     optimizer_row(
-        optim.Muon, [{}], "", keep=is_matrix, tolerance=1e-5, note="one to three gathers a step of each matrix"
+        optim.Muon, [{}], "", keep=is_matrix, tolerance=1e-5, note="one to three gathers a step for each matrix"
     ),
     Row("`LBFGS` (also strong_wolfe)", fit_with_lbfgs, "every evaluation gathers all gradients"),
     Row("`SparseAdam`", refuse_sparse, "gradients are dense; a sparse `.grad` is refused"),
@@ -626,7 +628,7 @@ ROWS: list[Row] = [
         "Lists that mix ragged, plain, `Shard` and `Replicate` parameters of two meshes: "
         "SGD, Adam, AdamW, Adagrad, RMSprop, NAdam",
         step_mixed,
-        "loop, foreach; fused where torch has it for its own DTensors",
+        "loop, foreach; fused where torch has it for DTensors",
     ),
     Row(
         "`torch.compile` of `optimizer.step`: SGD, AdamW",
@@ -642,7 +644,7 @@ ROWS: list[Row] = [
     Row(
         "torch's `clip_grad_norm_` of ragged, plain, `Shard` and `Replicate` on one mesh",
         clip_mixed_with_torch,
-        "torch raises with `foreach=False`; for the inf-norm also where a rank holds nothing of a `Shard`",
+        "torch raises with `foreach=False`, and for an inf-norm where a rank holds nothing of a `Shard`",
     ),
     Row("torch's `clip_grad_norm_` on several meshes", refuse_several_meshes, "use `composable.clip_grad_norm_`"),
     Row("`composable.clip_grad_norm_` of any mix on several meshes", clip_mixed, "one all-reduce for a group of ranks"),
@@ -661,16 +663,16 @@ ROWS: list[Row] = [
     Row("`constant_`", fill(5, lambda t: INIT.constant_(t, 0.3))),
     Row("`ones_`", fill(6, INIT.ones_)),
     Row("`zeros_`", fill(0, INIT.zeros_)),
-    Row("`eye_`", fill(3, INIT.eye_)),
-    Row("`dirac_`", fill(6, INIT.dirac_), "one gather for each one that is set"),
     Row("`xavier_uniform_`", fill(0, INIT.xavier_uniform_)),
     Row("`xavier_normal_`", fill(1, INIT.xavier_normal_)),
     Row("`kaiming_uniform_`", fill(6, lambda t: INIT.kaiming_uniform_(t, a=math.sqrt(5)))),
     Row("`kaiming_normal_`", fill(3, lambda t: INIT.kaiming_normal_(t, mode="fan_out"))),
+    Row("`eye_`", fill(3, INIT.eye_)),
+    Row("`dirac_`", fill(6, INIT.dirac_), "one gather for each element that is set"),
     Row(
         "`orthogonal_`",
         fill_orthogonally,
-        "not with more columns than rows: the error says to fill a plain tensor and copy it",
+        "not with more columns than rows: see below",
     ),
     Row("`sparse_`", fill(0, lambda t: INIT.sparse_(t, 0.4)), "one gather a column"),
 ]
@@ -690,26 +692,33 @@ def prove_everywhere() -> dict[tuple[int, str], dict[str, Outcome]]:
     return {(size, cut): run_ranks(prove, size, cut, timeout_s=240)[0] for size in WORLD_SIZES for cut in CUTS}
 
 
+# One class or function, and the modes in which it is proved.
+NAME = re.compile(r"(`\w+`(?: \(.*\))?)(: .+)?")
+
+
 def table_of(found: dict[tuple[int, str], dict[str, Outcome]], page: str = "") -> str:
     """Return the table in Markdown of the worlds that are in ``found``: world size and cut.
 
-    A row that this torch cannot do is that of ``page``.
+    Classes and functions with the same outcome, one after the other, share a line. A row that this torch cannot do is
+    that of ``page``.
 
     Raises:
-        AssertionError: A row came out differently at two world sizes.
+        AssertionError: A row came out differently in two worlds.
     """
-    lines = ["| Operation | Row cut | Element cut | Hidden gathers | Note |", "|---|---|---|---|---|"]
+    cells = []
     for row in ROWS:
-        by_cut = [{found[size, cut][row.name] for size in row.world_sizes if (size, cut) in found} for cut in CUTS]
-        assert all(len(outcomes) == 1 for outcomes in by_cut), f"{row.name}: {by_cut}"
-        by_row, by_element = (outcomes.pop() for outcomes in by_cut)
-        if MISSING in (by_row.verdict, by_element.verdict):
-            lines += [line for line in page.splitlines() if line.startswith(f"| {row.name} |")]
+        worlds = [(size, cut) for size in row.world_sizes for cut in CUTS if (size, cut) in found]
+        outcomes = {found[world][row.name] for world in worlds}
+        assert len(outcomes) == 1, f"{row.name}: {outcomes}"
+        outcome = outcomes.pop()
+        if outcome.verdict == MISSING:
+            cells += [("", line[2:]) for line in page.splitlines() if line.startswith(f"| {row.name} |")]
             continue
-        gathers = [by_row.gathers, by_element.gathers]
-        count = str(gathers[0]) if gathers[0] == gathers[1] else f"{gathers[0]}, {gathers[1]}"
-        lines.append(f"| {row.name} | {by_row.verdict} | {by_element.verdict} | {count} | {row.note} |")
-    return "\n".join(lines)
+        is_named = NAME.fullmatch(row.name)
+        name, end = is_named.groups("") if is_named else ("", row.name)
+        cells.append((name, f"{end} | {outcome.verdict} | {outcome.gathers} | {row.note} |"))
+    lines = [f"| {', '.join(name for name, _ in same)}{end}" for end, same in groupby(cells, key=itemgetter(1))]
+    return "\n".join(["| Operation | Result | Hidden gathers | Note |", "|---|---|---|---|", *lines])
 
 
 def with_table(page: str, found: dict[tuple[int, str], dict[str, Outcome]]) -> str:

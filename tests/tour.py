@@ -9,11 +9,9 @@ from tests.test_architecture import EDGES, FILES, FOLDERS, OPEN_FOLDERS, TREES, 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 START, STOP = "\n## A tour, in layer order\n", "\n## "
 INTRODUCTION = """
-What users call stands at the top of `composable/`; how it works lies in folders. A folder's `__init__` is its public
-face: others import from the folder, never from a file inside it, and it shows only what others take; `ground/` alone
-is taken file by file. `tests/test_architecture.py` holds one table of who may import whom, and fails on an arrow that
-is not in it. A file needs nothing that comes after it here. `python -m tests.tour` writes this list from the first
-lines of the files.
+Public names stand at the top of `composable/`, their inside in folders. Other code imports from a folder's `__init__`,
+never from a file inside it; only `ground/` is imported file by file. A file needs only files before it on this list.
+`tests/test_architecture.py` holds the table of allowed imports. `python -m tests.tour` writes the list from docstrings.
 """
 
 

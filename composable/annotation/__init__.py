@@ -1,4 +1,4 @@
-"""What an annotated module remembers and does: states, roots, hooks, copies, checks."""
+"""States, roots, hooks, copies and checks."""
 
 from composable.annotation.copies import AnnotatedPart, copy_module
 from composable.annotation.hooks import call_as_forward, register_fully_shard_hooks

@@ -1,4 +1,4 @@
-"""What is looked at before a root runs: whether all has values, whether something was added, what is likely not meant.
+"""Checks before a root runs.
 
 Two ways to have no values: still on the meta device, or in memory that ``to_empty`` made and nobody has written to
 since. Modules that an annotation ignores are the user's own. A frozen parameter that is added is none of our business:

@@ -1,4 +1,4 @@
-"""Deep copies of models that ``fully_shard`` manages, and whether a part of a model can be undone alone.
+"""Deep copies of sharded models.
 
 ``copy.deepcopy`` walks the modules; states and handles are made beforehand, so that whatever the
 walk meets (hooks, registries, optimizers) finds them in its memo. A copy shares meshes and process

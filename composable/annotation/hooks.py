@@ -1,4 +1,4 @@
-"""What a fully sharded module does around its forward and its backward.
+"""The hooks of a sharded module.
 
 Its forward hooks run outside all others, so that activation checkpointing and user hooks see
 unsharded parameters; the one after forward also runs when forward raises, so that nothing stays

@@ -1,4 +1,4 @@
-"""What an annotated module remembers, and what the root of a tree of them has besides."""
+"""The state of an annotated module, and its root."""
 
 import functools
 import weakref

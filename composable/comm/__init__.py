@@ -1,4 +1,4 @@
-"""How bytes move between ranks, and how ranks agree: the only folder that calls ``torch.distributed``."""
+"""Communication: the only folder that calls ``torch.distributed``."""
 
 from composable.comm.hang_watchdog import annotating, calling, explain_waits, set_divergence_timeout, watch_ranks
 from composable.comm.mesh import (

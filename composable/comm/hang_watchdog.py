@@ -1,4 +1,4 @@
-"""Ends waits for what will never come, and says on every rank who waits for what, and what each other rank does.
+"""A watchdog that ends endless waits with an error.
 
 One thread in each process looks now and then whether something was waited for too long. Then it asks every rank for its
 status, through the store in which the process group has met, and has the answers diagnosed. A rank that is merely slow

@@ -1,4 +1,4 @@
-"""Which ranks share a shard, which hold copies of it, all of them together, and those of tensor parallelism beside."""
+"""Which ranks share a shard, and which hold copies."""
 
 import os
 import weakref

@@ -1,4 +1,4 @@
-"""The transport that serves a group, and the groups that annotations make for themselves.
+"""The choice of a transport and its group.
 
 Two annotations that share a group would have to agree on whose buckets come first: an ``OwnTransport`` has a group in
 which no other collective can come between. A copied model may never train, so the group, which all ranks make

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter from sends and receives, for a few ranks on gloo.
+"""A transport of direct sends, for few gloo ranks.
 
 gloo's own collectives go through buffers of their own and occupy a thread each; every rank
 sending its slice straight to where each peer needs it is two to ten times as fast. The host's

@@ -1,4 +1,4 @@
-"""What this process waits for and how far its annotations are, and whether ranks that wait will ever go on.
+"""The waits of this process, and whether they can end.
 
 A ``Started`` is there from the time when a transport starts a collective, a ``Meeting`` while a call waits for other
 ranks. The thread that watches reads them, and what annotations know of their own steps, so both may be a moment old.

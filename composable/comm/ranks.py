@@ -1,4 +1,4 @@
-"""Ranks that talk to each other outside the hot path: agree on errors, compare, exchange; their hosts and their groups.
+"""Groups of ranks that compare values and share errors.
 
 A rank that raises alone leaves the others waiting in the next collective. Code that may fail on
 some ranks only (reading a file, checking what rank 0 was given) runs in ``agreed``, and what

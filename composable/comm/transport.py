@@ -1,4 +1,4 @@
-"""The calls every transport offers, and the one that makes them collectives of a process group.
+"""The calls of every transport, and process groups' transport.
 
 A transport belongs to one shard group. ``begin_*`` starts a collective and returns a ``Pending``; ``finish`` makes its
 result readable by the current stream (CUDA) or by the calling thread (CPU). All ranks of the group call ``begin_*`` in

@@ -1,4 +1,4 @@
-"""The parameter that users see: a DTensor cut anywhere."""
+"""The sharded parameter: a DTensor cut anywhere."""
 
 from composable.dtensor.gather import fallback_counts, note_written, strict_mode
 from composable.dtensor.norms import NormParts, cut_dims, summed_in

@@ -1,4 +1,4 @@
-"""Ragged tensors made whole, where that is asked for and where an operation has no other way.
+"""Gathers of ragged tensors, requested or hidden.
 
 What has no rule of its own gathers: every ragged operand becomes a full plain tensor, the operation runs on full
 tensors, what it changed is sliced back into the local pieces, and its results are replicated DTensors. Right, slow,

@@ -1,4 +1,4 @@
-"""What ragged tensors reduce to without a gather: norms, whether any element is true, whether any is infinite.
+"""Norms of ragged tensors, without a gather.
 
 Each rank reduces its piece; what the ranks then exchange has the size of the result.
 """

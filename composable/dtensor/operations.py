@@ -1,4 +1,4 @@
-"""Which rule each aten operation follows on ragged tensors, and the rules that need no other rank.
+"""The rule of each aten operation.
 
 Chosen once per operation, then found by one dict lookup. Element-wise operations run on the local pieces; random
 fills draw the full tensor, so that one seed gives one model at any world size; views that change nothing alias; norms,

@@ -1,4 +1,4 @@
-"""How one parameter is cut over the ranks of a mesh dim: which elements each owns, and what tells torch so.
+"""The cut of one parameter over the ranks.
 
 A cut is ragged: every rank owns one contiguous range of the flattened parameter, of any
 length, also none. All ranks hold the same bounds, so each knows what the others own. No communication.

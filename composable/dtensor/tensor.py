@@ -1,4 +1,4 @@
-"""The parameter that users and optimizers see: a DTensor cut anywhere, not in equal rows.
+"""The class ``RaggedDTensor``.
 
 A ``RaggedDTensor`` has the full shape, and on each rank a local tensor that is one contiguous
 range of the flattened whole, often all of it or nothing. It never enters torch's own sharding

@@ -1,4 +1,4 @@
-"""Whole values and ragged tensors: from the ranks that hold them whole to the pieces, and back.
+"""Copies between whole values and ragged pieces.
 
 Whole is here mostly what one shard group holds: a *block*, where tensor parallelism has split tensors over other
 groups. Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel

@@ -1,4 +1,4 @@
-"""The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
+"""The engine: parameters, buffers, paths, and the order of a step."""
 
 from composable.engine.buffer import AccumulatedGradients, FlatBuffer
 from composable.engine.finish import Agreement, HandleChoices, find_stale

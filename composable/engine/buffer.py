@@ -1,4 +1,4 @@
-"""One class of a handle's parameters, alike in dtypes and requires_grad, laid out in one flat buffer.
+"""One flat buffer, for parameters of one dtype.
 
 Owns two tensors: the rank's *shard* [S], alive for good, maybe on the host; and the unsharded *buffer* [W * S],
 whose storage is allocated and freed in place so that views saved by autograd stay right. How one becomes the other, in

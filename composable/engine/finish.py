@@ -1,4 +1,4 @@
-"""The end of a root's reductions: gradients travel, ranks tell each other what is left, parameters get the means.
+"""The end of reductions, when parameters get gradients.
 
 When reductions begin and end is the business of ``passes.py`` and ``scheduler.py``. Autograd's order says when
 a handle may be reduced early; what it missed, and which parameters got no gradient anywhere, only all ranks together

@@ -1,4 +1,4 @@
-"""The gradients of one flat buffer: on the unsharded parameters, kept for later, on the sharded ones, and stepped.
+"""The gradients of one flat buffer.
 
 Autograd leaves them on the *leaves*, the unsharded parameters. From there they go into a gradient buffer, which lives
 for one backward and is shared by handles of equal layout, one after the other. It is reduced, and goes as a mean to the

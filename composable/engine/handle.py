@@ -1,4 +1,4 @@
-"""A handle owns the parameters of one fully sharded module, and knows where it is in the running step.
+"""The handle, which owns one module's parameters.
 
 A handle has one flat buffer per (dtype, requires_grad) class of its parameters. It knows
 its own state; the scheduler decides when each call is made.

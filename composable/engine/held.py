@@ -1,4 +1,4 @@
-"""What modules hold in place of the faces that a handle gave them, and what the parameters there are called.
+"""Values that users put in place of parameters.
 
 A load assigns values, which become those of the shards; what else users put there is refused.
 """

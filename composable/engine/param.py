@@ -1,4 +1,4 @@
-"""One parameter's two faces: the shard that the user and the optimizer see, and the unsharded leaf.
+"""One parameter's two faces: shard and leaf.
 
 Outside forward and backward a module holds the *sharded* parameter, a ``RaggedDTensor``
 whose local tensor is a view of the handle's shard. While its handle is unsharded the

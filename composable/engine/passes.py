@@ -1,4 +1,4 @@
-"""What each forward and backward of a root does: when it begins, when modules run and gradients arrive, how it ends.
+"""The forwards and backwards of a root.
 
 Which handles are complete by then is the business of ``step.py``.
 """

@@ -1,4 +1,4 @@
-"""How bytes travel: how a rank's shard becomes the whole buffer, and gradients this rank's shard of their mean.
+"""Paths: shards to buffer, gradients to shard.
 
 One path of each kind a flat buffer, so that what happens on the way can grow. Other ways are paths around a path: a
 cast or a copy from the host first, a second leg over the ranks that hold copies of the shard, a function behind it.

@@ -1,4 +1,4 @@
-"""How the bytes of one flat buffer travel: over which ranks, under which keys, on which paths, and what users chose.
+"""The paths of one flat buffer.
 
 A communication hook is registered on a module, and holds for the handles at and below it that no nearer registration
 holds for. What functions of users give is looked at before it is used.

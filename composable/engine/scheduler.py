@@ -1,4 +1,4 @@
-"""What runs the handles of one root, and what can be asked of it between steps.
+"""The scheduler, which runs a root's handles.
 
 Hooks of modules call its two passes, see ``passes.py``.
 """

@@ -1,4 +1,4 @@
-"""Where the running step of a root is, who takes part in it, and when the gradients of a handle are complete.
+"""The state of a step, and which gradients are complete.
 
 Every collective is decided by events that all ranks share: a fully sharded module starts
 or ends its forward, or the gradient of its output arrives. Which *parameters* got a

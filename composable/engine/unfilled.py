@@ -1,4 +1,4 @@
-"""Tells memory that nothing was written to from memory that holds values.
+"""Marks and finds memory that has no values yet.
 
 New memory holds whatever was there before, and a model that trains on it is silently wrong. So what
 has to be filled by others is marked when it is made, and looked at before it is used: floats are NaN,

@@ -1,4 +1,4 @@
-"""Which handles of a root are unsharded now, whose memory outlives that, and on which streams bytes travel.
+"""The handles unsharded now, and their streams.
 
 When they are is the business of ``passes.py``.
 

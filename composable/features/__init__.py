@@ -1,4 +1,4 @@
-"""What some models need and most do not: each file stands beside the engine, at one of its doors."""
+"""Features of some models, each at a door of the engine."""
 
 from composable.features.class_gathers import ClassGatheredBuffer
 from composable.features.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers

@@ -1,4 +1,4 @@
-"""A buffer of one parameter whose own class says what ranks exchange: torch's extension of the all-gather.
+"""Parameters whose class defines the all-gather.
 
 The shard holds rows of ordinary values, so that optimizers, norms and checkpoints know nothing of it. To unshard,
 an instance of the class around this rank's rows gives the tensors to gather, and makes the unsharded parameter of

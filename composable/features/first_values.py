@@ -1,4 +1,4 @@
-"""The first values of what ``fully_shard`` takes over: made by the user's function, or sent by the first rank.
+"""First values, from a function or the first rank.
 
 A module's parameters are whole only while the function initialises it: their pieces go to the
 shards before the next module has its turn. From the first rank every piece goes straight to the

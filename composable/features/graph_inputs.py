@@ -1,4 +1,4 @@
-"""Parameters that are named to ``torch.autograd.backward``: forwards have computed with their other face.
+"""Parameters that are named to ``torch.autograd.backward``.
 
 ``model.parameters()`` are sharded between steps, and a graph has the unsharded ones. torch tells nobody which inputs
 it was given, so the first annotation of a process changes the body of that function. ``torch.autograd.grad`` raises by

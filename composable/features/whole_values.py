@@ -1,4 +1,4 @@
-"""Whole values of sharded parameters on some ranks, gathered or given, also where others hold copies or other blocks.
+"""Whole values of sharded parameters.
 
 What the ranks of one shard group gather is a block: a part, where tensor parallelism has split a parameter. So values
 go in two steps: between the pieces and the blocks within each column of ranks, and between the blocks and the whole

@@ -1,1 +1,1 @@
-"""What all the rest stands on: it knows no handle, and imports nothing of the package but errors."""
+"""The base, which knows no handle and imports only errors."""

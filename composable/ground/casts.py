@@ -1,4 +1,4 @@
-"""Casts around the forward of an annotated module, as its mixed precision policy asks: inputs, outputs, what it holds.
+"""Casts around the forward of a module.
 
 A replicated module holds copies of its parameters in low precision while it runs. They are cast anew in every forward
 that is not inside another, and kept for what runs again in backward until that ends. Autograd takes the gradient of a

@@ -1,4 +1,4 @@
-"""Which APIs annotate a module, and where their state is kept.
+"""Which APIs annotate a module, and their state.
 
 ``@contract(state_cls=...)`` turns ``fn(module_or_modules, ...)`` into an annotation. The
 decorator makes one state object per call, enters it in a registry on the module before

@@ -1,4 +1,4 @@
-"""What is running on this thread right now, read from its frames and from autograd.
+"""Reads from frames which code runs now.
 
 Where torch or Python does not hand on what the caller was asked for, its frame tells. None of it is for
 a hot path, nor for a compiled region, but ``in_backward``.

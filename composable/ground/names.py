@@ -1,4 +1,4 @@
-"""What modules, parameters and values are called in messages; checks of arguments, whose errors say what to write."""
+"""Names in messages, and checks of arguments."""
 
 import difflib
 import gc

@@ -1,4 +1,4 @@
-"""Whose parameters are: marks of annotations, what of torch averages gradients too, and what is added later.
+"""Marks of the annotation that manages a parameter.
 
 ``replicate`` marks with a ``Claim``; ``fully_shard`` has a mark of its own on both faces of a parameter, the handle's,
 which is only read here. What of torch averages too is known by the names of classes: nothing of it is imported. torch

@@ -1,4 +1,4 @@
-"""The only file that registers hooks: on modules, tensors, parameters and optimizers.
+"""The only file that registers hooks.
 
 What the hooks do is the business of who registers them; when they run, and in which order with
 those of others, is said here.

@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, each with what it is for.
+"""All private names of torch that are used.
 
 Other files import these names from here, so that a new torch release is checked in one
 place. ``tests/test_torch_private.py`` holds the list against the installed torch.

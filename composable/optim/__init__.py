@@ -1,4 +1,4 @@
-"""A torch optimizer's step on local tensors, and what it needs to know of parameters."""
+"""Optimizers and norms of sharded parameters."""
 
 from composable.optim.clip import clip_grad_norm_, get_total_norm, ranks_of_param
 from composable.optim.flat_step import LocalStep, accelerate_optimizer

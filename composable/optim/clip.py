@@ -1,4 +1,4 @@
-"""One norm over any mix of parameters, and gradients clipped by it.
+"""One norm of all parameters, and clipping.
 
 torch's own ``clip_grad_norm_`` knows DTensors of one mesh only. Here each tensor is reduced on its
 rank, in its own device's memory; what the ranks then add up is a number for each group of ranks.

@@ -1,4 +1,4 @@
-"""Let a torch optimizer step on plain local tensors, flat where that changes no bit, instead of ragged parameters.
+"""Optimizer steps on plain local tensors.
 
 Between steps ``param_groups`` and ``state`` hold ragged tensors. During ``step`` torch's own code runs on a
 *stand-in*, an optimizer of the same class that shares options, and whose parameters and state are this rank's local

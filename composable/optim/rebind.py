@@ -1,4 +1,4 @@
-"""What an optimizer holds of ragged parameters: state cut into pieces, and the parameters of now.
+"""Moves an optimizer to sharded parameters.
 
 Most optimizers keep tensors of the parameter's shape, which are cut as the parameter is, and
 numbers such as the step counter, which every rank holds. Steps that would be in vain are refused: on parameters that

@@ -1,4 +1,4 @@
-"""What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
+"""The plan, made from names and shapes before any change."""
 
 from composable.planning.layout import (
     RaggedShard,

@@ -1,4 +1,4 @@
-"""What a training step sends, and how much memory it needs.
+"""Bytes that a step sends, and memory.
 
 A collective cuts each buffer into as many slices as its group has ranks, p. Two ways to move them are known. *Direct*:
 every rank sends each other one its slice; that is what ``point_to_point`` does. *Ring*: in p - 1 rounds, twice as many

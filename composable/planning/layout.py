@@ -1,4 +1,4 @@
-"""Where each parameter sits in a handle's flat buffer, and how it is cut over the ranks.
+"""The place of each parameter in a flat buffer.
 
 Shapes in, numbers out: no process group, so a layout for 512 ranks can be checked on a laptop. Sizes and offsets are
 in elements. Parameters lie whole and in the given order; the buffer is cut into equal shards. What is chosen is where

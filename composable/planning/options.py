@@ -1,4 +1,4 @@
-"""What a user asks of ``fully_shard``, as data: checked once, and handed on as one value.
+"""The options of ``fully_shard``, checked once.
 
 Dtypes, and where things rest between uses, are policies of their own, since ``replicate`` takes the first one too.
 Nothing here casts or copies anything: casts and copies happen on the way to the buffers and from them, see

@@ -1,4 +1,4 @@
-"""Makes plans, before anything is changed, from names and shapes alone.
+"""Makes plans.
 
 No process group is needed, and parameters may be on the meta device. First the *structure*: which modules get a handle
 and which parameters each handle owns. Then where each parameter may be *cut*, which ``align`` and

@@ -1,4 +1,4 @@
-"""Handles, the parameters and buffers of each and the reason for it: data that is printable and comparable.
+"""The plan as data.
 
 Byte counts are per rank unless they say otherwise.
 """

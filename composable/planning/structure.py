@@ -1,4 +1,4 @@
-"""Which modules get a handle, and which parameters each handle owns.
+"""Which modules get handles, and with which parameters.
 
 The first half of a plan: it looks at a module tree and at identities, never at values or ranks. A parameter with
 several names belongs to the innermost handle that is around all of its places, so that every use finds it unsharded.

@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses: what of one lies in a flat buffer, and how an instance is made around other memory.
+"""Parameters of tensor subclasses.
 
 Four kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
 beside it, of a frozen parameter. *Gathered*: the class says itself what ranks exchange, in

@@ -1,4 +1,4 @@
-"""The gradient buckets of replicate: which gradients lie in which flat buffer, and in which order these are sent.
+"""The buckets, and the order of gradients.
 
 Until a backward has shown in which order gradients arrive there is one bucket for each dtype and device, or, where
 an optimizer steps inside backward, the order is that of registration, from the last to the first; from then on

@@ -1,4 +1,4 @@
-"""What the ranks of a reducer send each other: buckets, and flags behind the last one, which tell what went wrong.
+"""Messages of a reducer: buckets, and flags for errors.
 
 A bucket travels as an all-reduce, or as a communication hook lets it. Ranks that wait know this file by its name: a
 wait in torch.distributed in a call from here is one in code of the user's.

@@ -1,4 +1,4 @@
-"""What travels in no bucket: buffers, first values, and all that compiled autograd traces.
+"""Messages outside of buckets.
 
 Under compiled autograd a backward is a graph, which nothing tells of its end. So there are no rounds: a gradient is
 averaged where it is accumulated, and a backend of the compiler may join the all-reduces. It knows them by what they

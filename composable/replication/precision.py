@@ -1,4 +1,4 @@
-"""What a mixed precision policy asks of a replicated module, and what that lends its modules while it runs."""
+"""Mixed precision of a replicated module."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence

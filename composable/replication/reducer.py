@@ -1,4 +1,4 @@
-"""Averages the gradients of replicated modules, bucket by bucket as they fill.
+"""The reducer, which averages full buckets.
 
 A *round* is one backward that synchronises. In it every rank starts the all-reduce of every
 bucket exactly once and in the same order: a bucket is started when its own gradients are

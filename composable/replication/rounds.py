@@ -1,4 +1,4 @@
-"""What a reducer knows of one backward: what arrived, in which order, how it ended, how the first one was, its time."""
+"""The record of one backward."""
 
 import enum
 import time

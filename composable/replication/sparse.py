@@ -1,4 +1,4 @@
-"""Sparse gradients, such as those of ``nn.Embedding(sparse=True)``: in no bucket, averaged at the end of a round."""
+"""Sparse gradients, averaged after a backward."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a replicated module remembers, and what it does around forward and backward."""
+"""The state and hooks of a replicated module."""
 
 import copy
 import sys

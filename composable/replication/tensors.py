@@ -1,4 +1,4 @@
-"""Which parameters and buffers ``replicate`` manages and which it leaves alone, and its options, all of it checked.
+"""The options and parameters of ``replicate``.
 
 Of a parameter that tensor parallelism has split, a rank averages the part that it holds.
 """

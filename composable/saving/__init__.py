@@ -1,4 +1,4 @@
-"""Full values out of the shards and into them, state dicts, and the folder of checkpoints."""
+"""Full values, state dicts, and checkpoints."""
 
 from composable.saving.checkpoint import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.full_values import (

@@ -1,4 +1,4 @@
-"""Saves a run so that a kill at any moment loses nothing, and loads it at any number of ranks.
+"""Saves a run, and loads it.
 
 What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its
 ``get_state_dict``; torch alone reads it too. Around it: the folder that is whole or invisible

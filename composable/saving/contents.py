@@ -1,4 +1,4 @@
-"""What of a model and its optimizers goes into a checkpoint, and how it is read back; by FQN.
+"""The contents of a checkpoint, by FQN.
 
 The layout is that of torch's ``get_state_dict`` in ``torch.distributed.checkpoint``, so either side
 reads what the other wrote: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optimizer.param_groups``.

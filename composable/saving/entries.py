@@ -1,4 +1,4 @@
-"""The parts of a model that a full state dict is made of, what they are called, and which ranks share them.
+"""The entries of a full state dict.
 
 A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and shared buffers under every
 name. Ragged tensors among them are gathered or filled in *batches* of bounded size. A call that moves full values

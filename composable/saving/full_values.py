@@ -1,4 +1,4 @@
-"""Full values out of an annotated model and into it: state dicts, parameter by parameter, or packed in buckets.
+"""Full values, out of a model and into it.
 
 One rank, or all, get them a handle at a time; one rank gives them, batch by batch, straight into the shards of all.
 Small parameters share one exchange. Trainers that send weights to other processes pack them, one message each: here

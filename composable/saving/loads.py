@@ -1,4 +1,4 @@
-"""What happens around a load of a state dict: checks before anything is copied, and room for what comes.
+"""Checks before a state dict is loaded.
 
 torch copies what fits and reports the rest afterwards, which leaves a model half-loaded. The check here runs first,
 and one error lists every key that is missing, unexpected or of another shape. torch's own functions for full state

@@ -1,4 +1,4 @@
-"""The folder that a run's checkpoints lie in: whole or invisible at every moment, and written by one process at a time.
+"""The folder of checkpoints, safe after a kill.
 
 A checkpoint is written under a name that readers ignore, synced, and only then renamed to
 ``step-NNNNNN``: the name is the promise that it is whole. Older checkpoints are renamed away before they are removed.

@@ -1,4 +1,4 @@
-"""Full weights as safetensors files, the format that model hubs and inference engines read.
+"""Full weights as safetensors files.
 
 Files are written value by value, so that memory stays bounded whatever their size, and read value by
 value. Nothing is visible under its final name before it is whole.

@@ -1,4 +1,4 @@
-"""A context in which modules hold full, plain parameters, to read or to change.
+"""The context ``unshard_params``.
 
 Values are gathered handle by handle. Where every rank shows them they stay in the handles'
 own buffers, and forward and backward may run; where only one rank does, or the host, or where they

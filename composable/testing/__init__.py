@@ -1,4 +1,4 @@
-"""Tests training code on many ranks in one process: ``simulate``, faults, ``check_parity``.
+"""Tests of training code on many ranks in one process.
 
 Needs torch only, and changes nothing of it but while ``simulate`` runs.
 """

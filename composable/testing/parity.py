@@ -1,4 +1,4 @@
-"""Holds training on many ranks against training in one process on all their batches together.
+"""Compares many ranks with one process.
 
 The ranks' losses are averaged, their gradients and weights compared as a whole, by FQN.
 """

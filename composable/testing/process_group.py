@@ -1,4 +1,4 @@
-"""A process group whose ranks are threads, and what goes wrong in it on request: late, lost and failing calls.
+"""A process group of threads, with faults on request.
 
 A call deposits its tensors and returns; they move when the last rank has called, so that results of
 ``async_op=True`` come as late as they may. torch has renamed some methods, so some stand here twice.

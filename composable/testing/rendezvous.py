@@ -1,4 +1,4 @@
-"""Where ranks meet, and what each collective does to their tensors.
+"""The effect of each collective on simulated ranks.
 
 Collectives meet by number within their group: the last rank to arrive carries them out for all. Messages meet by
 sender, receiver and tag: one moves when both ends are there. Sums run in rank order, in the dtype of the tensors, and

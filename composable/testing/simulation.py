@@ -1,4 +1,4 @@
-"""Runs a function on ranks that are threads of this process.
+"""Runs a function on ranks that are threads.
 
     def add_ranks(rank: int) -> float:
         total = torch.tensor(float(rank))

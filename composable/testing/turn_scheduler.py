@@ -1,4 +1,4 @@
-"""Whose turn it is: of all threads of all ranks one runs, the others wait.
+"""A scheduler that runs one thread at a time.
 
 A thread gives its turn away when it waits for something that has not come, and when it ends. Next is the
 following one that can go on, or one drawn from ``seed``: never chance, so that a run can be repeated.

@@ -1,4 +1,4 @@
-"""What is done to a whole annotated model, its sharded and its replicated parts alike."""
+"""Work on sharded and replicated parts alike."""
 
 from composable.whole_model.backward_steps import (
     BackwardSteps,

@@ -1,4 +1,4 @@
-"""What reduces the gradients of a model, and an optimizer that steps inside backward.
+"""Optimizer steps inside backward.
 
 A *unit* reduces gradients: a handle of ``fully_shard``, or the reducer of one ``replicate``. An optimizer may step
 each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that those of one bucket or

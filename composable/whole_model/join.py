@@ -1,4 +1,4 @@
-"""The steps of a model on ranks of which some have no inputs left: ranks with inputs tell, the others follow.
+"""Steps in which ranks lack inputs.
 
 A *part* of the model communicates on its own: a root of ``fully_shard`` is one, an annotation of ``replicate`` another.
 On a rank with inputs a part tells what it is about to start, by one small message of every rank; on a rank without

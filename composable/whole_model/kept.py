@@ -1,4 +1,4 @@
-"""What backwards without synchronisation have left in modules that the next backward with it leaves out.
+"""Gradients that ``no_sync`` kept and a backward left out.
 
 An annotation ends its own gradients with its own backwards. A module with an annotation of its own that the last
 micro-batch does not call has none in that backward, so what covered all of them, ``no_sync`` say, ends it there.
