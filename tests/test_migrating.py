@@ -79,7 +79,7 @@ def rows_of(page: str, heading: str) -> list[Row]:
     """Return the rows of the table below a heading of a page."""
     text = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (.+?) \| (.+) \|$", text, flags=re.MULTILINE)
-    rows = [Row(*pair) for pair in cells if pair[0] not in ("There", "---")]
+    rows = [Row(*pair) for pair in cells if pair[0] not in ("There", "In torch", "---")]
     assert rows, f"no table below {heading!r} on {page}"
     return rows
 
@@ -129,7 +129,7 @@ SECTIONS: dict[tuple[str, str], set[str]] = {
     ("from_fsdp2.md", "Arguments"): arguments_of(theirs.fully_shard),
     ("from_fsdp2.md", "Policies"): fields_of(*OPTIONS_2),
     ("from_fsdp2.md", "Functions and classes"): set(exported(by_fully_shard=True)),
-    ("replicate.md", "Coming from `DistributedDataParallel`"): (
+    ("from_ddp.md", "Arguments and methods"): (
         arguments_of(DistributedDataParallel) | methods_of(DistributedDataParallel)
     ),
 }
@@ -147,7 +147,7 @@ def test_every_name_of_torch_has_a_row_that_says_what_is_here_or_that_nothing_is
 @pytest.mark.parametrize("section", SECTIONS, ids=" ".join)
 def test_no_row_is_about_what_torch_does_not_have(section: tuple[str, str]) -> None:
     known = SECTIONS[section]
-    if section[0] == "replicate.md":
+    if section[0] == "from_ddp.md":
         known = known | set(vars(DistributedDataParallel)) | {"require_backward_grad_sync", "DDP"}
     assert [row.there for row in rows_of(*section) if row.since <= TORCH and not row.names & known] == []
 
@@ -239,7 +239,7 @@ def missing_in(code: str, names: dict[str, Any]) -> Iterator[str]:
 def test_rows_name_nothing_that_is_not_here() -> None:
     found: dict[str, set[str]] = {}
     for page, heading in [*SECTIONS, ("from_fsdp2.md", "What behaves differently")]:
-        names = public_names(nn.Linear if page == "replicate.md" else Sharded)
+        names = public_names(nn.Linear if page == "from_ddp.md" else Sharded)
         for row in rows_of(page, heading):
             for missing in [missing for code in row.promises for missing in missing_in(code, names)]:
                 found.setdefault(missing, set()).add(f"{page}: {row.there}")
@@ -265,7 +265,7 @@ def test_summon_full_params_has_all_its_arguments_here() -> None:
 
 FOREIGN: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "from_fsdp1.md": (fully_shard, arguments_of(FullyShardedDataParallel)),
-    "replicate.md": (
+    "from_ddp.md": (
         replicate,
         arguments_of(DistributedDataParallel) | {"offload_policy", "dp_mesh_dims"},  # also of torch's `replicate`
     ),
@@ -296,7 +296,7 @@ def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(p
     hinted = set(re.findall(r"(\w+)=", text.partition(f"{name}: ")[2]))
     assert hinted <= arguments_of(annotate)
     assert hinted or "leave it out, " in text
-    heading = "Arguments" if page == "from_fsdp1.md" else "Coming from `DistributedDataParallel`"
+    heading = "Arguments" if page == "from_fsdp1.md" else "Arguments and methods"
     for row in rows_of(page, heading):
         if name in row.names:
             calls = [code for code in row.promises if code.startswith(f"{annotate.__name__}(")]
@@ -326,7 +326,7 @@ def test_all_arguments_that_there_are_not_are_named_at_once() -> None:
 def test_an_argument_without_its_name_is_an_error_that_says_so() -> None:
     text = refused_call(replicate, [0])
     assert "too many positional arguments" in text
-    assert "pass the module, and all else by name; see docs/replicate.md" in text
+    assert "pass the module, and all else by name; see docs/from_ddp.md" in text
 
 
 @on_ranks(4)

@@ -320,7 +320,7 @@ _PLACES = {
     "unused_gradients": (_IN_OPTIONS,),
     "use_orig_params": ("leave it out, since parameters keep their names and shapes always",),
 }
-_PAGES = {"fully_shard": "docs/from_fsdp1.md", "replicate": "docs/replicate.md"}
+_PAGES = {"fully_shard": "docs/from_fsdp1.md", "replicate": "docs/from_ddp.md"}
 
 
 def check_call(function: Callable[..., object], *args: object, **kwargs: object) -> None:
