@@ -41,15 +41,14 @@ class Script:
         return [change for change in self.changes if not change.there.startswith("from ")]
 
     @property
+    def is_renaming(self) -> bool:
+        """Whether nothing changes but the wrapper's name."""
+        return all(re.sub(r"\w*DDP\(", "replicate(", change.there) == change.here for change in self.changed)
+
+    @property
     def about(self) -> str:
         """The first line of its docstring."""
         return self.there.split('"""')[1]
-
-    @property
-    def line_count(self) -> int:
-        """Lines of code with the wrapper."""
-        body = self.there.split('"""', 2)[2]
-        return sum(bool(line.strip()) for line in body.splitlines())
 
 
 def read(path: Path) -> Script:
@@ -76,26 +75,33 @@ def read(path: Path) -> Script:
 
 
 BEGIN, END = "<!-- begin: scripts, by python -m tests.from_ddp -->\n", "<!-- end -->\n"
-HEAD = """\
-| Script | Changed lines | There | Here |
-|---|---|---|---|
+RENAMED = "In these scripts only the name `DDP` becomes `replicate`:\n\n"
+HEAD = """
+In these scripts other lines change too:
+
+| Script | Before | After |
+|---|---|---|
 """
+
+
+def link_to(script: Script) -> str:
+    """Return the name of a script, which leads to it, and what the script is."""
+    return f"[{script.path.stem}](../tests/ddp_scripts/{script.path.name}): {script.about}"
 
 
 def rows_of(script: Script) -> list[str]:
     """Return a row for each line that changes; the first says what the script is."""
-    name = f"[{script.path.stem}](../tests/ddp_scripts/{script.path.name}): {script.about}"
-    first = f"{name} | {len(script.changed)} of {script.line_count}"
-    cells = [(f"`{change.there}`", f"`{change.here}`" if change.here else "goes") for change in script.changed]
-    return [f"| {' | '.join([first if not row else ' | ', *pair])} |\n" for row, pair in enumerate(cells)]
+    cells = [(f"`{change.there}`", f"`{change.here}`" if change.here else "removed") for change in script.changed]
+    return [f"| {' | '.join([' ' if row else link_to(script), *pair])} |\n" for row, pair in enumerate(cells)]
 
 
 def page() -> str:
-    """Return the page with its table as the scripts have it: what needs least first."""
+    """Return the page with its list and its table as the scripts have them: those that need least come first."""
     scripts = sorted((read(path) for path in SCRIPTS), key=lambda script: len(script.changed))
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    table = HEAD + "".join(row for script in scripts for row in rows_of(script))
-    return before + BEGIN + table + END + rest.partition(END)[2]
+    items = "".join(f"- {link_to(script)}\n" for script in scripts if script.is_renaming)
+    table = HEAD + "".join(row for script in scripts if not script.is_renaming for row in rows_of(script))
+    return before + BEGIN + RENAMED + items + table + END + rest.partition(END)[2]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The table of ``docs/from_fsdp2.md``: what torch's ``FSDPModule`` has, and what it does here.
+"""The list of ``docs/from_fsdp2.md``: what torch's ``FSDPModule`` has, and what it does here.
 
     python -m tests.fsdp_methods    # writes it anew
 
@@ -7,12 +7,11 @@ What a method does is the first line of its docstring.
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import composable
 from composable import FSDPModule
 
-__all__ = ["FUNCTIONS", "METHODS", "PAGE", "with_table"]
+__all__ = ["FUNCTIONS", "METHODS", "PAGE", "with_list"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_fsdp2.md"
 EARLY = "2.13 or before"
@@ -37,25 +36,22 @@ METHODS = {
 FUNCTIONS = {"register_fsdp_forward_method": EARLY, "share_comm_ctx": EARLY}
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table as the code has it."""
-    methods = [(name, getattr(FSDPModule, name, None), since) for name, since in METHODS.items()]
+def with_list(page: str) -> str:
+    """Return the page with the list as the code has it."""
+    methods = [(name, getattr(FSDPModule, name), since) for name, since in METHODS.items()]
     functions = [(name, getattr(composable, name), since) for name, since in FUNCTIONS.items()]
-    rows = [_row(*one) for one in [*methods, *functions]]
-    table = "\n".join(["| Name | What it does here | In torch |", "|---|---|---|", *rows])
+    items: list[str] = []
+    refused: list[str] = []
+    for name, function, since in [*methods, *functions]:
+        text = inspect.getdoc(function).partition("\n")[0].replace("``", "`")  # type: ignore[union-attr]  # each has one
+        if text.startswith("Refuse all but False"):
+            refused.append(f"`{name}`")
+        else:
+            items.append(f"- `{name}`{f' ({since})' if since != EARLY else ''}: {text}")
+    listed = "\n".join([*items, f"- These take nothing but False: {', '.join(refused)}."])
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-
-
-def _row(name: str, function: Any, since: str) -> str:
-    if function is None:
-        return f"| `{name}` | Not here yet. | {since} |"
-    signature = inspect.signature(function)
-    plain = [one.replace(annotation=one.empty) for name, one in signature.parameters.items() if name != "self"]
-    arguments = str(signature.replace(parameters=plain, return_annotation=signature.empty))
-    text = inspect.getdoc(function).partition("\n")[0].replace("``", "`")  # type: ignore[union-attr]  # each has one
-    return f"| `{name}{arguments}` | {text} | {since} |"
+    return f"{before}{BEGIN}\n\n{listed}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_list(PAGE.read_text()))

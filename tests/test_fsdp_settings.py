@@ -33,7 +33,7 @@ from composable.engine.finish import Agreement
 from composable.engine.unsharded import DeviceStreams
 from composable.fsdp_module import REFUSED_SETTERS
 from tests.counting import CountingTransport
-from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_table
+from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_list
 from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded
 from tests.pairwise import pairs_of
 from tests.parity import full, full_params
@@ -791,4 +791,4 @@ def test_methods_take_what_those_of_torch_take() -> None:
 def test_the_page_has_every_method_as_it_is() -> None:
     page = PAGE.read_text()
     # To write it anew: python -m tests.fsdp_methods
-    assert with_table(page) == page
+    assert with_list(page) == page

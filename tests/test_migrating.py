@@ -79,7 +79,7 @@ def rows_of(page: str, heading: str) -> list[Row]:
     """Return the rows of the table below a heading of a page."""
     text = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (.+?) \| (.+) \|$", text, flags=re.MULTILINE)
-    rows = [Row(*pair) for pair in cells if pair[0] not in ("There", "---")]
+    rows = [Row(*pair) for pair in cells if pair[0] not in ("There", "In torch", "---")]
     assert rows, f"no table below {heading!r} on {page}"
     return rows
 
@@ -129,7 +129,7 @@ SECTIONS: dict[tuple[str, str], set[str]] = {
     ("from_fsdp2.md", "Arguments"): arguments_of(theirs.fully_shard),
     ("from_fsdp2.md", "Policies"): fields_of(*OPTIONS_2),
     ("from_fsdp2.md", "Functions and classes"): set(exported(by_fully_shard=True)),
-    ("from_ddp.md", "Coming from `DistributedDataParallel`"): (
+    ("from_ddp.md", "Arguments and methods"): (
         arguments_of(DistributedDataParallel) | methods_of(DistributedDataParallel)
     ),
 }
@@ -296,7 +296,7 @@ def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(p
     hinted = set(re.findall(r"(\w+)=", text.partition(f"{name}: ")[2]))
     assert hinted <= arguments_of(annotate)
     assert hinted or "leave it out, " in text
-    heading = "Arguments" if page == "from_fsdp1.md" else "Coming from `DistributedDataParallel`"
+    heading = "Arguments" if page == "from_fsdp1.md" else "Arguments and methods"
     for row in rows_of(page, heading):
         if name in row.names:
             calls = [code for code in row.promises if code.startswith(f"{annotate.__name__}(")]

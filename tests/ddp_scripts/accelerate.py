@@ -1,4 +1,4 @@
-"""Accelerate's `DistributedDataParallelKwargs`, with what of it reaches the wrapper, and `Accelerator.accumulate`."""
+"""Accelerate: `DistributedDataParallelKwargs` and `Accelerator.accumulate`."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""torch's recipe of automatic mixed precision: autocast, and a scaler of gradients."""
+"""Mixed precision with `torch.autocast` and a gradient scaler."""
 
 import torch
 import torch.distributed as dist

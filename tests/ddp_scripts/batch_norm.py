@@ -1,4 +1,4 @@
-"""Vision trainers: batch norms whose statistics each rank keeps, averaged at the end of an epoch."""
+"""Vision trainers: each rank has its own batch norm statistics, averaged after an epoch."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The default of vision trainers: every forward starts with the first rank's statistics."""
+"""Vision trainers: each forward starts with the statistics of the first rank."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torch's tutorial "Getting started with DDP": one rank saves, a barrier, every rank loads onto its device."""
+"""torch's tutorial "Getting started with DDP": one rank saves, every rank loads."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""torch's documentation of `torch.compile`: the wrapped model is compiled."""
+"""`torch.compile` of the wrapped model."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Models with methods beside `forward`, such as `generate`: reached through `.module`."""
+"""Models with other methods than `forward`, such as `generate`."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torchrec's way to leave parameters to something else: a mark on the model."""
+"""torchrec: a mark on the model lists parameters that DDP ignores."""
 
 import torch
 import torch.distributed as dist

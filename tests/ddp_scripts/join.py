@@ -1,4 +1,4 @@
-"""torch's tutorial "Distributed training with uneven inputs using the Join context manager"."""
+"""Uneven inputs: torch's tutorial on the `Join` context manager."""
 
 import torch
 import torch.distributed as dist

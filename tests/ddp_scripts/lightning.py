@@ -1,4 +1,4 @@
-"""Lightning's `DDPStrategy`, with its arguments: what it does to a model."""
+"""Lightning's `DDPStrategy` with its arguments."""
 
 from collections.abc import Callable
 from typing import Any

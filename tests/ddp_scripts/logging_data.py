@@ -1,4 +1,4 @@
-"""Dashboards that read the logging data of the wrapper: ranks, buckets, and their order."""
+"""Dashboards that read ranks and buckets from the logging data of DDP."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torch's documentation of `DistributedDataParallel.no_sync`: gradients of several batches."""
+"""Gradient accumulation with `no_sync`."""
 
 from contextlib import nullcontext
 

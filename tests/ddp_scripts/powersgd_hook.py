@@ -1,4 +1,4 @@
-"""torch's documentation of PowerSGD: matrices of low rank in place of gradients, with error feedback."""
+"""PowerSGD: gradient compression with error feedback."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Megatron-like trainers: only the ranks of a group are copies of each other."""
+"""Megatron-like trainers: some parameters are averaged in a smaller group."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Research code that asks for a static graph after wrapping; two passes are one step."""
+"""A static graph that is set after wrapping."""
 
 import torch
 import torch.distributed as dist

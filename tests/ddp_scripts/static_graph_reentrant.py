@@ -1,4 +1,4 @@
-"""torch's documentation of `static_graph`: reentrant activation checkpointing, several times in one pass."""
+"""Reentrant activation checkpointing, several times in one forward."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Trainers such as nanoGPT: an attribute of the wrapper says which micro batch averages."""
+"""nanoGPT: an attribute of the wrapper says which micro-batch averages."""
 
 import torch
 import torch.distributed as dist

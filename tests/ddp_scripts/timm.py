@@ -1,4 +1,4 @@
-"""timm's train.py: `NativeDDP`, an average of weights, and checkpoints without the wrapper's prefix."""
+"""timm's train.py: `NativeDDP`, averaged weights, checkpoints without a prefix."""
 
 import torch
 import torch.distributed as dist

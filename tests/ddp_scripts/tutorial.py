@@ -1,4 +1,4 @@
-"""torch's tutorial "Getting started with DDP": the basic use case."""
+"""torch's tutorial "Getting started with DDP": the basic script."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torch's documentation of `find_unused_parameters`: ranks and steps take different branches."""
+"""`find_unused_parameters`: ranks take different branches of the model."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torch's tutorial "Shard optimizer states with ZeroRedundancyOptimizer"."""
+"""Optimizer state in shards: `ZeroRedundancyOptimizer`."""
 
 import torch
 import torch.distributed as dist
