@@ -51,7 +51,7 @@ WIDTH = 8
 STEPS, MORE_STEPS = range(2), range(2, 4)
 
 EQUAL, GATHERS, LIKE_FSDP2 = "equal", "gathers", "equal to FSDP2"
-REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here", "fails there too", "wrong"
+REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here", "fails here and on FSDP2", "wrong"
 DIFFERS = "differs"
 WITH_A_LINE = "equal with a line"
 NOT_AS_ONE = "as FSDP2, not as one process"
@@ -66,9 +66,12 @@ WORDS = {
     "in-place operations that require placement changes|which requires redistribution": "needs another placement",
     "does not have a sharding strategy|^RuntimeError: aten.nonzero": "an operation without a sharding strategy",
     "is more than data|torch.save would write": "its state holds objects",
+    "the state of .* has .*, of no parameter": "its state belongs to no parameter",
+    "the state of .* is of another form": "its state has another form than torch's",
     "element 0 of tensors does not require grad": "wants gradients with a graph",
     "does not support dense gradients": "wants sparse gradients",
     "is or holds a .* not an optimizer": "is no `torch.optim.Optimizer`",
+    "The size of tensor a .* must match": "operands of different sizes",
     "unsupported DTensor placement": "knows `Shard` and `Replicate` only",
 }
 
@@ -521,7 +524,7 @@ def with_table(page: str, outcomes: Mapping[str, Outcome]) -> str:
     lines = [
         f"Of {len(outcomes)} classes {here} run here and {len(there)} on FSDP2; of those {len(there)}, {both} run here.",
         "",
-        "| Package | Outcome | Why | Goes on at 1 rank | FSDP2 | Classes |",
+        "| Package | Outcome | Why | Resumes on 1 rank | FSDP2 | Classes |",
         "|---|---|---|---|---|---|",
     ]
     order = (*RUNS, REFUSED, FAILS, FAILS_THERE_TOO, WRONG)
