@@ -55,7 +55,7 @@ REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here"
 DIFFERS = "differs"
 WITH_A_LINE = "equal with a line"
 NOT_AS_ONE = "as FSDP2, not as one process"
-APART = "where each parameter has a handle of its own, and ranks divide its rows"
+APART = "if each parameter has its own handle, and ranks divide its rows"
 RUNS = (EQUAL, GATHERS, LIKE_FSDP2, WITH_A_LINE)
 PAGE = Path(__file__).parents[2] / "docs" / "works_with.md"
 BEGIN, END = "<!-- begin: written by `python -m tests.optim.optimizer_sweep` -->", "<!-- end: optimizers -->"
@@ -522,7 +522,7 @@ def with_table(page: str, outcomes: Mapping[str, Outcome]) -> str:
     both = sum(outcome.verdict in RUNS for outcome in there)
     here = sum(outcome.verdict in RUNS for outcome in outcomes.values())
     lines = [
-        f"Of {len(outcomes)} classes {here} run here and {len(there)} on FSDP2; of those {len(there)}, {both} run here.",
+        f"Of {len(outcomes)} classes, {here} run here. Of {len(there)} that run on FSDP2, {both} run here.",
         "",
         "| Package | Outcome | Why | Resumes on 1 rank | FSDP2 | Classes |",
         "|---|---|---|---|---|---|",
