@@ -598,19 +598,21 @@ def judge_both(name: str) -> dict[str, Verdict]:
 
 
 def table(library: str, names: Iterable[str]) -> str:
-    """Judge models of one library; return a heading with its version and the counts, and a row for each."""
-    lines, outcomes = [], {"fully_shard": Counter[str](), "replicate": Counter[str]()}
+    """Judge models of one library; return a heading with its version, the counts, and a row for each outcome."""
+    alike: dict[tuple[str, str], dict[str, float]] = {}
+    outcomes = {"fully_shard": Counter[str](), "replicate": Counter[str]()}
     for name in names:
         start = time.perf_counter()
         verdicts = judge_both(name)
-        cells = []
         for annotation, verdict in verdicts.items():
             outcomes[annotation][verdict.outcome] += 1
-            cells.append(verdict.outcome + (f", {verdict.detail}" if verdict.detail else ""))
-        worst = max(verdict.differs for verdict in verdicts.values())
+        ours, copies = (
+            verdict.outcome + (f", {verdict.detail}" if verdict.detail else "") for verdict in verdicts.values()
+        )
+        alike.setdefault((ours, copies), {})[name] = worst = max(verdict.differs for verdict in verdicts.values())
         handles = verdicts["fully_shard"].handles
-        lines.append(f"| `{name}` | {handles} | {' | '.join(cells)} | {worst:.0e} |")
-        print(f"{lines[-1]} {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - start
+        print(f"{name}: {handles} handles; {ours}; {copies}; {worst:.0e}; {seconds:.1f} s", file=sys.stderr, flush=True)
     counts = "; ".join(
         f"`{annotation}`: " + ", ".join(f"{count} {outcome}" for outcome, count in counted.most_common())
         for annotation, counted in outcomes.items()
@@ -620,13 +622,21 @@ def table(library: str, names: Iterable[str]) -> str:
         [
             f"### {library} {version}",
             "",
-            f"{len(lines)} models. {counts}.",
+            f"{sum(map(len, alike.values()))} models. {counts}.",
             "",
-            "| Model | Handles | `fully_shard` | `replicate` | Differs by |",
-            "|---|---|---|---|---|",
-            *lines,
+            "| `fully_shard` | `replicate` | Differs by at most | Models |",
+            "|---|---|---|---|",
+            *rows_of(alike),
         ]
     )
+
+
+def rows_of(alike: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
+    """Return a row for each pair of outcomes, of the models that have it and how far each differs."""
+    return [
+        f"| {ours} | {copies} | {max(differs.values()):.0e} | {' '.join(f'`{name}`' for name in differs)} |"
+        for (ours, copies), differs in alike.items()
+    ]
 
 
 def write(library: str, text: str) -> None:

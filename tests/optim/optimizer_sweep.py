@@ -51,11 +51,11 @@ WIDTH = 8
 STEPS, MORE_STEPS = range(2), range(2, 4)
 
 EQUAL, GATHERS, LIKE_FSDP2 = "equal", "gathers", "equal to FSDP2"
-REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here", "fails there too", "wrong"
+REFUSED, FAILS, FAILS_THERE_TOO, WRONG = "refused with the reason", "fails here", "fails here and on FSDP2", "wrong"
 DIFFERS = "differs"
 WITH_A_LINE = "equal with a line"
 NOT_AS_ONE = "as FSDP2, not as one process"
-APART = "where each parameter has a handle of its own, and ranks divide its rows"
+APART = "if each parameter has its own handle, and ranks divide its rows"
 RUNS = (EQUAL, GATHERS, LIKE_FSDP2, WITH_A_LINE)
 PAGE = Path(__file__).parents[2] / "docs" / "works_with.md"
 BEGIN, END = "<!-- begin: written by `python -m tests.optim.optimizer_sweep` -->", "<!-- end: optimizers -->"
@@ -66,9 +66,12 @@ WORDS = {
     "in-place operations that require placement changes|which requires redistribution": "needs another placement",
     "does not have a sharding strategy|^RuntimeError: aten.nonzero": "an operation without a sharding strategy",
     "is more than data|torch.save would write": "its state holds objects",
+    "the state of .* has .*, of no parameter": "its state belongs to no parameter",
+    "the state of .* is of another form": "its state has another form than torch's",
     "element 0 of tensors does not require grad": "wants gradients with a graph",
     "does not support dense gradients": "wants sparse gradients",
     "is or holds a .* not an optimizer": "is no `torch.optim.Optimizer`",
+    "The size of tensor a .* must match": "operands of different sizes",
     "unsupported DTensor placement": "knows `Shard` and `Replicate` only",
 }
 
@@ -519,9 +522,9 @@ def with_table(page: str, outcomes: Mapping[str, Outcome]) -> str:
     both = sum(outcome.verdict in RUNS for outcome in there)
     here = sum(outcome.verdict in RUNS for outcome in outcomes.values())
     lines = [
-        f"Of {len(outcomes)} classes {here} run here and {len(there)} on FSDP2; of those {len(there)}, {both} run here.",
+        f"Of {len(outcomes)} classes, {here} run here. Of {len(there)} that run on FSDP2, {both} run here.",
         "",
-        "| Package | Outcome | Why | Goes on at 1 rank | FSDP2 | Classes |",
+        "| Package | Outcome | Why | Resumes on 1 rank | FSDP2 | Classes |",
         "|---|---|---|---|---|---|",
     ]
     order = (*RUNS, REFUSED, FAILS, FAILS_THERE_TOO, WRONG)
