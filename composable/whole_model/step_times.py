@@ -156,7 +156,7 @@ class _TimedStreams:
             self._reducing = (subject,)
             self._times._end_backward(subject)
         elif event is StepEvent.TELL:
-            self._times._end_backward(*self._scheduler.handles)
+            self._times._end_backward(*reversed(self._scheduler.handles))
 
     def leave(self) -> None:
         """Let the root be as before."""
