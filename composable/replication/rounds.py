@@ -24,7 +24,7 @@ __all__ = [
     "StaticGraph",
     "Stopwatch",
     "moment",
-    "ms_between",
+    "ms_apart",
 ]
 
 
@@ -308,12 +308,12 @@ class Stopwatch:
         if self._last is None:
             return None
         begin, computed, sent, end = (self._last[name] for name in ("begin", "computed", "sent", "end"))
-        compute_ms = ms_between(begin, computed)
-        return BackwardTiming(compute_ms, ms_between(sent, end), max(0.0, compute_ms - ms_between(begin, sent)))
+        compute_ms = ms_apart(begin, computed)
+        return BackwardTiming(compute_ms, ms_apart(sent, end), max(0.0, compute_ms - ms_apart(begin, sent)))
 
 
 def moment(device: torch.device, stream: torch.Stream | None = None) -> Any:
-    """Return now, for ``ms_between``: by the clock, or an event of the device in ``stream``, or in the current one."""
+    """Return now, for ``ms_apart``: by the clock, or an event of the device in ``stream``, or in the current one."""
     if device.type == "cpu":
         return time.perf_counter() * 1000
     event = torch.Event(device.type, enable_timing=True)
@@ -321,7 +321,7 @@ def moment(device: torch.device, stream: torch.Stream | None = None) -> Any:
     return event
 
 
-def ms_between(start: Any, stop: Any) -> float:
+def ms_apart(start: Any, stop: Any) -> float:
     """Return the milliseconds between two moments; waits until the device has come to both."""
     if isinstance(stop, float):
         return float(stop - start)

@@ -35,7 +35,7 @@ from composable.ground.torch_hooks import (
 )
 from composable.ground.torch_private import opaque, running_transform
 from composable.planning import name_modules
-from composable.replication import ReplicateState, moment, ms_between, replicate_state_of
+from composable.replication import ReplicateState, moment, ms_apart, replicate_state_of
 from composable.whole_model.backward_steps import nothing_annotated, states_of
 
 __all__ = ["Timeline", "TimelineEvent", "timeline"]
@@ -248,9 +248,9 @@ class Timeline:
         steps = list(self._steps)
         for (number, began, spans), (_, earlier, _) in zip(steps, [*steps[:1], *steps], strict=False):
             # Step by step: on a device a time is the less exact the longer it is.
-            before_ms += ms_between(earlier, began)
+            before_ms += ms_apart(earlier, began)
             for (row, fqn), kind, *moments in spans:
-                start_ms, stop_ms = (before_ms + ms_between(began, one) for one in moments)
+                start_ms, stop_ms = (before_ms + ms_apart(began, one) for one in moments)
                 found.append(TimelineEvent(number, row, fqn, kind, start_ms, stop_ms))
         return sorted(found, key=lambda one: (one.start_ms, -one.stop_ms))
 
@@ -280,10 +280,10 @@ class Timeline:
         rows = list(dict.fromkeys(one.row for one in events))
         if len(rows) > _MOST_ROWS:
             rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [f"+ {len(rows) - _MOST_ROWS} more"]
-        tops = {row: _TOP + _ROW * index for index, row in enumerate(["exposed", *rows])}
+        tops = {row: _TOP + _ROW * index for index, row in enumerate(["", *rows])}
         right, bottom = _LEFT + _WIDTH + 50, _TOP + _ROW * len(tops) + 12
         share = f"{self.exposed_ratio(step):.0%} exposed communication"
-        title = f"Step {events[0].step} of rank {self._rank}: {length_ms:.3g} ms, {share}"
+        title = f"Step {events[0].step} of rank {self._rank}: {float(f'{length_ms:.3g}'):g} ms, {share}"
         parts = [f"<title>{escape(title)}</title>", _rect(0, 0, right, bottom, "#ffffff"), _text(20, 26, title, 15)]
         for index, kind in enumerate(kind for kind in _LOOKS if any(one.kind == kind for one in events)):
             parts += [_rect(20 + 110 * index, 40, 12, 12, _LOOKS[kind][0]), _text(37 + 110 * index, 50, kind)]
@@ -292,16 +292,18 @@ class Timeline:
         for tick in range(int(length_ms / unit) + 1):
             x = _LEFT + scale * tick * unit
             parts += [_rect(x, _TOP, 1, bottom - _TOP - 12, "#dddddd"), _text(x, _TOP - 6, f"{tick * unit:g} ms", 11)]
-        parts += [_text(20, top + 15, row if len(row) < 26 else f"…{row[-24:]}") for row, top in tops.items()]
+        shown = {row: row if len(row) < 26 else f"…{row[-24:]}" for row in rows} | {"": "exposed"}
+        parts += [_text(20, top + 15, shown[row]) for row, top in tops.items()]
         bars = [(one.row, one.kind, one.start_ms, one.stop_ms) for one in events if one.row in tops]
-        bars += [("exposed", "wait", start, stop) for start, stop in waits]
+        bars += [("", "wait", start, stop) for start, stop in waits]
         for row, kind, start_ms, stop_ms in sorted(bars, key=lambda bar: bar[1] == "wait"):
             colour, below, high = _LOOKS[kind]
-            what = f"{row}: {kind}, {start_ms - first_ms:.3f} to {stop_ms - first_ms:.3f} ms"
+            what = f"{row or 'exposed'}: {kind}, {start_ms - first_ms:.3f} to {stop_ms - first_ms:.3f} ms"
             x, wide = _LEFT + scale * (start_ms - first_ms), max(scale * (stop_ms - start_ms), 0.5)
             parts.append(_rect(x, tops[row] + below, wide, high, colour, what))
-        size = f'width="{right}" height="{bottom}" role="img" font-family="sans-serif"'
-        return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *parts, "</svg>\n"])
+        size = f'width="{right}" height="{bottom}" viewBox="0 0 {right} {bottom}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} font-family="sans-serif">'
+        return "\n".join([head, *parts, "</svg>\n"])
 
     def trace(self) -> str:
         """Return the steps that are kept as JSON for Perfetto or Chrome: a rank is a process, a row is a thread."""
@@ -317,7 +319,8 @@ class Timeline:
         for tid, (row, number) in enumerate(lanes, 1):
             found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}})
             for one in lanes[row, number]:
-                times = {"ts": 1000 * one.start_ms, "dur": 1000 * (one.stop_ms - one.start_ms)}
+                start_ns, stop_ns = round(1e6 * one.start_ms), round(1e6 * one.stop_ms)
+                times = {"ts": start_ns / 1000, "dur": (stop_ns - start_ns) / 1000}
                 more = {"cat": one.kind, "args": {"fqn": one.fqn, "step": one.step}}
                 found.append({"ph": "X", "name": one.kind, "pid": pid, "tid": tid, **times, **more})
         return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
@@ -430,8 +433,8 @@ class Timeline:
 
 
 def _rect(x: float, y: float, wide: float, high: float, colour: str, what: str = "") -> str:
-    place = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}"'
-    return f'<rect {place} fill="{colour}"><title>{escape(what)}</title></rect>'
+    place = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{colour}"'
+    return f"<rect {place}><title>{escape(what)}</title></rect>" if what else f"<rect {place}/>"
 
 
 def _text(x: float, y: float, text: str, size: int = 12) -> str:
