@@ -173,7 +173,7 @@ class Step:
         self.thread: int | None = None
 
     def run_on(self, streams: Streams) -> None:
-        """Go over to other streams, or to what stands before the same ones."""
+        """Use other streams from now on, or a proxy of the same ones."""
         self.streams = self.unsharded.streams = self.finalizer.streams = streams
 
     # Where it is

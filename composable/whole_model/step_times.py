@@ -1,7 +1,7 @@
 """When each handle and each bucket of a model gathers, waits, computes and reduces: as events, a trace, a picture.
 
-Hooks tell when modules run; what stands before the streams of a root, when bytes travel; the stopwatch of a reducer,
-when buckets do. On a device each moment is an event in a stream, read when somebody asks.
+Hooks tell when modules run, a proxy of a root's streams tells when bytes travel, and the stopwatch of a reducer when
+buckets do. On a device each moment is an event in a stream; its time is read when somebody asks.
 
 Source: the trace event format of Chrome; colours that colour-blind people tell apart, Okabe and Ito 2008.
 """
@@ -46,13 +46,13 @@ _MOST_STEPS, _MOST_SPANS = 16, 50_000
 
 @contextmanager
 def timeline(model: nn.Module) -> Iterator["Timeline"]:
-    """Note, inside the context, when each handle and each bucket of ``model`` does what on this rank.
+    """Record when each handle and each bucket of ``model`` gathers, waits, computes and reduces, inside the context.
 
-    A step begins with the first forward after a backward; the last 16 are kept. Training gives the same numbers, to
-    the bit. On a device times are those of its streams, and reading them waits for it. On the CPU a gather or a
-    reduction lasts until this rank has waited for it, since nobody tells when it has ended.
+    A step begins with the first forward after a backward; the last 16 steps are kept. Training gives the same numbers,
+    to the bit. On a device, times are those of its streams, and reading them waits for the device. On the CPU, a
+    gather or a reduction ends when this rank has waited for it: nobody tells earlier.
 
-    Not collective: a rank that enters it notes its own times; others need not.
+    Not collective: each rank that enters the context records its own times; the others need not enter it.
 
     Args:
         model: Has annotated modules at or below it, annotated before.
@@ -83,11 +83,11 @@ class TimelineEvent:
 
     Attributes:
         step: Number of the step, from 0 on.
-        row: Who did it: the FQN, "(root)" for the model itself; a bucket has its number behind it.
-        fqn: FQN of the module in the model.
+        row: FQN of the module, "(root)" for the model itself; the number of a bucket follows.
+        fqn: FQN of the module.
         kind: "gather", "wait", "forward", "recompute", "backward" or "reduce".
         start_ms: Milliseconds since the first step that is kept began.
-        stop_ms: The same, at its end.
+        stop_ms: When it ended, on the same clock.
     """
 
     step: int
@@ -99,7 +99,7 @@ class TimelineEvent:
 
 
 class _TimedStreams:
-    """Stands before the streams of a root, and hears of its steps."""
+    """Proxy of the streams of a root; hears of the root's steps."""
 
     queues = True  # So that reductions come here too.
     has_idle_ranks = False
@@ -115,7 +115,7 @@ class _TimedStreams:
         return getattr(self.inner, name)
 
     def _now_beside(self, name: str) -> Any:
-        """Return now in a stream beside the one that computes; ``None``: there is none, and the thread waits."""
+        """Return now in the stream of this name beside the current one; ``None``: on the CPU there is none."""
         stream = getattr(self.inner, name, None)
         return None if stream is None else self._times._now(stream)
 
@@ -151,7 +151,7 @@ class _TimedStreams:
         self._times._note(handle, "wait", waits, now)
 
     def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Hear of a root: the backward of a handle ends where its reduction begins, or with the whole one."""
+        """Hear of the root: the backward of a handle ends where its reduction begins, or with that of the root."""
         if event is StepEvent.REDUCE:
             self._reducing = (subject,)
             self._times._end_backward(subject)
@@ -171,7 +171,7 @@ class _TimedStreams:
 
 
 class _FirstGradient(GradientHook):
-    """Runs when the gradient of an output arrives; a graph has no times."""
+    """Runs when the gradient of an output arrives; in a graph it does nothing."""
 
     __slots__ = ("_owner", "_times")
 
@@ -209,7 +209,7 @@ class Timeline:
         self._now = partial(moment, next((one for one in devices if one.type != "cpu"), devices[0]))
         world = Ranks.of_world()
         self._rank = world.numbers[world.rank]
-        # Of each: its number, when it began, and who ((row, FQN)) did what from when to when.
+        # Of each: number, start, and its events: ((row, FQN), kind, start, stop).
         self._steps: deque[tuple[int, Any, list[tuple[tuple[str, str], str, Any, Any]]]] = deque(maxlen=_MOST_STEPS)
         self._openers: set[int] = set()  # The outermost modules of the last one.
         self._had_backward = False
@@ -243,7 +243,7 @@ class Timeline:
 
     @property
     def events(self) -> list[TimelineEvent]:
-        """All that was done in the steps that are kept, in the order in which it began."""
+        """The events of all steps that are kept, ordered by their start."""
         found, before_ms = [], 0.0
         steps = list(self._steps)
         for (number, began, spans), (_, earlier, _) in zip(steps, [*steps[:1], *steps], strict=False):
@@ -366,11 +366,11 @@ class Timeline:
             self._exits.callback(timed.leave)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Timeline":
-        return self  # Of hooks of a module that is copied; it notes nothing of the copy.
+        return self  # A copied module has copies of the hooks; they record nothing.
 
     @opaque
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is called: with the outermost one a step may begin, and its root is known from here on."""
+        """Begin a step with the outermost module that is called, and record the root of each from here on."""
         if module not in self._owners:
             return  # A copy.
         if not self._running and not in_backward():
