@@ -59,7 +59,7 @@ from composable.saving import (
 )
 from composable.unannotate import unannotate
 from composable.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
-from composable.whole_model import BackwardSteps, step_in_backward
+from composable.whole_model import BackwardSteps, Timeline, TimelineEvent, step_in_backward, timeline
 
 __all__ = [
     "BackwardSteps",
@@ -91,6 +91,8 @@ __all__ = [
     "ShardingStrategy",
     "SizePolicy",
     "StateDictError",
+    "Timeline",
+    "TimelineEvent",
     "UnevenInputs",
     "UnshardHandle",
     "UsageError",
@@ -132,6 +134,7 @@ __all__ = [
     "share_comm_ctx",
     "step_in_backward",
     "strict_mode",
+    "timeline",
     "unannotate",
     "unshard_params",
     "update_process_group",

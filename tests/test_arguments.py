@@ -205,6 +205,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "fp16_compress_wrapper": (dict, f"hook: {FUNCTION}"),
     "bf16_compress_wrapper": (dict, f"hook: {FUNCTION}"),
     "unannotate": (lambda: {"module": sharded()}, "module: ; recurse: True"),
+    "timeline": (lambda: {"model": copied()}, "model:"),
     "unshard_params": (
         lambda: {"module": sharded()},
         "module: plain; recurse writeback rank0_only offload_to_cpu: True",
@@ -253,6 +254,7 @@ SPECIAL = {
     "save_checkpoint": save_anew,
     "BucketLayout": composable.BucketLayout((), 2).views,
     "no_sync": enter(composable.no_sync),
+    "timeline": enter(composable.timeline),
     "unshard_params": enter(composable.unshard_params),
 }
 
@@ -274,6 +276,7 @@ ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
     *("BackwardSteps", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle", "ParamBucket"),
     *("PlanEstimate", "RaggedDTensor", "ReductionStats", "SaveHandle", "UnevenInputs"),
+    *("Timeline", "TimelineEvent"),  # tests/test_timeline.py
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),

@@ -24,7 +24,7 @@ from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setat
 from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
-from composable.engine.step import Companion, RootSettings, StepEvent, StepListener
+from composable.engine.step import Companion, RootSettings, Step, StepEvent, StepListener
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 from composable.engine.unsharded import drop_secondary, streams_for
 
@@ -52,6 +52,7 @@ __all__ = [
     "RootSettings",
     "Scheduler",
     "ShardedParam",
+    "Step",
     "StepEvent",
     "StepListener",
     "Stepper",

@@ -134,9 +134,7 @@ class Scheduler:
         step.drop_secondaries()
         # Also what was freed so far: the current stream comes after its last readers.
         step.streams.end_backward()
-        step.streams = streams
-        step.unsharded.streams = streams
-        step.finalizer.streams = streams
+        step.run_on(streams)
         streams.shards_written()
 
     # Ending by hand

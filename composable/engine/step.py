@@ -172,6 +172,10 @@ class Step:
         self.is_threaded = False
         self.thread: int | None = None
 
+    def run_on(self, streams: Streams) -> None:
+        """Use other streams from now on, or a proxy of the same ones."""
+        self.streams = self.unsharded.streams = self.finalizer.streams = streams
+
     # Where it is
 
     @property

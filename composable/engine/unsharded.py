@@ -66,14 +66,16 @@ class DeviceStreams:
     Attributes:
         names: Name of each stream by its id, for debugging.
         queues: Work is queued, and the host goes on; else who starts it waits for it.
+        unshard: The stream of all-gathers.
+        reduce: The stream of reduce-scatters.
     """
 
     queues = True
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._unshard = device.Stream(priority=-1)
-        self._reduce = device.Stream(priority=-1)
+        self.unshard = device.Stream(priority=-1)
+        self.reduce = device.Stream(priority=-1)
         self._full: dict[Handle, Any] = {}
         # By stream: a later event of one stream stands for its earlier ones, but not for those of others.
         self._before_unshard: dict[int, Any] = {}
@@ -82,8 +84,8 @@ class DeviceStreams:
         self._copied: Any = None
         self.names: Mapping[int, str] = {
             device.current_stream().stream_id: "default",
-            self._unshard.stream_id: "unshard",
-            self._reduce.stream_id: "reduce",
+            self.unshard.stream_id: "unshard",
+            self.reduce.stream_id: "reduce",
         }
 
     def shards_written(self) -> None:
@@ -100,17 +102,17 @@ class DeviceStreams:
         """Start to fill the buffers of ``handle``. Collective."""
         self._begin_on_unshard()
         try:
-            with self._device.stream(self._unshard):
+            with self._device.stream(self.unshard):
                 handle.begin_unshard()
                 handle.finish_gathers()
-                self._full[handle] = self._unshard.record_event()
+                self._full[handle] = self.unshard.record_event()
             if handle.rests_elsewhere:
                 self._copied = self._full[handle]
         except BaseException:
             # Nobody will wait for what was queued, and the shard may be written next.
-            self._device.current_stream().wait_stream(self._unshard)
+            self._device.current_stream().wait_stream(self.unshard)
             if handle.rests_elsewhere:
-                self._copied = self._unshard.record_event()
+                self._copied = self.unshard.record_event()
             raise
 
     def wait_for_unshard(self, handle: Handle) -> None:
@@ -122,14 +124,14 @@ class DeviceStreams:
             current.wait_event(full)
             return
         # An exception cut the beginning short, or this wait.
-        current.wait_stream(self._unshard)
+        current.wait_stream(self.unshard)
         handle.finish_gathers()
 
     def _begin_on_unshard(self) -> None:
         """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
         if self._before_unshard:
             for event in self._before_unshard.values():
-                self._unshard.wait_event(event)
+                self.unshard.wait_event(event)
             self._before_unshard.clear()
 
     def keep_secondary(self, handle: Handle) -> None:
@@ -137,8 +139,8 @@ class DeviceStreams:
         # From the pool that buffers come from and go to: what gathers read may be freed by the host at any time.
         self._begin_on_unshard()
         # A forward may have written its parameters. The next gather comes after all that in any case.
-        self._unshard.wait_stream(self._device.current_stream())
-        with self._device.stream(self._unshard):
+        self.unshard.wait_stream(self._device.current_stream())
+        with self._device.stream(self.unshard):
             handle.keep_secondary()
 
     def resharded(self) -> None:
@@ -174,14 +176,14 @@ class DeviceStreams:
             gradient: Its gradients; ``None``: none but what the path has kept.
             to_host: The result lies in host memory: whoever finishes waits until it is there.
         """
-        self._reduce.wait_stream(self._device.current_stream())
+        self.reduce.wait_stream(self._device.current_stream())
         try:
-            with self._device.stream(self._reduce):
+            with self._device.stream(self.reduce):
                 shard = (path.resume() if gradient is None else path.begin(gradient.source))()
-                reduced = self._reduce.record_event()
+                reduced = self.reduce.record_event()
         except BaseException:
             # Nobody will wait for what was queued, and the gradient buffer is freed.
-            self._device.current_stream().wait_stream(self._reduce)
+            self._device.current_stream().wait_stream(self.reduce)
             raise
 
         def finish() -> torch.Tensor | None:

@@ -52,6 +52,7 @@ __all__ = [
     "beside_forward",
     "differentiable_tensors",
     "in_backward_of_nothing",
+    "inside_forward",
     "next_ending_number",
     "on_gradient",
     "put_outermost",
@@ -201,6 +202,15 @@ def beside_forward(module: nn.Module, before: Callable[..., None], after: Callab
     ``after`` also runs when forward raises.
     """
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+
+
+def inside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
+    """Call ``before(module, args)`` and ``after(module, args, output)`` inside of all forward hooks that are there.
+
+    ``after`` also runs when forward raises.
+    """
+    inner = module.register_forward_hook(after, prepend=True, always_call=True)
+    return [module.register_forward_pre_hook(before), inner]
 
 
 def before_forward(module: nn.Module, before: Callable[..., Any]) -> RemovableHandle:

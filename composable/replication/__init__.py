@@ -3,7 +3,7 @@
 from composable.replication.outside_buckets import FORMS, BufferSync, broadcast_params, join_all_reduces
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
-from composable.replication.rounds import BackwardTiming, Phase
+from composable.replication.rounds import BackwardTiming, Phase, moment, ms_apart
 from composable.replication.sparse import check_steppable
 from composable.replication.state import ReplicateState, check_replicated, replicate_state_of
 from composable.replication.tensors import (
@@ -36,6 +36,8 @@ __all__ = [
     "find_ignored",
     "find_tensors",
     "join_all_reduces",
+    "moment",
+    "ms_apart",
     "plan_precision",
     "replicate_state_of",
 ]

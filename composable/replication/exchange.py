@@ -375,10 +375,14 @@ class BucketExchange:
 
     def finish(self) -> None:
         """Wait for all that was started."""
+        if self._stopwatch.is_on:
+            self._stopwatch.mark("waiting")
         if autograd_profiler._is_profiler_enabled:
             in_region("wait for reduce", "buckets", self._finish)
         else:
             self._finish()
+        if self._stopwatch.is_on:
+            self._stopwatch.mark("arrived")
 
     def _finish(self) -> None:
         interruption, self._interruption = self._interruption, None

@@ -242,6 +242,8 @@ class GradientAverager:
         """End a backward: start the reduction of what is left."""
         own_round, static = self.round, self._static
         self._missing = None
+        if self.stopwatch.is_on:
+            self.stopwatch.mark("computed")
         is_due = own_round.is_due()
         if is_due and not own_round.synchronises:
             for index in own_round.order:
@@ -256,8 +258,6 @@ class GradientAverager:
         if static is not None and not own_round.ends_kept and not static.holds(own_round.seen):
             own_round.complaint = GRAPH_CHANGED
         self._missing = missing
-        if self.stopwatch.is_on:
-            self.stopwatch.mark("computed")
         with torch.no_grad():
             for bucket in self.buckets[own_round.sent :]:
                 self._launch(bucket)

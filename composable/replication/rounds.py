@@ -15,7 +15,17 @@ from composable.ground.torch_private import current_autograd_node, running_trans
 from composable.replication.buckets import Bucket
 from composable.replication.tensors import ReducedParam
 
-__all__ = ["BackwardTiming", "JoinListener", "KeptWith", "Phase", "Round", "StaticGraph", "Stopwatch"]
+__all__ = [
+    "BackwardTiming",
+    "JoinListener",
+    "KeptWith",
+    "Phase",
+    "Round",
+    "StaticGraph",
+    "Stopwatch",
+    "moment",
+    "ms_apart",
+]
 
 
 class Phase(enum.Enum):
@@ -262,31 +272,30 @@ class Stopwatch:
     Attributes:
         every: Each backward of this number is measured, besides the first ten.
         is_on: The running backward is measured.
+        listeners: Called with the name of each mark of every backward, however often it comes in one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.every = 100
         self.is_on = False
+        self.listeners: list[Callable[[str], None]] = []
         self._device = device
         self._marks: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None
 
     def begin(self, number: int) -> None:
         """Start with backward ``number``, from 1 on, if it is one to measure."""
-        self.is_on = number <= _FIRST or number % self.every == 0
+        self.is_on = number <= _FIRST or number % self.every == 0 or bool(self.listeners)
         if self.is_on:
             self._marks = {}
             self.mark("begin")
 
     def mark(self, name: str) -> None:
         """Note the time under ``name``, once in a backward."""
-        if name in self._marks:
-            return
-        if self._device.type == "cpu":
-            self._marks[name] = time.perf_counter() * 1000
-        else:
-            self._marks[name] = torch.Event(self._device.type, enable_timing=True)
-            self._marks[name].record()
+        for hear in self.listeners:
+            hear(name)
+        if name not in self._marks:
+            self._marks[name] = moment(self._device)
 
     def end(self) -> None:
         """Keep what was measured."""
@@ -299,12 +308,23 @@ class Stopwatch:
         if self._last is None:
             return None
         begin, computed, sent, end = (self._last[name] for name in ("begin", "computed", "sent", "end"))
-        if isinstance(end, torch.Event):
-            end.synchronize()
-        compute_ms = _between(begin, computed)
-        return BackwardTiming(compute_ms, _between(sent, end), max(0.0, compute_ms - _between(begin, sent)))
+        compute_ms = ms_apart(begin, computed)
+        return BackwardTiming(compute_ms, ms_apart(sent, end), max(0.0, compute_ms - ms_apart(begin, sent)))
 
 
-def _between(start: Any, stop: Any) -> float:
-    elapsed_ms: float = start.elapsed_time(stop) if isinstance(start, torch.Event) else stop - start
-    return elapsed_ms
+def moment(device: torch.device, stream: torch.Stream | None = None) -> Any:
+    """Return now, for ``ms_apart``: by the clock, or an event of the device in ``stream``, or in the current one."""
+    if device.type == "cpu":
+        return time.perf_counter() * 1000
+    event = torch.Event(device.type, enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def ms_apart(start: Any, stop: Any) -> float:
+    """Return the milliseconds between two moments; waits until the device has come to both."""
+    if isinstance(stop, float):
+        return float(stop - start)
+    start.synchronize()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
