@@ -127,7 +127,7 @@ class RaggedDTensor(DTensor):
         return gather_full(self._local_tensor, self._spec.layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's piece: [rows, *rest] where every cut falls on a row, else [numel]. Differentiable."""
+        """Return this rank's piece: ``[rows, *rest]`` where every cut falls on a row, else [numel]. Differentiable."""
         if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
             raise ConfigError(
                 f"gradients of a ragged piece are ragged, not {tuple(grad_placements)}", fix="leave grad_placements out"
