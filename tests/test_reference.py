@@ -1,7 +1,10 @@
 """The reference shows every public name once, with an example that runs, and the site has every page on one shelf."""
 
+import dataclasses
+import inspect
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import composable
@@ -20,6 +23,25 @@ def test_every_public_name_stands_in_one_group() -> None:
     for module in (composable, composable.testing):
         shown = [name for group in GROUPS if group.module == module.__name__ for name in group.names]
         assert sorted(shown) == sorted(module.__all__)
+
+
+def arguments_of(value: object) -> list[str]:
+    """Return the arguments of a function, or of a class that is data."""
+    if not isinstance(value, type):
+        return list(inspect.signature(value).parameters)  # type: ignore[arg-type]  # a function
+    return [one.name for one in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+
+
+def test_the_docstring_of_each_name_says_what_each_argument_is() -> None:
+    unsaid = []
+    for group in GROUPS:
+        for name in group.names:
+            value = getattr(sys.modules[group.module], name)
+            text = inspect.getdoc(value) or ""
+            said = set(re.findall(r"^ {4}\*{0,2}(\w+): ", text, flags=re.MULTILINE))
+            if "; otherwise like ``" not in text:
+                unsaid += [f"{name}: {argument}" for argument in arguments_of(value) if argument not in said]
+    assert unsaid == []
 
 
 def test_every_page_stands_on_one_shelf() -> None:

@@ -198,14 +198,13 @@ class HandlePlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one annotation does.
+    """The plan of one annotation: its handles, and the bytes that each rank holds and sends. ``print`` shows it.
 
-    Plans that do the same are equal, whatever the transport: one that is made before is ``auto``, and
-    an annotation's names what the process group got.
+    Plans are equal if they cut, gather and reduce alike, over any transport.
 
     Attributes:
         world_size: Ranks that share each buffer.
-        transport: How the bytes travel.
+        transport: How the bytes travel; ``"auto"`` in plans that ``plan`` made.
         class_names: The classes of the annotated modules.
         handles: Left to right, depth first.
         kept_fqns: Modules below that earlier annotations manage; left as they are.

@@ -6,6 +6,7 @@ from typing import Any
 from docutils import nodes
 from reference import GROUPS
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 
 import composable
 
@@ -31,7 +32,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 80
 add_module_names = False
-smartquotes = False
+smartquotes_action = "D"  # dashes alone
 toc_object_entries = False
 
 # The style of torch's pages without its templates: those load scripts of other hosts, and count readers.
@@ -98,10 +99,11 @@ def name_defaults(
 
 
 def name_types(app: Sphinx, doctree: nodes.document) -> None:
-    """Show type variables by the types that they stand for."""
+    """Show type variables by the types that they stand for, and classes of ours by their names alone."""
     for text in list(doctree.findall(nodes.Text)):
-        if text in TYPES:
-            text.parent.replace(text, nodes.Text(TYPES[text]))
+        if isinstance(text.parent, nodes.emphasis):
+            shown = TYPES.get(text, re.sub(r"\bcomposable\.(?:\w+\.)+(?=\w)", "", text))
+            text.parent.replace(text, nodes.Text(shown))
 
 
 def link_first_mentions(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -126,6 +128,9 @@ def link_first_mentions(app: Sphinx, doctree: nodes.document, docname: str) -> N
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect what is above."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("autodoc-process-docstring", link_names)
     app.connect("autodoc-process-signature", name_defaults)
     app.connect("doctree-read", name_types)

@@ -376,6 +376,8 @@ GROUPS: tuple[Group, ...] = (
     ),
 )
 
+# In place of overloads, which say the same twice.
+_SIGNATURES = {"contract": "(state_cls=SimpleNamespace, *, incompatible=())"}
 _INDEX = """\
 # Reference
 
@@ -406,7 +408,7 @@ _PAGE = """\
 # {name}
 
 ```{{eval-rst}}
-.. {directive}:: {module}.{name}{options}
+.. {directive}:: {module}.{name}{signature}{options}
 ```
 
 ## Example
@@ -435,6 +437,7 @@ def pages() -> Iterator[tuple[PurePosixPath, str]]:
                 directive = "autoclass" if name[0].isupper() else "autofunction"
                 example = f"docs/examples/{topic.example}.py"
                 values = {"name": name, "directive": directive, "module": group.module, "example": example}
+                values["signature"] = _SIGNATURES.get(name, "")
                 options = "\n   :show-inheritance:" if group.page == "errors" else ""
                 yield folder / f"{name}.md", _PAGE.format(**values, options=options)
 
