@@ -7,6 +7,7 @@ from docutils import nodes
 from reference import GROUPS
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
+from sphinx.pycode import ModuleAnalyzer
 
 import composable
 
@@ -128,6 +129,10 @@ def link_first_mentions(app: Sphinx, doctree: nodes.document, docname: str) -> N
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect what is above."""
+    # One signature in place of its overloads, which say the same twice.
+    analyzer = ModuleAnalyzer.for_module("composable.ground.contract")
+    analyzer.analyze()
+    analyzer.overloads.clear()
     for field in PyObject.doc_field_types:
         if field.name == "variable":
             field.label = "Attributes"

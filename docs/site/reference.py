@@ -376,8 +376,6 @@ GROUPS: tuple[Group, ...] = (
     ),
 )
 
-# In place of overloads, which say the same twice.
-_SIGNATURES = {"contract": "(state_cls=SimpleNamespace, *, incompatible=())"}
 _INDEX = """\
 # Reference
 
@@ -408,7 +406,7 @@ _PAGE = """\
 # {name}
 
 ```{{eval-rst}}
-.. {directive}:: {module}.{name}{signature}{options}
+.. {directive}:: {module}.{name}{options}
 ```
 
 ## Example
@@ -437,7 +435,6 @@ def pages() -> Iterator[tuple[PurePosixPath, str]]:
                 directive = "autoclass" if name[0].isupper() else "autofunction"
                 example = f"docs/examples/{topic.example}.py"
                 values = {"name": name, "directive": directive, "module": group.module, "example": example}
-                values["signature"] = _SIGNATURES.get(name, "")
                 options = "\n   :show-inheritance:" if group.page == "errors" else ""
                 yield folder / f"{name}.md", _PAGE.format(**values, options=options)
 
