@@ -19,6 +19,7 @@ exclude_patterns = ["docs/examples"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 6
+myst_enable_extensions = ["html_image"]  # <img> in pages, where a picture has a width
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
