@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch-%)
 INSTALLED := $(VENV)/installed
+DOCS_INSTALLED := $(VENV)/docs-installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Ranks share the cores of one machine.
@@ -14,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What inductor has compiled against the headers of one environment is wrong for another.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor
 
-.PHONY: train test test-rest test-all lint bench
+.PHONY: train test test-rest test-all lint bench docs
 
 train: $(INSTALLED)
 	torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -27,6 +28,10 @@ test-rest: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	python -m tests.side_by_side $(ARGS)
+
+# The site, in build/site: pages, and a reference made of docstrings. Warnings and dead links are errors.
+docs: $(DOCS_INSTALLED)
+	python docs/site/build.py build/site
 
 # All files that git knows or would take, so that a new file is checked before it is added.
 lint: $(INSTALLED)
@@ -49,4 +54,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(if $(TORCH),{ sed -E '/^(torch|torchvision|setuptools)==/d' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	python -m pip install --quiet -c $(CONSTRAINTS) $(if $(TORCH),torch 'setuptools>=77',setuptools) wheel
 	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,examples,clients]'
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[docs]'
 	touch $@

@@ -54,20 +54,20 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
 ) -> ModuleT:
-    """Keep no activations of ``module`` between forward and backward: its forward runs again in backward.
+    """Free the activations of ``module`` after forward; backward runs its forward again to compute them.
 
-    Class, parameters and names stay what they are. It may be combined with ``fully_shard`` and ``replicate``
-    in either order, on the same module, inside or around. Not collective. Without gradients nothing runs
-    again. Forward must do the same in both runs: what else it changes, such as the running means of a batch
-    norm, it changes twice. Forward hooks of ``module`` itself run once.
+    Class, parameters and names stay as they are. ``fully_shard`` and ``replicate`` may be called before or after it, on
+    the same module, inside or around. Not collective. Without gradients nothing runs again. Forward must do the same in
+    both runs: other changes that it makes, such as those of the running means of a batch norm, happen twice. Forward
+    hooks of ``module`` itself run once.
 
     Args:
-        module: What to annotate, or several modules of which none is inside another.
-        use_reentrant: Only False: hooks that wait for gradients see nothing of a reentrant backward.
+        module: The module to annotate, or several modules of which none is inside another.
+        use_reentrant: Only ``False``: hooks that wait for gradients see nothing of a reentrant backward.
         preserve_rng_state: Draw the same random numbers in both runs.
-        context_fn: Returns two contexts, for the first run and for the second; what
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes keeps chosen results.
-        determinism_check: ``default``: shapes, dtypes and devices of both runs are compared; or ``none``.
+        context_fn: Returns two contexts, for the first run and for the second; the function
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes contexts that keep chosen results.
+        determinism_check: ``"default"``: shapes, dtypes and devices of both runs are compared; or ``"none"``.
         debug: Name the operations of both runs where they differ; not together with ``context_fn``.
         early_stop: End the second run as soon as everything that backward needs is there.
 
@@ -77,8 +77,8 @@ def checkpoint(
     Raises:
         ConfigError: An argument is wrong, or the module has no forward to run, or carries ``checkpoint`` already.
 
-    Its forward raises ``UsageError`` inside ``torch.func.functional_call`` where gradients are recorded: the
-    second run would read other parameters than the first.
+    Its forward raises ``UsageError`` inside ``torch.func.functional_call`` where gradients are recorded: the second run
+    would read other parameters than the first.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     switches = {

@@ -107,15 +107,18 @@ def _join_hook(module: nn.Module, **_: object) -> NoReturn:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Let backwards in this context keep gradients on their rank.
+    """Keep gradients on their rank in the backwards of this context: gradient accumulation without communication.
 
-    They add up, in full size, until the next backward outside the context synchronises all of them: also those of
-    modules with an annotation of their own that it leaves out, as long as it runs one that this context covered.
-    What counts is where backward runs, not where forward ran. It applies to every module at or
-    below ``module`` that ``fully_shard`` or ``replicate`` manages. Every rank enters alike.
+    Gradients add up, in full size, until the next backward outside of the context synchronises all of them, including
+    those of annotated modules that this backward leaves out. The place of the backward counts, not that of its forward.
+    The context covers every module at or below ``module`` that ``fully_shard`` or ``replicate`` manages. All ranks
+    enter it alike; it does not communicate.
+
+    Args:
+        module: A module that is annotated, or has annotated modules below it.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No module at or below ``module`` is annotated.
         ConfigError: ``module`` is no module.
     """
     found = _synchronised_by(module, caller="no_sync")
@@ -133,15 +136,18 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Synchronise now what backwards without synchronisation have left, without another backward.
+    """Synchronise the gradients that backwards in ``no_sync`` have left, without another backward.
 
-    For loops in which nothing knows the last backward, such as pipeline schedules: they run all of them in ``no_sync``
-    and end with this. Gradients and parameters are then as after a backward that synchronised. What
-    ``set_is_last_backward(False)`` or ``set_manual_backward_finalization`` left under way ends too. Where nothing was
-    left, nothing changes. Modules that ``set_requires_gradient_sync(False)`` excludes stay as they are; of a part of
-    a fully sharded model the whole takes part. Communication hooks of ``replicate`` do not run.
+    For loops that do not know which backward is the last, such as pipeline schedules: they run all backwards in
+    ``no_sync``, and call this at the end. Gradients and parameters are then as after a backward that synchronised. It
+    also ends reductions that ``set_is_last_backward(False)`` or ``set_manual_backward_finalization`` left under way. If
+    nothing was left, nothing changes. Modules that ``set_requires_gradient_sync(False)`` excludes stay as they are; for
+    a part of a fully sharded model the whole model takes part. Communication hooks of ``replicate`` do not run.
 
     Collective: all ranks of the meshes at or below ``module``.
+
+    Args:
+        module: A module that is annotated, or has annotated modules below it.
 
     Raises:
         UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, a backward is running,

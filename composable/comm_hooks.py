@@ -53,19 +53,20 @@ _BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # of C++
 
 
 class DefaultState:
-    """What the hooks of this file need: the ranks, and by what to divide before and after they add up.
+    """The state that the hooks of this library need: the ranks, and the factors that gradients are divided by.
 
-    The two factors are near each other, so that neither a gradient nor a sum leaves the range of its dtype.
+    Gradients are divided by one factor before the ranks add them up and by the other after it, so that neither very
+    large nor very small numbers leave the range of float16.
 
     Args:
         process_group: The ranks whose gradients are averaged: those of the annotation.
 
     Attributes:
-        process_group: The same.
-        world_size: Ranks in it.
-        gradient_predivide_factor: The first power of two that does not divide the number of ranks, or whose square
-            is not below it.
-        gradient_postdivide_factor: The rest: the two multiply to the number of ranks.
+        process_group: The ranks.
+        world_size: How many ranks are in it.
+        gradient_predivide_factor: The first power of two that does not divide the number of ranks, or whose square is
+            not below it.
+        gradient_postdivide_factor: The number of ranks divided by the other factor.
 
     Raises:
         ConfigError: ``process_group`` is no process group of which this rank is a member.
@@ -92,10 +93,10 @@ class LowPrecisionState(DefaultState):
 
     Args:
         process_group: The ranks.
-        parameter_type: What gradients are cast to in the end; ``None``: what they were before.
+        parameter_type: The dtype of the resulting gradients; ``None``: the dtype that they had before.
 
     Raises:
-        ConfigError: One of them is none.
+        ConfigError: ``process_group`` is no process group, or ``parameter_type`` no floating-point dtype.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype | None = torch.float32) -> None:
@@ -112,26 +113,43 @@ class LowPrecisionState(DefaultState):
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """Average ``grad`` [N] over the ranks, in place. Collective."""
+    """Average gradients over the ranks, in place: the hook of modules that keep whole gradients. Collective.
+
+    Args:
+        state: The ranks and the factors.
+        grad: Gradients ``[N]`` of this rank, not divided.
+    """
     _divide(grad, state.gradient_predivide_factor)
     all_reduce_in(state.process_group, grad)
     _divide(grad, state.gradient_postdivide_factor)
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Fill ``output`` [S] with this rank's slice of the mean of ``grad`` [W * S], which is overwritten. Collective."""
+    """Average gradients over the ranks, and give each rank its slice: the hook of sharded modules. Collective.
+
+    Args:
+        state: The ranks and the factors.
+        grad: Gradients ``[W * S]`` of this rank, not divided, for W ranks; they are overwritten.
+        output: The slice ``[S]`` of the mean that belongs to this rank, in the dtype of ``grad``.
+    """
     _divide(grad, state.gradient_predivide_factor)
     reduce_scatter_in(state.process_group, grad, output)
     _divide(output, state.gradient_postdivide_factor)
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Send gradients as float16: the mean goes to ``output`` [S], or in place of ``grad`` without one. Collective."""
+    """Average gradients that travel as float16, and cast the mean to ``state.parameter_type``. Collective.
+
+    Args:
+        state: The ranks, the factors and the dtype of the result.
+        grad: Gradients ``[W * S]`` of this rank, or ``[N]`` without ``output``; the mean replaces those.
+        output: The slice ``[S]`` of the mean that belongs to this rank; ``None`` for modules that keep whole gradients.
+    """
     _compress(_default_hook, torch.float16, state.parameter_type, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Send gradients as bfloat16: the mean goes to ``output`` [S], or in place of ``grad`` without one. Collective."""
+    """Average gradients ``[N]`` that travel as bfloat16; otherwise like ``fp16_compress_hook``. Collective."""
     _compress(_default_hook, torch.bfloat16, state.parameter_type, state, grad, output)
 
 
@@ -148,7 +166,7 @@ def fp16_compress_wrapper(hook: _Hook) -> _Hook:
 
 
 def bf16_compress_wrapper(hook: _Hook) -> _Hook:
-    """Return a hook that lets ``hook`` reduce gradients as bfloat16; see ``fp16_compress_wrapper``."""
+    """Return a hook that lets ``hook`` reduce gradients as bfloat16; otherwise like ``fp16_compress_wrapper``."""
     return _wrapped(hook, torch.bfloat16)
 
 
@@ -279,7 +297,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CommHookHandle:
-    """The result of ``register_comm_hook``."""
+    """The result of ``register_comm_hook``, which takes the hook off again."""
 
     def __init__(self, module: nn.Module, registration: Registration) -> None:
         self._module = weakref.ref(module)

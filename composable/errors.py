@@ -68,15 +68,15 @@ class SignatureError(ConfigError, TypeError):
 
 
 class StateDictError(ConfigError, RuntimeError):
-    """A state dict does not fit a model; a ``RuntimeError`` too, as code that knows torch's own expects."""
+    """A state dict does not fit a model. Also a ``RuntimeError``, which code that knows torch's errors expects."""
 
 
 class UsageError(ComposableError, RuntimeError):
-    """The call is right, the moment is wrong."""
+    """The call is right, but not now: for example inside of backward, or before ``fully_shard``."""
 
 
 class DesyncError(ComposableError, RuntimeError):
-    """The ranks disagree."""
+    """The ranks disagree: they made different calls, or some of them are gone."""
 
 
 def _rebuild(cls: type[ComposableError], what: str, at: str | None, fix: str | None) -> ComposableError:

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class UnshardHandle:
-    """The result of an asynchronous ``unshard``."""
+    """The result of ``FSDPModule.unshard(async_op=True)``: parameters that are being gathered."""
 
     def __init__(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
         self._state = state
@@ -88,7 +88,7 @@ class StepState:
 
 
 class FSDPModule(GatherSettings, ReductionSettings):
-    """Mixin of every fully sharded module, annotated by hand or picked by a policy."""
+    """Methods of a fully sharded module; its class becomes a subclass of this one. Every rank calls them alike."""
 
     _composable_kind = "sharded"
 
@@ -227,11 +227,15 @@ for _name, _why in REFUSED_SETTERS.items():
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a fully sharded module, say ``encode``, find its parameters unsharded as its forward does.
+    """Let a method of a fully sharded module, such as ``encode``, find its parameters unsharded as forward does.
 
-    torch's function of this name does nothing on our modules, and ours nothing on a module that is not fully sharded.
-    Inputs are not moved to the device, and users' forward hooks do not run. Every rank calls the method alike.
-    The module need not have a forward.
+    Works where torch's function of this name does nothing: on modules of this library. Does nothing on modules that are
+    not fully sharded. Inputs are not moved to the device, and forward hooks of users do not run. Every rank calls the
+    method alike. The module need not have a forward.
+
+    Args:
+        module: A fully sharded module.
+        method_name: The name of a method that its class defines.
 
     Raises:
         ConfigError: The module has no method of that name, or is no module.

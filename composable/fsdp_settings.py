@@ -33,7 +33,7 @@ __all__ = [
 
 
 class GradientReductionHandle:
-    """The result of an asynchronous ``finalize_backward``."""
+    """The result of ``FSDPModule.finalize_backward(async_op=True)``: gradients that are being reduced."""
 
     def __init__(self, scheduler: Scheduler | None) -> None:
         self._scheduler = scheduler
@@ -331,8 +331,11 @@ class ReductionSettings(AnnotatedModule):
 def share_comm_ctx(modules: Sequence[Any]) -> None:
     """Let several roots, such as the stages of a pipeline, gather and reduce on the same streams of their device.
 
-    Memory that one has freed can then serve another. On the CPU there are no streams to share, and
-    nothing changes. Deep copies have streams of their own.
+    Memory that one root has freed can then serve another. On the CPU there are no streams to share, and nothing
+    changes. Deep copies have streams of their own. Not collective.
+
+    Args:
+        modules: The roots: fully sharded modules that are inside of no other one.
 
     Raises:
         ConfigError: ``modules`` is no list of fully sharded modules, or they live on several devices.

@@ -86,21 +86,22 @@ ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 @dataclass(frozen=True)
 class HandleOptions:
-    """How the handles of one ``fully_shard`` cut, gather and reduce their parameters, beside what most models want.
+    """How the handles of one ``fully_shard`` cut, gather and reduce their parameters. The defaults suit most models.
 
     Attributes:
-        align: Where a parameter may be cut, by FQN below the module, or by a function of the FQN and the parameter
-            (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
-            anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
-            blocks of n rows. The last two hold whatever the padding, which the plan shows.
-        transport: ``auto``, ``process_group`` or ``point_to_point``.
-        follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is
-            called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
-            annotated on fewer ranks than the root, as experts are. Where no module around has parameters of its
-            own, or it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
-        unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
-            as it is, as in one process. ``zero``: a zero gradient; optimizers then move the parameter by
-            momentum and weight decay.
+        align: Where a parameter may be cut: a dict from FQN below the module to a value, or a function of the FQN and
+            the parameter that returns a value or ``None`` (the default). ``"row"``, the default: between rows where
+            that costs at most 1 % of padding, and anywhere else. ``"element"``: anywhere. ``"tensor"``: nowhere, one
+            rank holds it whole. A number n: between blocks of n rows. The last two hold whatever the padding, which the
+            plan shows.
+        transport: How bytes travel: ``"auto"``, ``"process_group"`` or ``"point_to_point"``.
+        follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is called
+            or not: ranks may call it or leave it out, and call several in any order. ``None``: only where it is
+            annotated on fewer ranks than the root, as experts are. If no module around it has parameters of its own, or
+            it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
+        unused_gradients: The gradient of a parameter that no rank has a gradient for. ``"none"``: its ``grad`` stays as
+            it is, as in one process. ``"zero"``: zeros; optimizers then move the parameter by momentum and weight
+            decay.
     """
 
     align: AlignLike | None = None
@@ -134,68 +135,66 @@ def fully_shard(
 ) -> ModuleT:
     """Shard the parameters of ``module`` over the ranks of ``mesh``.
 
-    Every rank of the mesh calls it, with equal arguments on an equal module. From then on
-    ``module.parameters()`` are ``RaggedDTensor``s of the full shape that hold this rank's
-    piece, and only forward and backward see whole parameters. Each rank keeps its piece of
-    its own values: seed all ranks alike, load afterwards, or use ``sync_module_states``.
-    The module may be on the meta device, and get its values now or later; see docs/memory.md.
+    Every rank of the mesh calls it, with equal arguments on an equal module. From then on ``module.parameters()`` are
+    ``RaggedDTensor`` objects of the full shape and the same dtype that hold the piece of this rank; only forward and
+    backward see whole parameters. Each rank keeps its piece of its own values: seed all ranks alike, load afterwards,
+    or use ``sync_module_states``. The module may be on the meta device, and get its values now or later; see
+    docs/memory.md.
+
+    A handle owns the parameters that are gathered and freed together. Without ``policy`` one handle owns every
+    parameter below ``module`` that no earlier annotation manages: call it on submodules first and on the root, the
+    outermost module, last. With ``policy`` each picked submodule gets a handle, ``module`` gets one for the rest, and
+    submodules that were annotated before stay as they are.
 
     Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh, and those
     that have other blocks of parameters that tensor parallelism has split. Without them it does not communicate.
 
-    Without ``policy`` one handle is made of every parameter below ``module`` that no
-    earlier annotation manages: call it on submodules first and on the root last. With
-    ``policy`` each picked submodule gets a handle, ``module`` the rest, and submodules
-    annotated by hand before stay as they are.
-
     Args:
-        module: What to annotate, or several modules that share one handle.
-        policy: Which submodules get handles: a set of classes, a function of a module that
-            returns a bool, ``ModuleWrapPolicy``, ``CustomPolicy`` or ``SizePolicy``; or what
-            ``FullyShardedDataParallel`` takes as ``auto_wrap_policy``, but for torch's ``CustomPolicy``.
+        module: The module to annotate, or several modules that share one handle.
+        policy: Which submodules get handles: a set of classes, a function of a module that returns a bool,
+            ``ModuleWrapPolicy``, ``CustomPolicy`` or ``SizePolicy``; or an ``auto_wrap_policy`` of torch's
+            ``FullyShardedDataParallel``, except torch's own class ``CustomPolicy``.
         mesh: 1-D mesh of the ranks that share the parameters; default: all ranks. Of two named dims: those along the
             second share the parameters, those along the first hold copies of their shards (hybrid sharding).
-        dp_mesh_dims: Which dims of a mesh of any number of dims do so.
+        dp_mesh_dims: Which dims of a mesh of any number of dims are for shards and for copies.
         process_group: In place of a mesh: the ranks that share the parameters; or a pair, the second one being of the
             ranks that hold copies of this rank's shard.
-        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``; or
-            torch's of that name. Instead of ``reshard_after_forward``. A hybrid one without a mesh has a copy of all
-            parameters on each host, as torchrun counts them.
-        reshard_after_forward: Free the unsharded parameters between forward and backward.
-            ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
-            gradients too leave them there for the next one, which gathers again what was written since. A number n of
-            ranks, a divisor of those that share the parameters: forward leaves a secondary shard on each rank, and
-            backward gathers from n consecutive ranks, say those of a host; 1 is as ``False``, all are as ``True``.
-        mp_policy: Dtypes of computation and reduction, also as torch's own policies.
+        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``; or the
+            strategy of torch with that name. Instead of ``reshard_after_forward``. A hybrid one without a mesh has a
+            copy of all parameters on each host; the number of ranks on a host is that of torchrun.
+        reshard_after_forward: Free the unsharded parameters between forward and backward. ``None``: free them, except
+            those of the root, which backward needs first. ``False``: keep them, also after forwards without gradients;
+            the next forward gathers again only parameters that were written since. A number n of ranks that divides
+            those that share the parameters: forward leaves a secondary shard on each rank, and backward gathers from n
+            consecutive ranks, such as those of a host; 1 is the same as ``False``, all ranks the same as ``True``.
+        mp_policy: Dtypes of computation and reduction; a policy of torch will do too.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
-            device holds what is unsharded only; also as torch's own policies. See docs/memory.md.
-        ignored_params: Parameters to leave alone. One list may serve several calls: what is elsewhere is not looked
-            at, and the plan names what is ignored.
-        ignored_modules: Modules to leave alone with all below them; the same.
-        shard_placement_fn: As torch's ``fully_shard`` takes it: a function of a parameter that returns ``Shard(dim)``
-            or ``None``. The parameter is cut between slices of that dim only, and lies in memory with that dim
-            outermost: the unsharded parameter is a view of its shape that is not contiguous unless the dim is 0.
-            Its placement is a ``RaggedShard``; see docs/ragged.md.
-        param_init_fn: Called with each module that itself owns a parameter or buffer on the meta
-            device, in ``modules()`` order: gives values, on the device of the mesh, to what that
-            module owns itself. Only that module's parameters are whole meanwhile, and those that
-            it shares until their last owner had its turn. Draws as in one process if all ranks
-            are seeded alike. Must not communicate.
-        sync_module_states: Every rank takes the parameters and buffers, persistent or not, of the
-            first rank of the mesh. Other ranks may be on the meta device, and then never hold a
-            whole parameter; theirs are made by ``param_init_fn`` where it is given, and
-            overwritten. Ignored modules and those annotated before are left alone.
-        options: How handles cut, gather and reduce, where that is not what most models want.
+            device holds only unsharded parameters; a policy of torch will do too. See docs/memory.md.
+        ignored_params: Parameters to leave alone. They may be outside of ``module`` too, so one list may serve several
+            calls; the plan names those that are ignored.
+        ignored_modules: Modules to leave alone with all modules below them; they may be outside of ``module`` too.
+        shard_placement_fn: A function of a parameter that returns ``Shard(dim)`` or ``None``, as in torch's
+            ``fully_shard``. The parameter is cut between slices of that dim only, and lies in memory with that dim
+            outermost: the unsharded parameter is a view of its shape that is not contiguous unless the dim is 0. Its
+            placement is a ``RaggedShard``; see docs/ragged.md.
+        param_init_fn: Called with each module that itself owns a parameter or buffer on the meta device, in
+            ``modules()`` order. It gives values, on the device of the mesh, to the tensors that the module owns itself.
+            Only that module's parameters are whole meanwhile, and shared ones until their last owner had its turn. It
+            draws the values of one process if all ranks are seeded alike. It must not communicate.
+        sync_module_states: Every rank takes the parameters and buffers, persistent or not, of the first rank of the
+            mesh. Other ranks may be on the meta device, and then never hold a whole parameter; ``param_init_fn``, if it
+            is given, makes theirs, and they are overwritten. Ignored modules and those annotated before are left alone.
+        options: How handles cut, gather and reduce.
 
     Returns:
-        ``module``, the same object; it and every fully sharded module is now also an ``FSDPModule``.
+        ``module``, the same object. It and every fully sharded module below it are now also ``FSDPModule`` objects.
 
     Raises:
         UsageError: No process group is initialised, parameters have gradients already, inference mode is on, or the
             model is inside of torch's ``Join``.
         ConfigError: An argument is wrong, or something else manages a parameter; the message names the module, the
-            parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is
-            wrong on one only.
+            parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is wrong
+            on one only.
         DesyncError: With either of these options: the ranks differ in options, plan or buffers.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)

@@ -62,7 +62,14 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class ModuleWrapPolicy(Policy):
-    """Picks every submodule that is an instance of one of ``module_classes``."""
+    """Gives a handle to every submodule of some classes; ``{Block}`` as a policy means the same.
+
+    Attributes:
+        module_classes: The classes; modules of their subclasses are picked too.
+
+    Raises:
+        ConfigError: ``module_classes`` is empty, or holds something else than classes of modules.
+    """
 
     module_classes: frozenset[type[nn.Module]]
 
@@ -87,7 +94,14 @@ class ModuleWrapPolicy(Policy):
 
 @dataclass(frozen=True)
 class CustomPolicy(Policy):
-    """Picks every submodule for which ``predicate`` returns ``True``."""
+    """Gives a handle to every submodule that a function picks; the function as a policy means the same.
+
+    Attributes:
+        predicate: Called with each submodule; returns ``True`` to pick it, else ``False``.
+
+    Raises:
+        ConfigError: ``predicate`` is no function.
+    """
 
     predicate: Callable[[nn.Module], bool]
 
@@ -105,11 +119,16 @@ class CustomPolicy(Policy):
 
 @dataclass(frozen=True)
 class SizePolicy(Policy):
-    """Picks from the leaves up: a module whose elements not in a deeper pick reach ``min_numel``.
+    """Gives handles by size: from the leaves up, to each module with enough elements that no deeper handle has.
 
-    What is left over, fewer than ``min_numel`` elements in each branch, stays with the pick
-    above or with the annotated module. Modules without ``forward`` (``ModuleList``) are
-    passed over.
+    The rest, fewer than ``min_numel`` elements in each branch, belongs to the handle above or to the annotated module.
+    Modules without ``forward``, such as ``ModuleList``, get none.
+
+    Attributes:
+        min_numel: Elements of parameters that a module needs to get a handle.
+
+    Raises:
+        ConfigError: ``min_numel`` is no int of at least 1.
     """
 
     min_numel: int

@@ -71,49 +71,49 @@ def replicate(
     device_ids: Sequence[int | str | torch.device] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ModuleT:
-    """Train ``module`` on every rank with its own data, as one process would on all of it.
+    """Keep a whole copy of ``module`` on every rank and average the gradients: ranks train as one process on all
+    batches.
 
-    Collective over the ranks, with equal arguments on an equal module. Parameters and
-    buffers become those of the first rank; from then on every backward leaves in each
-    ``param.grad`` the mean over the ranks, so that equal optimizers keep the ranks equal.
-    Every rank must run the module in every step: one that skips it makes the others wait.
+    Collective over the ranks, with equal arguments on an equal module. Parameters and buffers become those of the first
+    rank; from then on every backward leaves in each ``param.grad``, of the shape and dtype of the parameter, the mean
+    over the ranks, so that equal optimizers keep the ranks equal. Every rank must run the module in every step: if one
+    rank skips it, the others wait.
 
     ``module`` gains the methods of ``ReplicateModule``: its class is swapped for a subclass.
 
-    Submodules that carry ``fully_shard`` or ``replicate`` already stay as they are. So do parameters
-    and buffers that are to be ignored by the mark of torch on ``module``
-    (``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``).
+    Submodules that carry ``fully_shard`` or ``replicate`` already stay as they are. So do parameters and buffers that
+    ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` has marked on ``module``.
 
     Args:
-        module: What to annotate, or several modules that share buckets.
+        module: The module to annotate, or several modules that share buckets. A bucket is a buffer of gradients that
+            travel together.
         mesh: 1-D mesh of the ranks; default: all ranks.
-        process_group: The ranks, instead of ``mesh``. Its ranks only: gradients travel in a
-            group of their own, where no other collective can come between them.
-        ignored_modules: Modules to leave alone with all below them.
+        process_group: The ranks, instead of ``mesh``. Gradients travel in another group of the same ranks, where no
+            other collective can come between them.
+        ignored_modules: Modules to leave alone with all modules below them.
         ignored_params: Parameters, or names of parameters and buffers, to leave alone as well.
-        bucket_cap_mb: Most MiB of gradients that are reduced in one piece. The first piece
-            holds 1 MiB, so that communication starts early.
-        find_unused_parameters: Accept parameters without a gradient. One that no rank has a
-            gradient for keeps its ``grad``; else the ranks without one count as zero.
-        broadcast_buffers: Before each training forward, give every rank the buffers of the
-            first; the default. If false, also at annotation each rank keeps its own.
-        forward_sync_buffers: The same, but for the start: if false, buffers are equal then, and no later.
-        init_sync: Give every rank the first one's parameters and buffers now. If false, the values are the
-            caller's business; names, shapes, dtypes and options are compared all the same.
-        gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which
-            the next backward overwrites. If false, it is a tensor of its own, at the price
-            of that much memory and of a copy.
+        bucket_cap_mb: Most MiB of gradients in a bucket. The first bucket holds 1 MiB, so that communication starts
+            early.
+        find_unused_parameters: Accept parameters without a gradient. One that no rank has a gradient for keeps its
+            ``grad``; else the ranks without one count as zero.
+        broadcast_buffers: Give every rank the buffers of the first rank before each training forward; the default.
+            ``False``: each rank keeps its own buffers, also at annotation.
+        forward_sync_buffers: As ``broadcast_buffers``, but ``False`` still makes buffers equal at annotation.
+        init_sync: Give every rank the parameters and buffers of the first rank now. ``False``: the caller makes values
+            equal; names, shapes, dtypes and options are compared all the same.
+        gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which the next backward
+            overwrites. ``False``: it is a tensor of its own, at the price of that much memory and of a copy.
         static_graph: Promise that every backward of a rank is like its first one. Then a parameter may get several
-            gradients in a backward, as with reentrant checkpoints. Another backward is an error that says what is
-            different. Gradients of the first one travel at its end.
-        delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, not
-            before the gradient of ``param_to_hook_all_reduce`` is there: away from other collectives, say.
-        param_to_hook_all_reduce: What they wait for.
+            gradients in a backward, as with reentrant checkpoints. A different backward is an error that names the
+            difference. Gradients of the first backward travel at its end.
+        delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, after
+            the gradient of ``param_to_hook_all_reduce`` is there, for example to stay away from other collectives.
+        param_to_hook_all_reduce: The parameter that they wait for.
         device_mesh: Another name of ``mesh``.
-        device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the
-            inputs of ``module`` are moved there, unless it is the CPU.
-        mp_policy: In which dtypes to compute and to average. While a module runs, forward or backward, it holds
-            copies of its parameters; the parameters themselves stay what optimizers and state dicts see.
+        device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the inputs of
+            ``module`` are moved there, unless it is the CPU.
+        mp_policy: Dtypes of computation and reduction; default: those of the parameters. While a module runs, forward
+            or backward, it holds copies of its parameters; optimizers and state dicts see the parameters themselves.
 
     Returns:
         ``module``, the same object.

@@ -48,7 +48,7 @@ _Backend: TypeAlias = Callable[..., Any]
 
 
 class ReplicateModule(AnnotatedModule):
-    """Mixin of every module that ``replicate`` was called on."""
+    """Methods of a replicated module; its class becomes a subclass of this one. Every rank calls them alike."""
 
     _composable_kind = "replicated"
 
@@ -158,16 +158,16 @@ def _reducers(module: nn.Module, *, recurse: bool) -> Iterator[Reducer]:
 
 @dataclass(frozen=True)
 class ReductionStats:
-    """What the reducer of a replicated module has seen on this rank.
+    """The result of ``reduction_stats``: the buckets of a replicated module, and its backwards on this rank.
 
     Attributes:
         world_size: Ranks that average.
-        backwards: How many there were.
-        is_static_graph: As ``static_graph`` says.
-        is_rebuilt: Buckets follow the order of arrival.
-        bucket_bytes: Of each bucket as it travels, in order of reduction: gradients, gaps between them, and in the
-            last bucket a flag for each parameter and numbers for each rank. Before the first backward: of those it
-            will have.
+        backwards: How many backwards there were.
+        is_static_graph: The argument ``static_graph`` of ``replicate``.
+        is_rebuilt: Buckets follow the order in which gradients arrived.
+        bucket_bytes: Bytes of each bucket as it travels, in order of reduction: gradients, gaps between them, and in
+            the last bucket a flag for each parameter and numbers for each rank. Before the first backward: those of the
+            buckets that it will have.
         bucket_fqns: The parameters of each bucket.
         sparse_fqns: Parameters with sparse gradients, which lie in no bucket.
         arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.

@@ -25,17 +25,17 @@ __all__ = ["DDPView", "UnevenInputs", "as_ddp", "joinable"]
 
 
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":
-    """Return what ``torch.distributed.algorithms.join.Join`` takes for a model with ``fully_shard`` or ``replicate``.
+    """Return the object that torch's ``Join`` takes for a model with ``fully_shard`` or ``replicate``.
 
-    Ranks that run out of inputs then follow the others to the end of theirs. No communication; making a ``Join`` of it
-    is collective, and decides the root as a first forward does.
+    Ranks that run out of inputs then follow the others to the end of theirs. No communication; making a
+    ``torch.distributed.algorithms.join.Join`` of it is collective, and decides the root as a first forward does.
 
     Args:
-        module: Has all annotated modules of the model at or below it.
-        step: What the loop does between a backward that averages gradients and the next forward, such as clipping,
+        module: A module with all annotated modules of the model at or below it.
+        step: The steps of the loop between a backward that averages gradients and the next forward, such as clipping,
             ``optimizer.step()``, ``optimizer.zero_grad()``. Called on ranks without inputs after each such backward of
-            the others, since each rank alone has its shards. May be left out where nothing sharded is trained,
-            or ``step_in_backward`` does it.
+            the others, since only the rank itself can step its shards. Not needed if nothing sharded is trained, or if
+            ``step_in_backward`` steps.
 
     Raises:
         ConfigError: ``module`` is no module, or ``step`` no function.
@@ -48,13 +48,13 @@ def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> 
 
 
 def as_ddp(module: nn.Module) -> "DDPView":
-    """Return an object that fits where an algorithm of torch wants its wrapper around ``module``.
+    """Return an object that algorithms of torch take in place of a ``DistributedDataParallel`` around ``module``.
 
-    For ``register_ddp_comm_hook``, ``register_ddp`` of overlapped optimizers, ``hook_with_zero_step``, and
-    ``Join``. Train with ``module`` as before: the object is not called. No communication.
+    For ``register_ddp_comm_hook``, ``register_ddp`` of overlapped optimizers, ``hook_with_zero_step``, and ``Join``.
+    Train with ``module`` as before: the object is not called. No communication.
 
     Args:
-        module: Annotated by ``replicate``, alone.
+        module: A module that ``replicate`` annotated alone, not in a list.
 
     Raises:
         ConfigError: ``module`` is no module.

@@ -41,9 +41,16 @@ def test_another_torch_gets_an_environment_of_its_own() -> None:
         assert printed[0].startswith(f"echo '{REPO}/{venv}/bin:")
 
 
+def test_only_the_site_needs_the_packages_of_the_site() -> None:
+    extras = [command for command in planned("docs") if "'.[docs]'" in command]
+    assert extras == ["python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'"]
+    assert planned("docs")[-1] == "python docs/site/build.py build/site"
+    assert not [command for command in planned("test-all") if "docs" in command]
+
+
 def test_what_must_pass_runs_each_test_once() -> None:
     words = re.findall(r"^make (\S+)", (REPO / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    assert words == ["lint", "test", "test-rest"]
+    assert words == ["lint", "test", "docs", "test-rest"]
     runs = [planned(word)[-1] for word in ("test", "test-rest", "test-all")]
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
 

@@ -116,11 +116,11 @@ def annotating(caller: str) -> Iterator[None]:
 
 @contextmanager
 def explain_waits() -> Iterator[None]:
-    """Let calls of ``torch.distributed`` in this context end as waits of this package do, if other ranks are gone.
+    """Explain calls of ``torch.distributed`` in this context that wait for ranks that are gone.
 
-    For collectives of your own, such as a mean of losses. What torch raises while it waits, in words of its backend,
-    becomes a ``DesyncError`` that says who was waited for and, if the ranks have diverged, where each of them is.
-    Errors of anything else pass through.
+    For collectives of your own, such as a mean of losses. An error that torch raises while it waits, in words of its
+    backend, becomes a ``DesyncError`` that names the ranks it waited for and, if the ranks have diverged, where each of
+    them is. Other errors pass through. Not collective.
 
     Raises:
         DesyncError: The wait has ended by an error, on this rank.

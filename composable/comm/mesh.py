@@ -45,11 +45,11 @@ GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.Proce
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of a mesh are for data parallelism; what is on the others is none of ``fully_shard``'s business.
+    """Which dims of a mesh ``fully_shard`` uses; the other dims, such as those of tensor parallelism, it leaves alone.
 
     Attributes:
         shard: Name of the dim that parameters are sharded over.
-        replicate: Name of the dim whose ranks hold copies of a shard; ``None``: there are none.
+        replicate: Name of the dim whose ranks hold copies of a shard; ``None``: there are no copies.
 
     Raises:
         ConfigError: They are no names, or the same one.

@@ -166,9 +166,12 @@ def count_fallback(op: str, layout: RaggedLayout) -> None:
 
 
 def fallback_counts(*, reset: bool = False) -> dict[str, int]:
-    """Return how often each operation gathered ragged tensors behind the user's back, since the last reset.
+    """Return how often each operation gathered whole sharded tensors without being asked to, since the last reset.
 
-    ``full_tensor`` and ``redistribute`` are asked for, and not counted.
+    ``full_tensor`` and ``redistribute`` gather on request, and are not counted. Not collective.
+
+    Args:
+        reset: Start again from zero after this call.
     """
     check_bool("reset", reset)
     counts = dict(RECORD.counts)
@@ -179,7 +182,7 @@ def fallback_counts(*, reset: bool = False) -> dict[str, int]:
 
 @contextmanager
 def strict_mode() -> Iterator[None]:
-    """Raise ``UsageError`` instead of gathering a ragged tensor that nobody asked to gather."""
+    """Raise ``UsageError`` in this context instead of gathering a whole sharded tensor without being asked to."""
     RECORD.strict_depth += 1
     try:
         yield

@@ -245,14 +245,13 @@ class RaggedLayout:
 class RaggedSpec(DTensorSpec):
     """A ``DTensorSpec`` with one ``RaggedShard`` placement, and what the hot path wants precomputed.
 
-    A parameter, its gradient and its optimizer state share one object: equal layouts are
-    then recognised by identity.
+    A parameter, its gradient and its optimizer state share one object: equal layouts are then recognised by identity.
 
     Attributes:
         layout: The cut, shared by every dtype.
         dtype: Element type.
-        is_idle: This rank owns no element, and lists leave it out. Not for integers:
-            an operation that refuses them must do so on every rank.
+        is_idle: This rank owns no element, and lists leave it out. Not for integers: an operation that refuses them
+            must do so on every rank.
     """
 
     def __init__(self, layout: RaggedLayout, dtype: torch.dtype) -> None:

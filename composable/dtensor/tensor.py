@@ -73,14 +73,14 @@ _DATA: Any = torch.Tensor.data
 
 
 class RaggedDTensor(DTensor):
-    """A tensor of which each rank holds one contiguous range of elements.
+    """A tensor of which each rank holds one contiguous range of elements: the class of sharded parameters.
 
-    Optimizers, norms, casts and other element-wise work run on the local pieces. Whatever has no
-    rule of its own gathers, runs on the full tensor and gives a replicated DTensor: right, slow,
-    and counted by ``fallback_counts``.
+    Optimizers, norms, casts and other element-wise operations run on the local pieces. An operation without a rule of
+    its own gathers the tensor, runs on the whole and returns a replicated DTensor. That is right and slow;
+    ``fallback_counts`` counts it.
 
-    Two things differ from a plain tensor: a view that changes the shape looks into a gathered copy
-    and is of use until the tensor is changed; and random fills assume equal seeds on all ranks.
+    Two things differ from a plain tensor: a view that changes the shape looks into a gathered copy and is of use until
+    the tensor is changed; and random fills assume equal seeds on all ranks.
     """
 
     _local_tensor: torch.Tensor
@@ -127,7 +127,7 @@ class RaggedDTensor(DTensor):
         return gather_full(self._local_tensor, self._spec.layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's piece: [rows, *rest] where every cut falls on a row, else [numel]. Differentiable."""
+        """Return this rank's piece: ``[rows, *rest]`` where every cut falls on a row, else [numel]. Differentiable."""
         if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
             raise ConfigError(
                 f"gradients of a ragged piece are ragged, not {tuple(grad_placements)}", fix="leave grad_placements out"

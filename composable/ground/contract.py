@@ -172,17 +172,18 @@ def contract(
 def contract(
     state_cls: Callable[[], object] = SimpleNamespace, *, incompatible: Iterable[str] = ()
 ) -> Callable[[Callable[Concatenate[Any, _P], object]], AnnotationFn[_P, Any]]:
-    """Make a function of a module, or of a sequence of modules, an annotation.
+    """Make a function of a module, or of a sequence of modules, an annotation: it registers a state on each module.
 
-    Of a sequence that holds a module and one inside it, the outer one gets the state.
+    The function reads the state by ``function.state(module)``. If a sequence holds a module and one inside of it, the
+    outer module gets the state. Not collective.
 
     Args:
-        state_cls: Called with no arguments, once per call of the annotation.
-        incompatible: Names of APIs that may not be on the same module, before or after.
+        state_cls: Called with no arguments, once per call of the annotation; its result is the state.
+        incompatible: Names of annotations that may not be on the same module, before or after.
 
-    The annotation raises ``ConfigError``, and leaves no registry entry, when the module
-    carries this API or an incompatible one, or when the function changed an FQN. What it returns is not looked at, and
-    what else a failing function did is its own to undo.
+    The annotation raises ``ConfigError``, and leaves no registry entry, when the module carries this annotation or an
+    incompatible one, or when the function changed an FQN. The result of the function is not looked at, and a function
+    that fails undoes its own changes.
     """
     if isinstance(incompatible, str):
         raise ConfigError("incompatible is a str", fix=f"pass the names in a tuple: ({incompatible!r},)")

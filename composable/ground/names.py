@@ -142,8 +142,7 @@ SUCCESSOR = "_composable_successor"
 def describe_module(module: nn.Module) -> str:
     """Name ``module`` for an error: its FQN below the outermost module that is alive, and its class.
 
-    A module does not know its parents, so this looks through the live objects: slow, for
-    errors only.
+    A module does not know its parents, so this looks through the live objects: slow, for errors only.
     """
     return module_text(_find_fqn(module), class_name(module))
 

@@ -92,14 +92,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``: torch's function for any mix of parameters.
 
-    Collective: all ranks of every mesh that a parameter is on, with the same list, as ``get_total_norm``.
-    Also where no parameter of a mesh has a gradient on some rank. A parameter listed twice counts once.
+    Collective: all ranks of every mesh that a parameter is on, with the same list, as ``get_total_norm``. Also where no
+    parameter of a mesh has a gradient on some rank. A parameter listed twice counts once.
 
     Args:
         parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
             Those annotated on a part of the ranks of others, ragged or replicated, count for each such part, whose
-            ranks list their own; see docs/experts.md.
-            Or an optimizer: all of its parameters.
+            ranks list their own; see docs/experts.md. Or an optimizer: all of its parameters.
         max_norm: 0 or above.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank and before any gradient is changed, if the norm is NaN or infinite.

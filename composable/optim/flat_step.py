@@ -43,18 +43,18 @@ _VECTOR_BYTES = 64
 
 
 def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
-    """Make ``optimizer.step()`` run on few plain local tensors: same results to the bit, less time per parameter.
+    """Run ``optimizer.step()`` on few plain local tensors: the same results to the bit, in less time per parameter.
 
-    No communication, now or in a step. Everything else stays as it was: parameters, state, state
-    dicts, schedulers, scalers, closures. Parameters that are not sharded may be among the others.
+    No communication, now or in a step. Everything else stays as it was: parameters, state, state dicts, schedulers,
+    scalers, closures. Parameters that are not sharded may be among the others.
 
     Neighbours in a handle's shard that share a param group are stepped as one flat tensor ``[elements]``, in the dtype
     of the parameters, in each step in which their gradients lie as backward left them; the rest piece by piece. A state
     tensor is then a view of a flat one; those made before the first step are replaced.
 
     Args:
-        optimizer: One of torch's element-wise optimizers, of exactly that class: ASGD, Adadelta, Adagrad,
-            Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop or SGD.
+        optimizer: One of torch's element-wise optimizers, of exactly that class: ASGD, Adadelta, Adagrad, Adam, AdamW,
+            Adamax, NAdam, RAdam, RMSprop, Rprop or SGD.
         model: The annotated model whose parameters it holds.
 
     Returns:

@@ -53,7 +53,7 @@ _MAX_GRAINS = 8
 
 
 class RaggedShard(Placement):
-    """Cuts a flattened tensor at ``bounds``: rank ``r`` owns elements ``[bounds[r], bounds[r + 1])``.
+    """The placement that cuts a flattened tensor: rank ``r`` owns elements ``[bounds[r], bounds[r + 1])``.
 
     Args:
         bounds: One more than there are ranks; from 0 to the tensor's numel, never falling.
@@ -309,12 +309,11 @@ def plan_layout(
     Args:
         params: (FQN, shape) pairs in ``named_parameters()`` order.
         world_size: Ranks that share the buffer, at least 1.
-        align: What a cut may do to a parameter, by FQN. ``"row"`` (the default) cuts between rows
-            where that costs at most 1 % of padding in all, and anywhere else; ``"element"`` cuts
-            anywhere. ``"tensor"`` (never cut: whole on one rank) and an int n (cut between blocks
-            of n rows only) are promises, kept at any cost in padding.
-        orders: Dims of parameters from the outermost in memory, by FQN; what has none lies row by row.
-            The rows of what has one are the slices of its outermost dim.
+        align: What a cut may do to a parameter, by FQN. ``"row"`` (the default) cuts between rows where that costs at
+            most 1 % of padding in all, and anywhere else; ``"element"`` cuts anywhere. ``"tensor"`` (never cut: whole
+            on one rank) and an int n (cut between blocks of n rows only) are promises, kept at any cost in padding.
+        orders: Dims of parameters from the outermost in memory, by FQN; what has none lies row by row. The rows of what
+            has one are the slices of its outermost dim.
     """
     align, orders = align or {}, orders or {}
     pieces = [_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]

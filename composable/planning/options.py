@@ -199,11 +199,11 @@ def skipped_modules(managed: Collection[nn.Module], policy: MixedPrecisionPolicy
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is offloaded: all rests on the device of the mesh.
+    """Offload nothing: shards, gradients and optimizer state rest on the device of the mesh. The default.
 
     Attributes:
         is_offloading: Something rests on the host.
-        pins: What rests on the host is page-locked.
+        pins: The host memory is page-locked.
     """
 
     is_offloading: ClassVar[bool] = False

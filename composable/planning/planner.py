@@ -55,26 +55,28 @@ def plan(
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
 ) -> ShardPlan:
-    """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
+    """Return the plan of ``fully_shard`` with the same arguments. Nothing is changed or communicated.
 
     Args:
         module: An unannotated module, or several that share one handle; may be on the meta device.
         world_size: Ranks that would share the parameters.
-        replicas: Ranks that would hold each shard: with more than one, as many times ``world_size`` ranks train.
+        replicas: Ranks that would hold each shard. If there is more than one, ``world_size`` times as many ranks train.
         ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
             those that share parameters are neighbours.
-        policy: Which submodules get handles of their own.
+        policy: Which submodules get handles of their own, as ``fully_shard`` takes it.
         strategy: What is sharded and freed, also by name; instead of ``reshard_after_forward``.
-        reshard_after_forward: Free the parameters between forward and backward. ``None``: only
-            where the module is not the root. An int: but for secondary shards over as many ranks.
+        reshard_after_forward: Free the parameters between forward and backward, as ``fully_shard`` takes it.
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
-        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
-        align: Where each parameter may be cut, as ``fully_shard`` takes it.
+        unused_gradients: The gradient of a parameter that no rank has a gradient for: ``"none"`` or ``"zero"``.
+        align: Where each parameter may be cut, as ``HandleOptions`` takes it.
         shard_placement_fn: Which dim of a parameter is cut, as ``fully_shard`` takes it.
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
+
+    Returns:
+        The plan; ``print`` shows its handles.
 
     Raises:
         ConfigError: An argument is wrong; the message names the module or parameter and the fix.

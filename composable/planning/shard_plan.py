@@ -198,14 +198,13 @@ class HandlePlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one annotation does.
+    """The plan of one annotation: its handles, and the bytes that each rank holds and sends. ``print`` shows it.
 
-    Plans that do the same are equal, whatever the transport: one that is made before is ``auto``, and
-    an annotation's names what the process group got.
+    Plans are equal if they cut, gather and reduce alike, over any transport.
 
     Attributes:
         world_size: Ranks that share each buffer.
-        transport: How the bytes travel.
+        transport: How the bytes travel; ``"auto"`` in plans that ``plan`` made.
         class_names: The classes of the annotated modules.
         handles: Left to right, depth first.
         kept_fqns: Modules below that earlier annotations manage; left as they are.
@@ -244,7 +243,7 @@ class ShardPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is likely not meant."""
+        """Hints that the annotation is probably not as intended."""
         params = self.handles[0].params if len(self.handles) == len(self.class_names) == 1 else ()
         if self.kept_fqns or len({param.fqn.rpartition(".")[0] for param in params}) < 2:
             return ()
@@ -253,8 +252,8 @@ class ShardPlan:
     def bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
         """Return the bytes of shards and optimizer state on the device between iterations, gradients freed.
 
-        Ignored parameters, module buffers and what else the model holds are not counted. None where
-        ``offload_policy`` keeps them on the host: then ``host_bytes_per_rank_at_rest`` has them.
+        Ignored parameters, module buffers and other tensors of the model are not counted. The result is 0 if
+        ``offload_policy`` keeps them on the host: ``host_bytes_per_rank_at_rest`` counts those.
 
         Args:
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
@@ -263,7 +262,7 @@ class ShardPlan:
         return 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
 
     def host_bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
-        """Return what ``bytes_per_rank_at_rest`` would, where ``offload_policy`` keeps it on the host; else none."""
+        """Return the bytes of shards and optimizer state that ``offload_policy`` keeps on the host, or 0."""
         return self._bytes_at_rest(optimizer_states, state_dtype) if self.offload_policy.is_offloading else 0
 
     def _bytes_at_rest(self, optimizer_states: int, state_dtype: torch.dtype | None) -> int:
@@ -276,12 +275,12 @@ class ShardPlan:
     ) -> int:
         """Return the most bytes of parameters, gradients and optimizer state on the device in forward and backward.
 
-        Activations and what the optimizer makes for a while are not counted. Every handle is taken to be used once,
-        with one handle gathered ahead, and gradients of a module around others to be there as long as theirs.
+        Activations and temporary tensors of the optimizer are not counted. Every handle is assumed to be used once,
+        with one handle gathered ahead, and gradients of a module to live as long as those of the modules inside it.
 
         Args:
-            optimizer_states: As ``bytes_per_rank_at_rest``.
-            state_dtype: The same.
+            optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
+            state_dtype: Their dtype; default: that of the parameter.
             is_root: Forward starts at the annotated module.
         """
         step = []

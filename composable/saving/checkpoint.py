@@ -60,7 +60,7 @@ class SavedCheckpoint:
 
 
 class SaveHandle:
-    """A save that has been started; of a synchronous one, a save that is done."""
+    """The result of ``save_checkpoint``: a save to wait for. A synchronous save is done already."""
 
     def __init__(self, writers: Ranks, beside: Ranks, name: str) -> None:
         self._writers = writers
@@ -231,9 +231,12 @@ def save_checkpoint(
 
 
 def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
-    """Return the checkpoint that ``path`` is, or the latest one in the run's folder that it is.
+    """Return the latest checkpoint in the folder of a run, or the checkpoint at ``path``.
 
     Looks at the disk only: not collective, and only ``extra`` is verified.
+
+    Args:
+        path: The folder of a run, or of one checkpoint.
 
     Raises:
         ConfigError: There is no checkpoint, it does not describe itself readably, or ``extra`` is damaged or no data.

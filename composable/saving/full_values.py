@@ -302,22 +302,20 @@ def iter_full_params(
 ) -> Iterator[Any]:
     """Yield every parameter of the state dict by FQN, in full, in the order of the plain ``named_parameters()``.
 
-    Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop
-    early, all at the same parameter; of a rank that stops alone the others are told when it waits for them elsewhere.
-    Between steps of the iteration the model may be used; values are those of the time when their batch was gathered.
-    Beside what the caller keeps, and the bucket that is filled, at most twice the bytes of the largest handle are
-    allocated.
+    Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop early, all
+    at the same parameter; of a rank that stops alone the others are told when it waits for them elsewhere. Between
+    steps of the iteration the model may be used; values are those of the time when their batch was gathered. Beside
+    what the caller keeps, and the bucket that is filled, at most twice the bytes of the largest handle are allocated.
 
     Args:
         model: As for ``full_state_dict``.
         dtype: Of floating-point values; default: each parameter's own.
         device: Of the values; default: each parameter's own, and of buckets the mesh's.
-        rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or
-            buckets whose buffer is ``None``.
+        rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or buckets whose buffer is
+            ``None``.
         names: Which parameters, as for ``full_state_dict``. Asked at the call, before anything is gathered.
-        bucket_bytes: Yield buckets of at most this many bytes; a larger parameter, which is never split, gets a
-            bucket of its own. The variable of a ``for`` loop keeps a bucket until the next one is there, unless it
-            is deleted.
+        bucket_bytes: Yield buckets of at most this many bytes; a larger parameter, which is never split, gets a bucket
+            of its own. The variable of a ``for`` loop keeps a bucket until the next one is there, unless it is deleted.
 
     Yields:
         FQN, as in ``state_dict()``, and a fresh tensor of the parameter's shape that nobody else holds. A tied
@@ -453,11 +451,11 @@ class BucketSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What is where in a flat buffer of bytes; the bytes between are zeros. Plain data, which can be pickled.
+    """Where each tensor lies in a flat buffer of bytes; gaps are zeros. Plain data, which can be pickled.
 
     Attributes:
         slots: The tensors, in order of their offsets: ``fqn``, ``dtype``, ``shape`` and ``offset`` of each.
-        nbytes: Of the buffer.
+        nbytes: Bytes of the buffer.
     """
 
     slots: tuple[BucketSlot, ...]
@@ -485,10 +483,10 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class ParamBucket:
-    """Some of a model's parameters in one buffer, as ``iter_full_params`` yields them.
+    """Several parameters of a model in one buffer, as ``iter_full_params(bucket_bytes=...)`` yields them.
 
     Attributes:
-        layout: What is where; on every rank.
+        layout: Where each parameter lies in the buffer; on every rank.
         buffer: ``[layout.nbytes]`` uint8, which nobody else holds; ``None`` on ranks that get no values.
     """
 

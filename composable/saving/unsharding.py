@@ -46,14 +46,13 @@ def unshard_params(
 ) -> Iterator[None]:
     """Let ``module`` and what is below it hold plain parameters of their full shapes and own dtypes inside the block.
 
-    Collective on entry and, for ``writeback``, on exit: all ranks of the shard group, with equal
-    arguments. Outside of forward and backward. In the block ``parameters()``,
-    ``state_dict()`` and ``load_state_dict()`` are those of the plain module. Change values in place.
+    Collective on entry and, for ``writeback``, on exit: all ranks of the shard group, with equal arguments. Outside of
+    forward and backward. In the block ``parameters()``, ``state_dict()`` and ``load_state_dict()`` are those of the
+    plain module. Change values in place.
 
-    Without ``rank0_only`` and ``offload_to_cpu`` the module may run in the block,
-    without communication; where a mixed precision policy casts parameters, under ``torch.no_grad()`` only.
-    Nothing is cast in the block. Calls may nest with equal options; the
-    outermost one gathers and writes back. Gradients stay as they are: outside of the block
+    Without ``rank0_only`` and ``offload_to_cpu`` the module may run in the block, without communication; where a mixed
+    precision policy casts parameters, under ``torch.no_grad()`` only. Nothing is cast in the block. Calls may nest with
+    equal options; the outermost one gathers and writes back. Gradients stay as they are: outside of the block
     ``param.grad.full_tensor()`` gives one in full.
 
     An exception in the block restores the values from before it; with ``writeback`` on every rank, which raises too.
@@ -61,14 +60,14 @@ def unshard_params(
     Args:
         module: A module that is annotated, or contains annotated ones. One without is left alone.
         recurse: Also modules below ``module`` that have handles of their own.
-        writeback: Keep changes: each rank its own elements of what it holds, with ``rank0_only`` those
-            of the first rank, handle by handle.
+        writeback: Keep changes: each rank its own elements of what it holds, with ``rank0_only`` those of the first
+            rank, handle by handle.
         rank0_only: Only the first rank of the mesh holds full parameters, as copies; the others keep what they have.
         offload_to_cpu: Full parameters are copies on the host.
 
     Raises:
-        UsageError: In a forward or backward; parameters belong to a handle further up; nested with other
-            options; at the exit, if sharded parameters were changed at the same time, or parameters replaced.
+        UsageError: In a forward or backward; parameters belong to a handle further up; nested with other options; at
+            the exit, if sharded parameters were changed at the same time, or parameters replaced.
         ConfigError: An option is not a bool.
     """
     check_module("module", module)

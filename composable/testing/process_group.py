@@ -58,7 +58,11 @@ class Drop:
 
 @dataclass(frozen=True)
 class Raise:
-    """The call raises ``error`` and sends nothing."""
+    """The call raises an error and sends nothing.
+
+    Attributes:
+        error: The error.
+    """
 
     error: BaseException
 

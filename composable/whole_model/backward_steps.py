@@ -154,10 +154,10 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
 
 
 class BackwardSteps:
-    """The result of ``step_in_backward``: steps parameters, and ends it.
+    """The result of ``step_in_backward``. ``remove``, or leaving it as a context, ends the steps inside backward.
 
     Attributes:
-        optimizer: What steps.
+        optimizer: The optimizer that steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[ReducingUnit]) -> None:
