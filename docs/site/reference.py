@@ -105,6 +105,15 @@ GROUPS: tuple[Group, ...] = (
                 },
             ),
             Topic(
+                "timeline",
+                {
+                    "timeline": "A context that records when each handle gathers, waits, computes and reduces.",
+                    "Timeline": "What it recorded: a picture, a trace for Perfetto, and the share of exposed "
+                    "communication.",
+                    "TimelineEvent": "One bar of it.",
+                },
+            ),
+            Topic(
                 "clip",
                 {
                     "clip_grad_norm_": "As in torch, for any mix of sharded, plain and stock DTensor parameters on any "
