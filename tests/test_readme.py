@@ -58,7 +58,12 @@ def test_the_make_targets_exist() -> None:
     assert set(named) <= set(targets)
 
 
-def test_the_table_of_names_lists_exactly_the_public_ones() -> None:
-    table = README.partition("\n## Names\n")[2].partition("\n## ")[0]
-    first_column = re.findall(r"^\| (`[^|]*) \|", table, flags=re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", "".join(first_column))) == sorted(composable.__all__)
+def test_the_names_of_a_training_job_are_public() -> None:
+    table = README.partition("\n## Ten names of a training job\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", table, flags=re.MULTILINE)
+    assert len(rows) == 10
+    assert sorted({*re.findall(r"`(\w+)`", "".join(rows))} - {*composable.__all__}) in ([], ["timeline"])
+
+
+def test_the_first_screen_is_short() -> None:
+    assert len(README.split()) <= 900
