@@ -254,6 +254,18 @@ class FlatLayout:
         """Elements of the whole buffer that belong to no parameter."""
         return self.numel - sum(span.numel for span in self.spans)
 
+    def padding_by_rank(self) -> list[int]:
+        """Return for each rank how many elements of its shard belong to no parameter."""
+        padding, filled = [0] * self.world_size, 0
+        for start, stop in (*((span.start, span.stop) for span in self.spans), (self.numel, self.numel)):
+            while filled < start:
+                rank = filled // self.shard_numel
+                end = min(start, (rank + 1) * self.shard_numel)
+                padding[rank] += end - filled
+                filled = end
+            filled = stop
+        return padding
+
     def shard_of(self, rank: int) -> slice:
         """Return the elements that ``rank`` keeps between iterations."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)

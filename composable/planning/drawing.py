@@ -1,0 +1,208 @@
+"""A plan as an SVG picture: what rests on each rank, what a step peaks at, and what ranks send each other.
+
+The picture has a limited height. Handles that differ only in the numbers in their names share a row, and so do ranks
+that hold as much. Where rows are still too many, neighbours of similar size share one, which says the most of each.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+from xml.sax.saxutils import escape, quoteattr
+
+from composable.ground.names import bytes_text, count_text, list_text
+
+__all__ = ["Canvas", "HandleFigures", "draw_plan", "shortened"]
+
+# In pixels: the picture, its margin, a row; names, and a place, a width and a heading for columns of bars.
+_WIDTH, _MARGIN, _ROW, _NAMES = 1000, 24, 38, 240
+_WIDE = (272, 704, "")
+_NARROW = [(272, 262, "Rests on each rank"), (560, 110, "Unsharded"), (704, 272, "Sent in a step")]
+_MOST_HANDLE_ROWS, _MOST_RANK_ROWS = 24, 8
+# Of a letter, as a part of the size of its font: wide enough for the sans-serif fonts of all systems.
+_LETTER = 0.6
+_INK, _FAINT, _PAPER = "#1b1f24", "#57606a", "#ffffff"
+_COLOURS = {
+    "parameters": "#0072b2",
+    "optimizer state": "#009e73",
+    "gradients": "#e69f00",
+    "gathered, and gradients, in a step": "#56b4e9",
+    "sent inside a host": "#cc79a7",
+    "sent to other hosts": "#d55e00",
+    "padding": "#b4bac1",
+}
+*_AMOUNTS, _PADDING = _COLOURS.values()
+_LEFT_OUT = "Not counted: activations, module buffers, ignored parameters, and what an optimizer allocates for a while."
+# A name, what is said of it, and for each column a text and the parts of its bar: amounts and colours.
+_Row: TypeAlias = tuple[str, str, list[tuple[str, list[tuple[int, str]]]]]
+
+
+class HandleFigures(NamedTuple):
+    """A handle, and its bytes on one rank, one amount for each colour but that of padding."""
+
+    name: str
+    class_names: tuple[str, ...]
+    amounts: tuple[int, ...]
+
+
+def shortened(text: str, width: float, size: float = 12) -> str:
+    """Return ``text``, cut in the middle if it needs more than ``width`` pixels in a font of ``size`` pixels."""
+    most = max(int(width / (size * _LETTER)), 3)
+    return text if len(text) <= most else text[: most // 2] + "…" + text[len(text) - (most - 1) // 2 :]
+
+
+class Canvas:
+    """Collects the elements of an SVG document with its own background, which dark pages need.
+
+    Readers who cannot see it hear its title and its description. Lengths are in pixels.
+    """
+
+    def __init__(self, title: str, description: str, width: int = _WIDTH) -> None:
+        self.width = width
+        self._elements = [f"<title>{escape(title)}</title>", f"<desc>{escape(description)}</desc>"]
+
+    def add(self, tag: str, text: str = "", **attributes: str | float) -> None:
+        """Add any element; ``stroke_width=2`` is its attribute ``stroke-width``."""
+        texts = {key: one if isinstance(one, str) else f"{one:.6g}" for key, one in attributes.items()}
+        start = " ".join([f"<{tag}", *(f"{key.replace('_', '-')}={quoteattr(one)}" for key, one in texts.items())])
+        self._elements.append(f"{start}>{escape(text)}</{tag}>" if text else f"{start}/>")
+
+    def text(self, x: float, y: float, text: str, size: float = 12, fill: str = _INK, weight: str = "normal") -> None:
+        """Add a line of text from ``x`` on, at its baseline ``y``; one that would leave the picture is cut."""
+        self.add("text", shortened(text, self.width - x, size), x=x, y=y, font_size=size, fill=fill, font_weight=weight)
+
+    def bar(self, x: float, y: float, pixels: float, parts: Iterable[tuple[int, str]]) -> None:
+        """Add parts in a row, each of an amount and a colour; a unit has ``pixels``."""
+        for width, fill in ((max(amount * pixels, 1.5), fill) for amount, fill in parts if amount):
+            self.add("rect", x=x, y=y, width=width, height=11, fill=fill)
+            x += width
+
+    def document(self, height: float) -> str:
+        """Return the whole document."""
+        size = f'width="{self.width}" height="{height:g}"'
+        first = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {self.width} {height:g}" role="img"'
+        lines = [f'{first} font-family="Helvetica, Arial, sans-serif">', *self._elements, "</svg>\n"]
+        return "\n".join([*lines[:3], f'<rect {size} rx="8" fill="{_PAPER}"/>', *lines[3:]])
+
+
+def _parts(values: Sequence[int], most: int) -> list[range]:
+    """Cut a row of numbers into at most ``most`` parts of neighbours, equal ones or else similar ones."""
+    found = [range(len(values))]
+    for _ in range(most - 1):
+        widest = max(found, key=lambda part: max(values[at] for at in part) - min(values[at] for at in part))
+        place, middle = found.index(widest), (widest.start + widest.stop) / 2
+        if len({values[at] for at in widest}) > 1:
+            cut = max(widest[1:], key=lambda at: (abs(values[at] - values[at - 1]), -abs(at - middle)))
+            found[place : place + 1] = [range(widest.start, cut), range(cut, widest.stop)]
+    return found
+
+
+def _numbered(names: Sequence[str]) -> str:
+    """Return one name for names that differ in their numbers only: ``blocks.[0-11].mlp``."""
+    texts = []
+    for numbers in zip(*(map(int, re.findall(r"\d+", name)) for name in names), strict=True):
+        found = sorted(set(numbers))
+        is_range = len(found) == found[-1] - found[0] + 1 > 1
+        text = f"{found[0]}-{found[-1]}" if is_range else list_text([*map(str, found)], 3, write=str)
+        texts.append(text if len(found) == 1 else f"[{text}]")
+    return "".join(chain.from_iterable(zip(re.split(r"\d+", names[0]), [*texts, ""], strict=True)))
+
+
+def _handle_rows(handles: Sequence[HandleFigures]) -> list[_Row]:
+    alike: dict[tuple[object, ...], list[HandleFigures]] = {}
+    for one in handles:
+        # The names of several modules together are none of siblings.
+        pattern = one.name if ", " in one.name else re.sub(r"\d+", "#", one.name)
+        alike.setdefault((pattern, *one[1:]), []).append(one)
+    named = [(_numbered([one.name for one in group]), group) for group in alike.values()]
+    if len(named) > _MOST_HANDLE_ROWS:
+        parts = _parts([sum(one.amounts) for one in handles], _MOST_HANDLE_ROWS)
+        ends = (dict.fromkeys((handles[part[0]].name, handles[part[-1]].name)) for part in parts)
+        named = [(" to ".join(names), [handles[at] for at in part]) for names, part in zip(ends, parts, strict=True)]
+    rows = []
+    for name, group in named:
+        most = [max(amounts) for amounts in zip(*(one.amounts for one in group), strict=True)]
+        note = list_text(dict.fromkeys(chain.from_iterable(one.class_names for one in group)), 2, write=str)
+        note += f" x {len(group):,}, each" if len(group) > 1 else ""
+        note += "" if all([*one.amounts] == most for one in group) else " at most"
+        parts_of_bars = [list(zip(most, _AMOUNTS, strict=True))[start:stop] for start, stop in ((0, 3), (3, 4), (4, 6))]
+        bars = [(" + ".join(bytes_text(amount) for amount, _ in parts), parts) for parts in parts_of_bars]
+        rows.append((name, note, bars))
+    return rows
+
+
+def _table(canvas: Canvas, y: int, title: str, columns: Sequence[tuple[int, int, str]], rows: Sequence[_Row]) -> int:
+    """Draw a bar for each row and column, and return where the next table begins; columns have a place and a width."""
+    canvas.text(_MARGIN, y + 12, title, 14, weight="bold")
+    for at, (x, width, heading) in enumerate(columns):
+        canvas.text(x, y + 12, heading, 11, _FAINT)
+        most = max([1, *(sum(amount for amount, _ in bars[at][1]) for _, _, bars in rows)])
+        for top, (_, _, bars) in enumerate(rows):
+            canvas.bar(x, y + 24 + top * _ROW, width / most, bars[at][1])
+            canvas.text(x, y + 48 + top * _ROW, bars[at][0], 11)
+    for top, (name, note, _) in enumerate(rows):
+        canvas.text(_MARGIN, y + 34 + top * _ROW, shortened(name, _NAMES), weight="bold")
+        canvas.text(_MARGIN, y + 48 + top * _ROW, shortened(note, _NAMES, 11), 11, _FAINT)
+    return y + 34 + len(rows) * _ROW
+
+
+def draw_plan(
+    text: str,
+    handles: Sequence[HandleFigures],
+    padding: Sequence[int],
+    *,
+    peak: int,
+    replicas: int,
+    rests_on_host: bool,
+    is_traffic_known: bool,
+) -> str:
+    """Return the picture as the text of an SVG document.
+
+    Args:
+        text: The plan in words, of which the first two lines are shown.
+        handles: Left to right, depth first.
+        padding: Of each rank that shares parameters, the bytes of its shards that belong to no parameter.
+        peak: The most bytes at a time on the device, in forward and backward.
+        replicas: Ranks that hold each shard.
+        rests_on_host: What rests between steps does so in host memory.
+        is_traffic_known: Which ranks share a host is known.
+    """
+    *at_rest, _, inside, between = (sum(one.amounts[at] for one in handles) for at in range(6))
+    parameters, on_device = at_rest[0], 0 if rests_on_host else sum(at_rest[:2])
+    place = f"Rests on the {'host' if rests_on_host else 'device'}"
+    rest = "{}: {} parameters, {} optimizer state; and {} gradients until zero_grad()"
+    rest = rest.format(*map(bytes_text, (sum(at_rest[:2]), *at_rest)))
+    most = f"{bytes_text(peak)}: {bytes_text(on_device)} that rest there, {bytes_text(peak - on_device)} of a step"
+    sent = f"{bytes_text(inside)} inside its host, {bytes_text(between)} to other hosts; mean of all ranks"
+    sent = sent if is_traffic_known else "not known: draw(ranks_per_host=8) says which ranks share a host"
+    title, details, *_ = text.splitlines()
+    canvas = Canvas(title, f"{place}: {rest}. Peak of a step: {most}. A rank sends in a step: {sent}.")
+    canvas.text(_MARGIN, 38, title, 20, weight="bold")
+    canvas.text(_MARGIN, 59, details.strip(), fill=_FAINT)
+    x = _MARGIN
+    for meaning, fill in _COLOURS.items():
+        canvas.add("rect", x=x, y=76, width=11, height=11, fill=fill)
+        canvas.text(x + 16, 86, meaning, 11)
+        x += 36 + round(5.6 * len(meaning))
+    resting = list(zip(at_rest, _AMOUNTS[:3], strict=True))
+    stepping = [*(resting[:2] if on_device else []), (peak - on_device, _AMOUNTS[3])]
+    links = list(zip((inside, between), _AMOUNTS[4:], strict=True))
+    held = [(place, "between steps", [(rest, resting)])]
+    held += [("Peak on the device", "in forward and backward", [(most, stepping)])]
+    y = _table(canvas, 106, "One rank", [_WIDE], held)
+    y = _table(canvas, y - 34, "", [_WIDE], [("Sent in a step", "by one rank", [(sent, links)])])
+    y = _table(canvas, y, "Handles", _NARROW[: 2 + is_traffic_known], _handle_rows(handles))
+    held = []
+    for part in _parts(padding, _MOST_RANK_ROWS):
+        least, largest = min(padding[at] for at in part), max(padding[at] for at in part)
+        bounds = " to ".join(dict.fromkeys(bytes_text(parameters - one) for one in (largest, least)))
+        at_most = "up to " if least < largest else ""
+        bar = [(parameters - largest, _AMOUNTS[0]), (largest, _PADDING)]
+        name = f"rank {part[0]}" if len(part) == 1 else f"ranks {part[0]}-{part[-1]}"
+        figures = f"{bounds} of parameters, {at_most}{bytes_text(largest)} of padding"
+        held.append((name, count_text(len(part), "rank"), [(figures, bar)]))
+    copies = f"; ranks {len(padding):,}-{len(padding) * replicas - 1:,} hold copies" if replicas > 1 else ""
+    y = _table(canvas, y, "Ranks", [(*_WIDE[:2], f"Parameters at rest{copies}")], held)
+    canvas.text(_MARGIN, y + 6, _LEFT_OUT, 11, _FAINT)
+    return canvas.document(y + 24)
