@@ -1,4 +1,4 @@
-"""A plan as an SVG picture: what rests on each rank, what a step peaks at, and what ranks send each other.
+"""A plan as an SVG picture.
 
 The picture has a limited height. Handles that differ only in the numbers in their names share a row, and so do ranks
 that hold as much. Where rows are still too many, neighbours of similar size share one, which says the most of each.
