@@ -120,7 +120,10 @@ def draw_mesh() -> str:
         model = GPT(GPTSize(layers=24, width=2048, heads=16, context=1024))
     sizes = {"world_size": 4, "replicas": 2, "ranks_per_host": 4}
     made = plan(model, policy={Block}, strategy="HYBRID_SHARD", **sizes)
-    traffic, flat = made.expected_traffic(), plan(model, policy={Block}, world_size=8, ranks_per_host=4).expected_traffic()
+    traffic, flat = (
+        made.expected_traffic(),
+        plan(model, policy={Block}, world_size=8, ranks_per_host=4).expected_traffic(),
+    )
     picture = Picture(
         "A mesh of two dims: shards in a host, copies across hosts",
         "Two hosts with four ranks each. Parameters are gathered inside a host; only shards of gradients cross between hosts.",
@@ -130,7 +133,9 @@ def draw_mesh() -> str:
         picture.frame(110, y, 866, 96, f"host {copy}")
         for place in range(made.world_size):
             rank = copy * made.world_size + place
-            picture.box(140 + place * 214, y + 20, 164, 56, [BLUE, ORANGE, GREEN, SKY][place], f"rank {rank}\nshard {place}", 14)
+            picture.box(
+                140 + place * 214, y + 20, 164, 56, [BLUE, ORANGE, GREEN, SKY][place], f"rank {rank}\nshard {place}", 14
+            )
             if place:
                 picture.arrow(140 + place * 214 - 46, y + 48, 140 + place * 214 - 4, y + 48, PURPLE, both=True)
     for place in range(made.world_size):
@@ -138,13 +143,17 @@ def draw_mesh() -> str:
     picture.text(24, 160, "mesh dim", 12, FAINT)
     picture.text(24, 178, '"replicate"', 13, weight="bold")
     picture.arrow(54, 190, 54, 380)
-    picture.text(110, 436, 'mesh dim', 12, FAINT)
+    picture.text(110, 436, "mesh dim", 12, FAINT)
     picture.text(166, 436, '"shard"', 13, weight="bold")
     picture.arrow(228, 432, 976, 432)
     share = bytes_text(traffic.inside_bytes), bytes_text(traffic.between_bytes), bytes_text(flat.between_bytes)
     for y, colour, text in (
         (466, PURPLE, f"all-gather and reduce-scatter, inside a host: a rank sends {share[0]} in a step"),
-        (490, RED, f"all-reduce of gradient shards, between hosts: a rank sends {share[1]}; without copies it would be {share[2]}"),
+        (
+            490,
+            RED,
+            f"all-reduce of gradient shards, between hosts: a rank sends {share[1]}; without copies it would be {share[2]}",
+        ),
     ):
         picture.arrow(110, y - 4, 150, y - 4, colour, both=True)
         picture.text(162, y, text, 13)
@@ -192,7 +201,13 @@ def draw_bucket() -> str:
         x += 30
     picture.arrow(left, 402, 976, 402)
     picture.text(24, 406, "time", 13, FAINT)
-    picture.text(left, 430, "A dashed line: the bucket is full on this rank. All ranks send buckets in the same order.", 12, FAINT)
+    picture.text(
+        left,
+        430,
+        "A dashed line: the bucket is full on this rank. All ranks send buckets in the same order.",
+        12,
+        FAINT,
+    )
     return picture.document(450)
 
 

@@ -36,9 +36,13 @@ class Picture(Canvas):
         """Write a line around ``x``."""
         self.add("text", text, x=x, y=y, font_size=size, fill=fill, font_weight=weight, text_anchor="middle")
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, text: str = "", size: float = 12) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str, text: str = "", size: float = 12
+    ) -> None:
         """Draw a box in a light shade of a colour, with lines of text in its middle."""
-        self.add("rect", x=x, y=y, width=width, height=height, rx=3, fill=_tint(colour), stroke=colour, stroke_width=1.5)
+        self.add(
+            "rect", x=x, y=y, width=width, height=height, rx=3, fill=_tint(colour), stroke=colour, stroke_width=1.5
+        )
         lines = text.split("\n") if text else []
         for line, one in enumerate(lines):
             top = y + height / 2 + size * 0.36 + (line - (len(lines) - 1) / 2) * (size + 4)
@@ -59,7 +63,9 @@ class Picture(Canvas):
         angle = math.atan2(to_y - y, to_x - x)
         ends = [(to_x, to_y, angle), *([(x, y, angle + math.pi)] if both else [])]
         for end_x, end_y, towards in ends:
-            back = ((end_x - 9 * math.cos(towards + turn), end_y - 9 * math.sin(towards + turn)) for turn in (-0.4, 0.4))
+            back = (
+                (end_x - 9 * math.cos(towards + turn), end_y - 9 * math.sin(towards + turn)) for turn in (-0.4, 0.4)
+            )
             points = " ".join(f"{one:.1f},{other:.1f}" for one, other in [(end_x, end_y), *back])
             self.add("polygon", points=points, fill=colour)
 
