@@ -208,9 +208,10 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 def test_the_package_keeps_its_budget() -> None:
     """Limits only fall: who adds a file or a hundred lines takes as much away first, or says here why not."""
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    # Of these 250 for what optimizers and weights of others build on, 190 for what no_sync keeps and for orders that differ.
-    assert sum(lines.values()) <= 32_700
-    assert len(FILES) <= 102
+    # Of these 250 for what optimizers and weights of others build on, 210 for what no_sync keeps and for orders that
+    # differ, 770 for drawings of plans and steps.
+    assert sum(lines.values()) <= 33_430
+    assert len(FILES) <= 104
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 600} == {}
 
