@@ -21,7 +21,7 @@ COLOURS = [BLUE, ORANGE, GREEN]
 def draw_step() -> str:
     picture = Picture(
         "A training step of three handles, on one rank",
-        "A handle is gathered just before its module runs, while the module before it computes. It is freed afterwards.",
+        "A handle is gathered just before its module runs, while the one before it computes. It is freed afterwards.",
         "In backward it is gathered again, and its gradients are reduced while the next module computes.",
     )
     unit, left, top = 62, 130, 150
@@ -52,7 +52,7 @@ def draw_step() -> str:
         picture.mark(left + event * unit, axis, "3")
     doors = [
         "Gather: how the shards of all ranks become the whole buffer. Around it: casts, copies from the host.",
-        "GradientPath: how gradients become this rank's shard of their mean. Around it: casts, hooks, a second mesh dim.",
+        "GradientPath: how gradients become a shard of their mean. Around it: casts, hooks, a second mesh dim.",
         "StepListener: hears of each event of a step, such as FORWARD, GATHER, BACKWARD, REDUCE, ASSIGN.",
         "What goes together, such as a Companion: said once, when the first forward shows which module is the root.",
     ]
@@ -126,7 +126,7 @@ def draw_mesh() -> str:
     )
     picture = Picture(
         "A mesh of two dims: shards in a host, copies across hosts",
-        "Two hosts with four ranks each. Parameters are gathered inside a host; only shards of gradients cross between hosts.",
+        "Two hosts with four ranks each. Parameters are gathered in a host; only shards of gradients cross hosts.",
     )
     for copy in range(made.replicas):
         y = 122 + copy * 190
@@ -152,7 +152,7 @@ def draw_mesh() -> str:
         (
             490,
             RED,
-            f"all-reduce of gradient shards, between hosts: a rank sends {share[1]}; without copies it would be {share[2]}",
+            f"all-reduce of gradient shards, between hosts: a rank sends {share[1]}; without copies {share[2]}",
         ),
     ):
         picture.arrow(110, y - 4, 150, y - 4, colour, both=True)
@@ -174,7 +174,7 @@ def draw_bucket() -> str:
     buckets = simulate(2, buckets_of_training)[0]
     picture = Picture(
         "Buckets of replicate: gradients are averaged while backward still runs",
-        "A gradient is copied into its bucket when it arrives. A full bucket is all-reduced beside the backward of other layers.",
+        "A gradient is copied into its bucket when it arrives. A full bucket is all-reduced beside other layers' backward.",
         "Afterwards param.grad is a view of the bucket. So the next backward needs no copy.",
     )
     unit, left = 165, 150
@@ -215,7 +215,7 @@ def draw_checkpoint() -> str:
     layouts = [plan(nn.Linear(8, 12), world_size=ranks).handles[0].buffers[0].layout for ranks in (3, 2)]
     picture = Picture(
         "A checkpoint moves from 3 ranks to 2",
-        "It holds each parameter under its plain name and in its full shape. A rank that loads reads the pieces that it owns.",
+        "It holds each parameter under its plain name, in its full shape. A rank that loads reads the pieces it owns.",
     )
     left, scale, numel = 130, 7.8, layouts[0].spans[-1].stop
     rows = [(112, "saved by"), (300, "loaded by")]
