@@ -174,7 +174,7 @@ def draw_bucket() -> str:
     buckets = simulate(2, buckets_of_training)[0]
     picture = Picture(
         "Buckets of replicate: gradients are averaged while backward still runs",
-        "A gradient is copied into its bucket when it arrives. A full bucket is all-reduced beside other layers' backward.",
+        "A gradient is copied into its bucket when it arrives. A full bucket is all-reduced while other layers run.",
         "Afterwards param.grad is a view of the bucket. So the next backward needs no copy.",
     )
     unit, left = 165, 150
