@@ -1,5 +1,6 @@
 """What no_sync kept of modules that the last micro-batch leaves out, over random trees of annotations and programs."""
 
+import copy
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -124,3 +125,17 @@ def test_ranks_without_inputs_follow(kid: str, root: str) -> None:
         plain_optimizer.zero_grad()
     params = {name: full(param) for name, param in model.named_parameters()}
     assert_equal_params(params, dict(plain.named_parameters()), tolerance=1e-6)
+
+
+@on_ranks(2)
+def test_a_backward_of_a_copy_ends_nothing_of_the_original() -> None:
+    model = Chosen()
+    replicate(model.kids[0])
+    fully_shard(model)
+    with no_sync(model):
+        model(input_of(0, dist.get_rank()), [0]).square().mean().backward()
+    kept = gradients_of(model.kids[0])
+    copy.deepcopy(model)(input_of(1, 0), [1]).square().mean().backward()
+    assert_equal_params(gradients_of(model.kids[0]), kept, tolerance=0)
+    model(input_of(1, dist.get_rank()), [1]).square().mean().backward()
+    assert not torch.equal(gradients_of(model.kids[0])["0.weight"], kept["0.weight"])

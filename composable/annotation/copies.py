@@ -148,7 +148,7 @@ class _Session:
                 _copied(handle, memo)
         for state in self.part.states:
             twin = memo[id(state)] = copy.copy(state)
-            twin.root = None
+            twin.root = twin.kept_with = None
             twin.settings = state.settings.copied()
 
     def copy_of(self, module: nn.Module) -> nn.Module:
