@@ -27,8 +27,8 @@ def draw_step() -> str:
     unit, left, top = 62, 130, 150
     kinds = {"gather": SKY, "forward": BLUE, "backward": ORANGE, "reduce": PURPLE, "step": GREEN}
     boxes = [
-        [("gather", 0, 1), ("forward", 1, 2), ("gather", 8, 9), ("backward", 9, 11), ("reduce", 11, 12)],
-        [("gather", 1, 2), ("forward", 2, 3), ("gather", 6, 7), ("backward", 7, 9), ("reduce", 9, 10)],
+        [("gather", 0, 1), ("forward", 1, 2), ("gather", 7, 8), ("backward", 9, 11), ("reduce", 11, 12)],
+        [("gather", 1, 2), ("forward", 2, 3), ("gather", 5, 6), ("backward", 7, 9), ("reduce", 9, 10)],
         [("gather", 2, 3), ("forward", 3, 4), ("gather", 4, 5), ("backward", 5, 7), ("reduce", 7, 8)],
     ]
     for title, start, stop in (("forward", 0, 4), ("backward", 4, 12), ("optimizer", 12, 13.2)):
@@ -48,7 +48,7 @@ def draw_step() -> str:
     picture.text(24, axis + 4, "time", 13, FAINT)
     picture.line(left, top - 12, left, axis, FAINT, "3 3")
     picture.mark(left, axis, "4")
-    for event in (1, 2, 4, 5, 6, 7, 8, 9, 11, 12):
+    for event in (1, 2, 4, 5, 7, 9, 11, 12):
         picture.mark(left + event * unit, axis, "3")
     doors = [
         "Gather: how the shards of all ranks become the whole buffer. Around it: casts, copies from the host.",
@@ -89,9 +89,10 @@ def draw_handle() -> str:
             row, column = divmod(place, width)
             picture.box(x + column * cell, 112 + row * 26, cell, 26, COLOURS[at], str(span.start + place))
         picture.text(x, 102, f"{span.fqn} {list(span.shape)}", 13, weight="bold")
-        picture.text(x, 240, f"elements {span.start} to {span.stop - 1}", 12, FAINT)
+        elements = f"elements {span.start} to {span.stop - 1}" if span.numel > 1 else f"element {span.start}"
+        picture.text(x, 240, elements, 12, FAINT)
         bounds = layout.bounds(span)
-        picture.text(x, 257, f"rank 0: {bounds[1]}, rank 1: {bounds[2] - bounds[1]}", 12, FAINT)
+        picture.text(x, 257, f"rank 0 keeps {bounds[1]}, rank 1 {bounds[2] - bounds[1]}", 12, FAINT)
         x += width * cell + 130
     picture.text(x, 126, "The module sees these shapes", 13, FAINT)
     picture.text(x, 144, "while it is unsharded. They are", 13, FAINT)
@@ -175,7 +176,7 @@ def draw_bucket() -> str:
     picture = Picture(
         "Buckets of replicate: gradients are averaged while backward still runs",
         "A gradient is copied into its bucket when it arrives. A full bucket is all-reduced while other layers run.",
-        "Afterwards param.grad is a view of the bucket. So the next backward needs no copy.",
+        "Afterwards the gradient of each parameter, param.grad, is a view of its bucket.",
     )
     unit, left = 165, 150
     order = [fqn for fqns, _ in buckets for fqn in fqns]
@@ -191,12 +192,12 @@ def draw_bucket() -> str:
         start = x
         for fqn in fqns:
             end = left + (layers.index(fqn.split(".")[0]) + 1) * unit - 10
-            picture.arrow(end - (0 if fqn.endswith("bias") else 16), 164, x + width / 2, 230, FAINT)
-            picture.box(x, 232, width, 44, COLOURS[number], fqn, 13)
+            picture.arrow(end - (16 if fqn.endswith("bias") else 0), 164, x + width / 2, 230, FAINT)
+            picture.box(x, 232, width, 44, COLOURS[2 * number], fqn, 13)
             x += width
         picture.label((start + x) / 2, 296, f"bucket {number}: {bytes_text(size)}", 13)
         full = left + (layers.index(fqns[-1].split(".")[0]) + 1) * unit
-        picture.line(full, 118, full, 372, COLOURS[number], "3 3")
+        picture.line(full, 118, full, 372, COLOURS[2 * number], "3 3")
         picture.box(full + 4, 332, min(unit * 1.2, 972 - full), 40, PURPLE, f"bucket {number}", 13)
         x += 30
     picture.arrow(left, 402, 976, 402)
