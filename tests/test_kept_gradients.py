@@ -1,6 +1,7 @@
 """What no_sync kept of modules that the last micro-batch leaves out, over random trees of annotations and programs."""
 
 import copy
+import itertools
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, joinable, no_sync, replicate
+from tests.counting import counting_ranks
 from tests.parity import assert_equal_params, full, gradients_of
-from tests.world import on_ranks, run_ranks
+from tests.world import on_ranks, run_ranks, run_threads
 
 KIDS = 3
+# Seeds and world sizes at which a root is known only after the context.
+LATE_ROOTS = [(285, 2), (498, 3)]
+WAYS = ["context", "context", "setting", "last"]
 
 
 class Chosen(nn.Module):
@@ -26,6 +32,7 @@ class Chosen(nn.Module):
         torch.manual_seed(1)
         self.scale = nn.Parameter(torch.ones(4))
         self.kids = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(KIDS))
+        self.pairs = nn.ModuleList([self.kids[:2], self.kids[1:]])
 
     def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         out = x * self.scale
@@ -37,6 +44,10 @@ class Chosen(nn.Module):
 def annotate(module: nn.Module, how: str) -> None:
     if how == "replicate":
         replicate(module, find_unused_parameters=True)
+    elif how == "all used":
+        replicate(module)
+    elif how == "static":
+        replicate(module, static_graph=True)
     elif how == "shard":
         fully_shard(module)
 
@@ -49,7 +60,7 @@ def run(seed: int) -> None:
     """Compare a random program with one process; what a module's annotation allows each rank to choose, each does."""
     rng = random.Random(seed)
     model, plain = Chosen(), Chosen()
-    kinds = [rng.choice(["none", "replicate", "shard"]) for _ in range(KIDS)]
+    kinds = [rng.choice(["none", "replicate", "static", "all used", "shard"]) for _ in range(KIDS)]
     root = rng.choice(["replicate", "shard"]) if "none" in kinds or rng.randrange(3) else "none"
     for kid, kind in zip(model.kids, kinds, strict=True):
         annotate(kid, kind)
@@ -57,25 +68,38 @@ def run(seed: int) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    by_setting = rng.randrange(4) == 0 and root != "none"
+    way = rng.choice(WAYS) if root != "none" else "context"
     for number in range(3):
-        count = rng.randrange(1, 4)
+        count, has_kept_pair = rng.randrange(1, 4), False
         for micro in range(count):
-            syncs = micro == count - 1 or not rng.randrange(4)
+            is_last = micro == count - 1
+            syncs = is_last or not rng.randrange(4)
             common = [kid for kid in range(KIDS) if rng.randrange(2)] or [rng.randrange(KIDS)]
-            chosen = [list(common) for _ in range(size)]
-            for one in range(size):
-                for kid in range(KIDS):
-                    # Without synchronisation whole copies talk to nobody: ranks may call others.
-                    if kinds[kid] == "replicate" and not syncs and rng.randrange(4) == 0:
-                        chosen[one] = [other for other in chosen[one] if other != kid]
-            step = 3 * number + micro
-            if by_setting:
+            if is_last and has_kept_pair:
+                common = sorted({1, *common})  # A context covered this one and one other.
+            context, covered = nullcontext(), range(0 if syncs else KIDS)
+            if way == "setting":
                 model.set_requires_gradient_sync(syncs)
-            with nullcontext() if syncs or by_setting else no_sync(model):
+            elif way == "last" and root == "replicate":
+                model.set_is_last_backward(syncs)
+            elif not syncs and "none" not in kinds and not rng.randrange(3):
+                first = rng.randrange(2)
+                context, covered, has_kept_pair = no_sync(model.pairs[first]), range(first, first + 2), True
+            elif not syncs:
+                context = no_sync(model)
+            chosen = [list(common) for _ in range(size)]
+            for one, kid in itertools.product(range(size), covered):
+                # Without synchronisation whole copies talk to nobody: ranks may call others.
+                if kinds[kid] in ("replicate", "all used") and rng.randrange(4) == 0:
+                    chosen[one] = [other for other in chosen[one] if other != kid]
+            step = 3 * number + micro
+            with context:
                 model(input_of(step, rank), chosen[rank]).square().mean().backward()
             for one in range(size):
                 (plain(input_of(step, one), chosen[one]).square().mean() / size).backward()
+            if not is_last and not rng.randrange(6):
+                model.zero_grad()
+                plain.zero_grad()
         if root == "none":
             model.scale.grad = plain.scale.grad.clone()  # Nothing manages it.
         assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
@@ -84,7 +108,7 @@ def run(seed: int) -> None:
             one.zero_grad()
 
 
-@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(36)])
+@pytest.mark.parametrize(("seed", "world_size"), [*((seed, 1 + seed % 3) for seed in range(36)), *LATE_ROOTS])
 @on_ranks()
 def test_gradients_are_those_of_one_process(seed: int) -> None:
     run(seed)
@@ -139,3 +163,44 @@ def test_a_backward_of_a_copy_ends_nothing_of_the_original() -> None:
     assert_equal_params(gradients_of(model.kids[0]), kept, tolerance=0)
     model(input_of(1, dist.get_rank()), [1]).square().mean().backward()
     assert not torch.equal(gradients_of(model.kids[0])["0.weight"], kept["0.weight"])
+
+
+@on_ranks(2)
+def test_what_ends_by_hand_ends_the_rest_too() -> None:
+    """Keep all gradients of a step, and end it outside of any backward."""
+    model, plain = Chosen(), Chosen()
+    replicate(model.kids[0])
+    fully_shard(model.kids[1])
+    fully_shard(model)
+    model.set_manual_backward_finalization(True)
+    rank = dist.get_rank()
+    model(input_of(0, rank), [1]).square().mean().backward()
+    model.finalize_backward()
+    model.zero_grad()
+    with no_sync(model):
+        model(input_of(1, rank), [0, 1]).square().mean().backward()
+    model.finalize_backward()
+    for one in range(2):
+        (plain(input_of(1, one), [0, 1]).square().mean() / 2).backward()
+    assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
+
+
+def keep_and_end(*, has_fewer_ranks: bool, backwards: int) -> None:
+    model = Chosen()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    replicate(model.kids[0], mesh=mesh["copies"] if has_fewer_ranks else None)
+    fully_shard(model)
+    for number in range(backwards + 1):
+        with no_sync(model) if number < backwards else nullcontext():
+            model(input_of(0, 0), [0]).sum().backward()
+
+
+@pytest.mark.parametrize(("has_fewer_ranks", "count"), [(False, 1), (True, 0)])
+def test_each_rank_asks_once_who_keeps_gradients_and_only_where_some_may(has_fewer_ranks: bool, count: int) -> None:
+    """Count what ranks send for it; a replicated module on fewer ranks takes part in all backwards around anyway."""
+    sent = []
+    for backwards in range(3):
+        with counting_ranks() as counts:
+            run_threads(keep_and_end, 4, has_fewer_ranks=has_fewer_ranks, backwards=backwards)
+        sent.append(counts["reductions"])
+    assert [one - sent[0] for one in sent] == [0, 4 * count, 4 * count]

@@ -3,7 +3,7 @@
 from composable.replication.outside_buckets import FORMS, BufferSync, broadcast_params, join_all_reduces
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
-from composable.replication.rounds import BackwardTiming, Phase, moment, ms_apart
+from composable.replication.rounds import BackwardTiming, moment, ms_apart
 from composable.replication.sparse import check_steppable
 from composable.replication.state import ReplicateState, check_replicated, replicate_state_of
 from composable.replication.tensors import (
@@ -21,7 +21,6 @@ __all__ = [
     "BackwardTiming",
     "BufferSync",
     "ManagedTensors",
-    "Phase",
     "Precision",
     "PrecisionPlan",
     "ReducedParam",

@@ -137,7 +137,7 @@ class GradientAverager:
         """Average at the end of the running backward what those without synchronisation left on some rank."""
         if self.params and self.round.phase is not _OPEN:
             self._open()
-            self.round.ends_kept = self.round.is_led = True
+            self.round.ends_kept = True
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield what each parameter calls with itself, of any shape, once its ``grad`` has this backward's gradient."""

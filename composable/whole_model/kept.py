@@ -5,6 +5,7 @@ micro-batch does not call has none in that backward, so what covered all of them
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch.distributed import ReduceOp
@@ -13,7 +14,8 @@ from composable.annotation import FullyShardState, Root
 from composable.comm import Ranks
 from composable.engine import StepEvent
 from composable.ground.frames import in_backward
-from composable.replication import Phase, ReplicateState
+from composable.ground.torch_hooks import in_backward_of_nothing
+from composable.replication import ReplicateState
 from composable.whole_model.backward_steps import State
 
 __all__ = ["KeptGradients"]
@@ -73,31 +75,31 @@ class KeptGradients:
 
     def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
         """Hear of a root that is about to end a backward."""
-        if event is StepEvent.TELL and detail and self._synchronises():
+        if event is not StepEvent.TELL:
+            return
+        if any(handle.requires_gradient_sync for root in self._roots() for handle in root.handles):
             self.end()
 
-    def _synchronises(self) -> bool:
-        return any(handle.requires_gradient_sync for root in self._roots() for handle in root.handles)
-
     def end(self) -> None:
-        """Let all that keep gradients end with the running backward, or outside of one now. Collective."""
+        """Let all that keep gradients end with the running backward. Collective."""
         self._forget()
-        waiting: dict[Ranks, list[Root | ReplicateState]] = {}
+        groups: dict[Ranks, list[Root | ReplicateState]] = {}
         for root in self._roots():
-            waiting.setdefault(root.state.grid.everyone, []).append(root)
+            groups.setdefault(root.state.grid.everyone, []).append(root)
         for one in self._replicated:
-            waiting.setdefault(one.grid.everyone, []).append(one)
-        is_in_backward = in_backward()
-        for ranks, members in sorted(waiting.items(), key=lambda item: item[0].order):
+            groups.setdefault(one.grid.everyone, []).append(one)
+        kept: list[Root | ReplicateState] = []
+        for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
             keeps = [_keeps(member) for member in members]
             # Under Join ranks without inputs hear of what the others do, who do the same.
             if not ranks.is_alone and not any(_is_joined(member) for member in members):
                 with torch.inference_mode(mode=False):
                     told = torch.tensor(keeps, dtype=torch.int32)
                 keeps = ranks.reduce(told, ReduceOp.MAX).tolist()
-            for member, is_kept in zip(members, keeps, strict=True):
-                if is_kept:
-                    _end(member, is_in_backward=is_in_backward)
+            kept += [member for member, is_kept in zip(members, keeps, strict=True) if is_kept]
+        if kept:
+            # A root that the user finalizes by hand tells outside of any backward.
+            _end(kept) if in_backward() else in_backward_of_nothing(partial(_end, kept))
 
 
 def _is_joined(member: Root | ReplicateState) -> bool:
@@ -105,24 +107,17 @@ def _is_joined(member: Root | ReplicateState) -> bool:
 
 
 def _keeps(member: Root | ReplicateState) -> bool:
-    """Say whether backwards without synchronisation left gradients, and none is running that ends them."""
+    """Say whether backwards without synchronisation left gradients."""
     if isinstance(member, Root):
-        step = member.scheduler.step
-        kept = (handle.requires_gradient_sync and handle.accumulated.is_unsynced for handle in member.handles)
-        return not step.is_backward and not step.is_closed and any(kept)
-    reducer = member.reducer
-    if not (reducer.round.kept and reducer.synchronises) or reducer.round.phase is Phase.OPEN:
-        return False
-    return any(item.param.grad is not None for item in reducer.params)
+        return any(handle.accumulated.is_unsynced for handle in member.handles)
+    return member.reducer.round.kept > 0
 
 
-def _end(member: Root | ReplicateState, *, is_in_backward: bool) -> None:
-    if isinstance(member, Root) and is_in_backward:
-        with torch.no_grad():
-            member.scheduler.backwards.begin_backward()
-    elif isinstance(member, Root):
-        member.scheduler.reduce_kept()
-    elif is_in_backward:
-        member.reducer.end_kept()
-    else:
-        member.reducer.average_kept_gradients()
+def _end(members: Iterable[Root | ReplicateState]) -> None:
+    """Let these end with the running backward, but for those that do anyway."""
+    with torch.no_grad():
+        for member in members:
+            if isinstance(member, Root):
+                member.scheduler.backwards.begin_backward()
+            else:
+                member.reducer.end_kept()
