@@ -346,6 +346,29 @@ def test_equal_modules_in_another_order_on_one_rank_are_an_error_on_every_rank(s
             loss.backward()
 
 
+@on_ranks(2)
+def test_another_order_in_an_evaluation_is_an_error_at_the_end_of_the_next_backward() -> None:
+    model = make("ordered")
+    with torch.no_grad():
+        for index in (dist.get_rank(), 1 - dist.get_rank()):
+            model(inputs(), [index])
+    loss = model(inputs()).sum()
+    with pytest.raises(DesyncError, match="the ranks gather or reduce modules in different orders"):
+        loss.backward()
+
+
+@on_ranks(4)
+def test_copies_of_shards_may_evaluate_different_batches() -> None:
+    """Let each half of the ranks, which has all shards, run forwards that the other half does not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Model(), policy={nn.Linear}, mesh=mesh, options=HandleOptions(transport="process_group"))
+    for _ in range(2):
+        with torch.no_grad():
+            for index in range(1 + mesh.get_local_rank("replicate")):
+                model(inputs(), [index])
+        model(inputs()).sum().backward()
+
+
 @pytest.mark.parametrize("value", [-1, "soon", float("nan"), True])
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="seconds is"):

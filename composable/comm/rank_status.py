@@ -208,9 +208,9 @@ class Order:
         self.recent: deque[int] = deque(maxlen=_RECENT)
 
     def take_digest(self) -> int:
-        """Return the digest, 64 bits, and begin a new one."""
+        """Return the digest and begin a new one."""
         digest, self.digest = self.digest, 0
-        return digest & 0xFFFF_FFFF_FFFF_FFFF
+        return digest
 
 
 class Started:

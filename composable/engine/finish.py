@@ -394,10 +394,9 @@ class Agreement:
         if self._ranks.is_alone:
             return
         first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])
-        digest = self._choices.digest()
-        for order in self._orders:
-            mixed = int.from_bytes(digest, "big") ^ order.take_digest()
-            digest = mixed.to_bytes(_DIGEST_BYTES, "big")
+        # A sum: which group comes first differs between ranks.
+        mixed = sum((order.take_digest() for order in self._orders), int.from_bytes(self._choices.digest(), "big"))
+        digest = (mixed % 2 ** (8 * _DIGEST_BYTES)).to_bytes(_DIGEST_BYTES, "big")
         told = first + digest + b"".join([ledger.encode() for ledger in self._ledgers])
         self._mine[: len(told)] = told
         self._pending = self.transport.begin_all_gather(self._received, self._sent, self._key)
