@@ -110,7 +110,7 @@ def test_a_plain_container_of_annotated_layers_is_told_in_backward(annotate: Cal
     with pytest.raises(RuntimeError) as error:
         stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
     text = "".join(traceback.format_exception(error.value))
-    assert "UsageError: a pipeline's stage takes gradients of inputs and of parameters apart" in text
+    assert "UsageError: a pipeline's stage computes gradients of parameters in a step of its own" in text
 
 
 def train_quantized(ranks: range) -> tuple[list[float], dict[str, Any]]:

@@ -527,14 +527,14 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     ),
     (
         lambda m: register_twice(around_a_group(), default_state(), mean_hook),
-        "ConfigError.*neither is the nearer.*module MLPBlock and module MLPBlock",
+        "ConfigError.*neither one's module is inside the other's.*module MLPBlock and module MLPBlock",
     ),
     (
         # What torch.compile has wrapped has no length.
         lambda m: register_twice(
             [torch.compile(one, backend="eager") for one in around_a_group()], default_state(), mean_hook
         ),
-        "ConfigError.*neither is the nearer",
+        "ConfigError.*neither one's module is inside the other's",
     ),
     (register_in_backward, "UsageError.*a backward is running"),
     (

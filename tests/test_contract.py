@@ -192,7 +192,7 @@ def test_a_change_of_a_name_is_reported(change: Callable[[MLP], None], differenc
     assert error_of(lambda: annotation_that(change)(model)) == (
         f"faulty changed the FQNs of the module it annotates: {difference}"
         "\n  at:  this process, module MLP"
-        "\n  fix: an annotation keeps every parameter, buffer and module under its name and in its place"
+        "\n  fix: change faulty so that every parameter, buffer and module keeps its name and its place"
     )
     assert dict(get_registry(model)) == {}
 

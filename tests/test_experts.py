@@ -743,4 +743,4 @@ def test_an_annotation_around_another_has_all_of_its_ranks(inner: Any, outer: An
     text = str(caught.value)
     own, around = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
     assert f"annotated on ranks {own}, and this one, around it, on {around} only" in text
-    assert f"rank {rank}, module '0' (Linear)" in text and "fix: annotate what lies inside" in text
+    assert f"rank {rank}, module '0' (Linear)" in text and "fix: annotate the inner module" in text

@@ -603,7 +603,7 @@ def test_settings_of_what_was_the_root_are_not_dropped_in_silence() -> None:
     model: Any = make_model("mlp")
     fully_shard(model.blocks[1]).set_is_last_backward(False)
     fully_shard(model)
-    with pytest.raises(UsageError, match="the root's settings were made on a module that a later") as caught:
+    with pytest.raises(UsageError, match="the root's settings were made on a module that is now") as caught:
         loss(model, 0)
     assert "module 'blocks.1'" in str(caught.value)
 

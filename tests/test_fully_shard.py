@@ -258,7 +258,7 @@ def test_the_root_caches_all_states_and_handles() -> None:
     annotate(model, "hand")
     root = root_of(model)
     states = _traversal_utils._get_fsdp_states(model)
-    with pytest.raises(AttributeError, match="only the state where forward starts"):
+    with pytest.raises(AttributeError, match="only the outermost module's state"):
         _ = states[1]._all_handles
     assert [states.index(state) for state in states[0]._all_states] == [0, 1, 2, 3]
     names = ["", "blocks.0", "blocks.1", "blocks.2"]

@@ -450,8 +450,8 @@ def misplaced(ranks: Any) -> str:
     ("ranks", "expected"),
     [
         ([[0, 1], [3, 2]], "in the order [3, 2], process groups have them ascending"),
-        ((((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 3), (1, 2), (1, 2), (0, 3))), "are no grid"),
-        ((((0, 1), (0, 1)), ((0, 1), (0, 1))), "are no grid"),
+        ((((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 3), (1, 2), (1, 2), (0, 3))), "form no grid"),
+        ((((0, 1), (0, 1)), ((0, 1), (0, 1))), "form no grid"),
     ],
 )
 def test_ranks_whose_copies_are_of_other_shards_are_refused_on_every_rank(ranks: Any, expected: str) -> None:

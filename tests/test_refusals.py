@@ -63,7 +63,7 @@ FULLY_SHARD: list[tuple[Call, str]] = [
     (on_mesh((2,), strategy="HYBRID_SHARD"), "ConfigError: a hybrid strategy on a mesh of one dim (2,)"),
     (on_mesh(*SQUARE, strategy="FULL_SHARD"), "ConfigError: a strategy on a mesh with a dim for replicas"),
     (on_mesh(*SQUARE, dp_mesh_dims=OTHER_DIM), "ConfigError: the mesh has no dim 'c', but ('a', 'b')"),
-    (sharded(dp_mesh_dims=OTHER_DIM), "ConfigError: dp_mesh_dims names dims of no mesh"),
+    (sharded(dp_mesh_dims=OTHER_DIM), "ConfigError: dp_mesh_dims is given without a mesh"),
     (on_mesh(*SQUARE, dp_mesh_dims="a"), "ConfigError: dp_mesh_dims is 'a'"),
     (
         lambda model: fully_shard(model, process_group=dist.group.WORLD, mesh=init_device_mesh("cpu", (2,))),

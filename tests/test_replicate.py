@@ -325,7 +325,7 @@ def test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting(*, set_to
         """\
 rank 1 did not finish backward: an exception stopped it there
   at:  rank 0
-  fix: drop the gradients of this step, and see what was raised there""",
+  fix: drop the gradients of this step, and read the error that was raised there""",
     )
 
 
@@ -474,7 +474,7 @@ def test_an_error_that_one_rank_sees_reaches_the_others() -> None:
 
 
 REFUSED: list[tuple[Callable[[Any], object], str]] = [
-    (lambda model: replicate(model.blocks), "ConfigError: ModuleList has no forward, so nothing would tell when it"),
+    (lambda model: replicate(model.blocks), "ConfigError: ModuleList has no forward, so replicate cannot know when"),
     (lambda model: replicate(model.requires_grad_(requires_grad=False)), "ConfigError: no parameter requires a grad"),
     (
         lambda model: replicate(model.to("meta")),
@@ -530,7 +530,7 @@ def test_a_parameter_unfrozen_later_is_an_error() -> None:
     assert message(lambda: loss_at(model, 0, 0)) == (
         "UsageError: a parameter was frozen when replicate was called and requires a gradient now\n"
         "  at:  rank 0, parameter 'out.weight'\n"
-        "  fix: call replicate after unfreezing"
+        "  fix: unfreeze before replicate; or call unannotate(model), then replicate again"
     )
 
 

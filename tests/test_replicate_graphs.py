@@ -135,9 +135,9 @@ def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what:
         loss_at(model, 2, rank).backward()
     names = "" if kind == "other" else ": 'branch.weight', 'branch.bias'"
     assert str(caught.value).splitlines()[:2] == [
-        f"this backward is not like the first one, as static_graph=True says: {what}"
+        f"this backward is not like the first one, though static_graph=True promises it: {what}"
         if rank
-        else f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
+        else f"the backward of rank 1 is not like the first one, though static_graph=True promises it{names}",
         f"  at:  rank {rank}",
     ]
     # The next step is fine again.
@@ -158,7 +158,7 @@ def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank
     model.uses_branch = True
     with pytest.raises(UsageError) as caught:
         loss_at(model, 2, rank).backward()
-    what = "is not like the first one, as static_graph=True says:"
+    what = "is not like the first one, though static_graph=True promises it:"
     assert str(caught.value).splitlines()[0] == (
         f"the backward of rank 0 {what} 'branch.weight', 'branch.bias'"
         if rank
@@ -230,10 +230,10 @@ def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there()
     [
         ("alone", "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other"),
         ("no list", "delay_all_reduce_named_params is no list of (name, parameter) pairs"),
-        ("other", "an all-reduce is delayed by 'other', whose gradient replicate does not average here"),
+        ("other", "a delayed all-reduce names 'other', whose gradient replicate does not average here"),
         (
             "ignored",
-            "an all-reduce is delayed by param_to_hook_all_reduce, whose gradient replicate does not average here",
+            "a delayed all-reduce names param_to_hook_all_reduce, whose gradient replicate does not average here",
         ),
     ],
 )

@@ -260,7 +260,7 @@ def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
     model = nn.Sequential(nn.Embedding(3, DIM, max_norm=0.1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     (text,) = told(lambda: model(torch.arange(3)))
-    assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in text
+    assert "a forward wrote to a parameter of which it held a copy in bfloat16" in text
     # So are ranks told that wait for this one.
     standing = replicate.state(model).tell(in_backward=False).tree.text
     assert standing.startswith("has left forward 1 of Sequential: UsageError: a forward wrote")

@@ -196,11 +196,11 @@ def misuse(name: str) -> str:
 FIX_MESH = "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"
 MISUSES = {
     "own dim": (
-        "ConfigError: the parameter is a DTensor over ranks [0, 1], some of which would share its shards ([0, 1])\n"
-        f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: give the two other dims of one mesh: {FIX_MESH}"
+        "ConfigError: the parameter is a DTensor over ranks [0, 1], and fully_shard would split it again over some of them ([0, 1])\n"
+        f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: use two different dims of one mesh: {FIX_MESH}"
     ),
     "other root": (
-        "ConfigError: the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on\n"
+        "ConfigError: the mesh of the parameter, a DTensor, and the mesh to shard it over are not dims of one mesh\n"
         f"  at:  rank 0, parameter 'weight' [4, 4]\n  fix: make one mesh, {FIX_MESH}, and pass mesh['tp'] to "
         "parallelize_module and mesh['dp'] to fully_shard"
     ),

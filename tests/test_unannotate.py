@@ -206,7 +206,7 @@ def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() ->
         output.sum().backward()
         assert all(param is before[fqn] for fqn, param in one.named_parameters())
     with unshard_params(model):
-        attempt(model, "is to be unannotated while unshard_params shows its parameters")
+        attempt(model, "cannot be unannotated while unshard_params shows its parameters")
     attempt(model.blocks[1].up, "fix: call unannotate on module 'blocks.1' (MLPBlock) or a module around")
     attempt(model.inp, "fix: call unannotate on module MLP or")
     attempt(model.blocks[0], "unannotate on module 'blocks.0' (MLPBlock) and module 'blocks.2' (MLPBlock) or")
@@ -288,7 +288,7 @@ def test_buckets_are_freed_and_the_process_group_is_used_again() -> None:
     # A thread of gloo may hold a tensor a moment longer than its collective takes.
     assert dist.get_world_size() > 1 or all(bucket() is None for bucket in buckets)
     assert_equal_params({fqn: param.grad for fqn, param in model.named_parameters()}, grads, tolerance=0)
-    with pytest.raises(UsageError, match="annotation was taken off"):
+    with pytest.raises(UsageError, match="annotation was removed"):
         stale.backward()
     replicate(model)
     assert len(dist.distributed_c10d._world.pg_map) == groups

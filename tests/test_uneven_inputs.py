@@ -747,8 +747,8 @@ def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bo
         strict=True,
     ):
         assert text == (
-            f"{call} inside of Join, where ranks without inputs follow the annotations that it was made with\n"
-            f"  at:  rank 0, module {place}\n  fix: do it before Join(...) is made, or after the context"
+            f"{call} inside of Join, but ranks without inputs know only annotations from before Join was made\n"
+            f"  at:  rank 0, module {place}\n  fix: call {call} before Join(...) is made, or after the context"
         )
 
 

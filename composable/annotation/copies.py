@@ -63,7 +63,7 @@ class AnnotatedPart:
                 raise reaches_out(verb, handle.modules, fix)
             if handle.held_with is not None:
                 raise UsageError(
-                    f"a model is to be {verb} while unshard_params shows its parameters",
+                    f"a model cannot be {verb} while unshard_params shows its parameters",
                     at=f"{place_of_rank()}, {handle.described}",
                     fix="leave the context first",
                 )
@@ -135,7 +135,7 @@ class _Session:
         copied = modules_of_copy(memo) or set(module.modules())
         if not all(root in copied for root in roots):
             names = " and ".join(map(describe_module, roots))
-            raise _refused(module, "a part of a sharded model is to be copied", FIX_COPY.format(names=names))
+            raise _refused(module, "a part of a sharded model cannot be copied", FIX_COPY.format(names=names))
         self.part = AnnotatedPart((below for root in roots for below in root.modules()), "copied", FIX_COPY)
         # A root inside of this one, below a replicated module, may have come first: one copy of it is enough.
         self.part.handles = [handle for handle in self.part.handles if id(handle) not in memo]

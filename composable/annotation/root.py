@@ -126,7 +126,7 @@ class FullyShardState:
 
     def _as_root(self) -> "Root":
         if self.root is None or self.root.state is not self:
-            raise AttributeError("only the state where forward starts knows the whole tree, from the first forward on")
+            raise AttributeError("only the outermost module's state knows the tree, and only after a forward")
         return self.root
 
     def modules_around(self, module: nn.Module) -> list[nn.Module]:
@@ -467,8 +467,8 @@ def _compare_plans(
                 found,
                 shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
                 what="the ranks annotated different plans",
-                fix="build the same model and call fully_shard with the same arguments on every rank; what differs by "
-                "rank, such as experts, on the ranks that share it",
+                fix="build the same model and call fully_shard with the same arguments on every rank; annotate "
+                "modules that differ by rank, such as experts, on the ranks that share them",
             )
         except ComposableError as error:
             # Of some experts: those around tell the ranks of all others.
@@ -486,9 +486,9 @@ def _find_failure(
             for state in states:
                 if state is not root and state.settings != RootSettings():
                     raise UsageError(
-                        "the root's settings were made on a module that a later annotation is around",
+                        "the root's settings were made on a module that is now inside a later annotation",
                         at=module_text(names.get(state.modules[0], ""), class_name(state.modules[0])),
-                        fix="annotate all first, then make them on the outermost module; set this one's back",
+                        fix="annotate all modules, then make the settings on the outermost one; undo them on this one",
                     )
                 for handle in state._handles:
                     attach(handle)

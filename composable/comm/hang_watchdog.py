@@ -160,15 +160,15 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
     return DesyncError(
         f"the wait for {what} has ended by an error of the process group: {first_line}",
         at=at,
-        fix="see what the other ranks say first: one has ended or cannot be reached, or was waited for longer than the "
-        "group permits; docs/cluster.md has what follows",
+        fix="read the errors of the other ranks first: one has ended, cannot be reached, or kept this one waiting "
+        "longer than the group permits; docs/cluster.md says what to do next",
     )
 
 
 def diverged(lines: Sequence[str]) -> DesyncError:
     """Return what every rank raises that uses a group which was closed; ``lines``: of the diagnosis."""
     return DesyncError(
-        "\n".join(["the ranks went different ways, and what one waits for will never come", *lines]),
+        "\n".join(["the ranks went different ways, and one waits for a call that will never come", *lines]),
         at=place_of_rank(),
         fix=_FIX,
     )
@@ -296,7 +296,7 @@ class _Thread(threading.Thread):
                 self._wake.clear()
         except Exception as error:
             # The store ends with the rank or the launcher that holds it.
-            _LOG.debug("the watch of ranks that wait has ended: %s", error)
+            _LOG.debug("the thread that watches ranks that wait has ended: %s", error)
         finally:
             with self._looked:
                 self._is_ended = True

@@ -64,7 +64,7 @@ class DataParallelMeshDims:
             if not isinstance(value, str) and (name == "shard" or value is not None):
                 raise ConfigError(f"{name} of the mesh dims is {described(value)}", fix=fix)
         if self.shard == self.replicate:
-            raise ConfigError(f"mesh dim {self.shard!r} is to shard and to replicate", fix=fix)
+            raise ConfigError(f"mesh dim {self.shard!r} is named for shard and for replicate", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Grid:
         told = shard.objects((replicas.numbers, sorted(rows), fits))
         if not all(fits and others == sorted(rows) for _, others, fits in told):
             raise _refusal(
-                f"shard groups {list(rows)} and copies on ranks {[numbers for numbers, *_ in told]} are no grid",
+                f"shard groups {list(rows)} and copies on ranks {[numbers for numbers, *_ in told]} form no grid",
                 "pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
             )
         if replicas.size == 1:
@@ -163,9 +163,9 @@ def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
     if outside:
         raise ConfigError(
             f"a module below is annotated on ranks {list(inner)}, and this one, around it, on {list(outer)} only: "
-            f"rank {outside[0]} would wait for who does not run it",
+            f"rank {outside[0]} would wait for ranks that do not run it",
             at=f"{place_of_rank()}, {place()}",
-            fix="annotate what lies inside on some of the outer ranks, say one dim of a mesh of all of them",
+            fix="annotate the inner module on some of the outer ranks, such as one dim of the outer module's mesh",
         )
 
 
@@ -225,7 +225,7 @@ def _of_mesh(
     mesh: DeviceMesh | None, dims: object, params: Sequence[nn.Parameter], is_hybrid: bool | None, caller: str
 ) -> tuple[DeviceMesh, Grid]:
     if mesh is None and dims is not None:
-        raise _refusal("dp_mesh_dims names dims of no mesh", "pass the mesh too")
+        raise _refusal("dp_mesh_dims is given without a mesh", "pass the mesh too")
     if mesh is None and is_hybrid:
         mesh = _mesh_of_hosts(params)
     if not isinstance(mesh, DeviceMesh) or (dims is None and mesh.ndim != 2):
@@ -306,7 +306,7 @@ def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool |
     if not all(isinstance(group, dist.ProcessGroup) for group in pair) or len(pair) not in (1, 2):
         raise _refusal(
             f"process_group is {described(groups)}",
-            "pass a ProcessGroup that this rank is in; or two: who shares parameters, and who has copies of shards",
+            "pass a ProcessGroup that this rank is in; or two: the ranks that share parameters, and those with copies",
         )
     if is_hybrid is not None and is_hybrid is not (len(pair) == 2):
         raise _refusal(
@@ -335,9 +335,9 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     shared = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     if len(shared) > 1 or set(mesh.mesh_dim_names or ()) & set(other.mesh_dim_names or ()):
         raise ConfigError(
-            f"the parameter is a DTensor over ranks {other.mesh.tolist()}, some of which would share its shards "
-            f"({mesh.mesh.tolist()})",
-            fix="give the two other dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
+            f"the parameter is a DTensor over ranks {other.mesh.tolist()}, and fully_shard would split it again over "
+            f"some of them ({mesh.mesh.tolist()})",
+            fix="use two different dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
     # A mesh holds its groups: what keeps one for a group would keep both for good.
@@ -348,7 +348,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
         return found, (found.mesh_dim_names or ()).index(names[0])
     if len(names) != 1 + other.ndim or not _is_part(other, root):
         raise ConfigError(
-            "the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on",
+            "the mesh of the parameter, a DTensor, and the mesh to shard it over are not dims of one mesh",
             fix="make one mesh, init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
             "parallelize_module and mesh['dp'] to fully_shard",
         )
@@ -485,7 +485,7 @@ class ModelRanks:
         if len(set(places)) < len(places) or {teams.count(team) for team in set(teams)} != {len(rows)}:
             raise _refusal(
                 f"the ranks that average gradients, {', '.join(str(list(row)) for row in rows)}, and those of tensor "
-                "parallelism are no grid",
+                "parallelism form no grid",
                 "make one mesh of both: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
             )
         return ModelRanks(everyone, tuple(others), places)

@@ -396,7 +396,7 @@ def _is_alive(transport: Any, groups: Mapping[str, dist.ProcessGroup]) -> bool:
 def _doing(trees: Sequence[Tree]) -> str:
     # What is under way says more than what has ended, and that more than what never began.
     last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
-    text = "has nothing annotated that has run" if last is None else last.text
+    text = "has run no annotated module" if last is None else last.text
     frames, main = sys._current_frames(), threading.main_thread().ident or 0
     here = place_in(frames.get(_RECORD.trainer or main) or frames.get(main), _NOT_THE_USERS)
     return f"{text}; now at {here}" if here else text

@@ -335,7 +335,7 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
             return "\n".join(
                 f"    rank {number}: {line.strip()}" for number, line in zip(numbers, at_index, strict=True)
             )
-    return "    (of another model, mesh or options, though in equal words)"
+    return "    (the texts are equal, but the model, mesh or options differ)"
 
 
 def _as_told(failure: Exception | None) -> ComposableError | None:

@@ -291,9 +291,9 @@ def _is_due(ledger: GradientLedger) -> bool:
 def stepped_already(handle: Handle) -> UsageError:
     """Return the error for more of a gradient in the backward that has stepped on the rest of it."""
     return UsageError(
-        "more of a gradient arrived after an optimizer in backward has stepped on the rest of it",
+        "an optimizer in backward has stepped, and then more of the same gradient arrived",
         at=f"{place_of_rank()}, {handle.described}",
-        fix="use parameters in the forward of their own module, run one backward for each forward, or step after it",
+        fix="use parameters in the forward of their own module, run one backward per forward, or step after backward",
     )
 
 
@@ -302,7 +302,7 @@ _DIGEST_BYTES = 8
 _HAS_FAILED = 1
 _GOES_ON = 2
 _WHAT = "the ranks reduce gradients in different ways, so those of the last backward are wrong"
-_FIX = "call the methods that set something with the same values on every rank, drop the gradients, run backward again"
+_FIX = "call the set_... methods with the same values on every rank, drop the gradients, and run backward again"
 _OTHER_ORDER = "the ranks gather or reduce modules in different orders, so the numbers of this step are mixed up"
 _ONE_ORDER = (
     "run the same modules in the same order on every rank, recomputation included: keep a branch that depends on the "

@@ -174,7 +174,7 @@ def refuse_steppers(steppers: Sequence[Stepper], fqn: str) -> None:
     """
     if steppers:
         raise UsageError(
-            "an optimizer steps these parameters inside backward, which goes with no communication hook",
+            "an optimizer steps these parameters inside backward, so they cannot have a communication hook",
             at=f"{place_of_rank()}, parameter {fqn!r}",
             fix="step after backward, or leave the hook out",
         )
@@ -183,9 +183,9 @@ def refuse_steppers(steppers: Sequence[Stepper], fqn: str) -> None:
 def refuse_graph_of_backward(fqn: str) -> UsageError:
     """Return the error for a backward that is to be differentiated, and would change what it reads."""
     return UsageError(
-        "backward with create_graph=True, while an optimizer steps inside of it",
+        "a backward with create_graph=True cannot run while an optimizer steps inside it",
         at=f"{place_of_rank()}, parameter {fqn!r}",
-        fix="remove() what step_in_backward returned, and step after the last backward",
+        fix="call remove() on the result of step_in_backward, and step after the last backward",
     )
 
 
@@ -200,7 +200,7 @@ def check_backward(fqn: str) -> None:
         raise refuse_graph_of_backward(fqn)
     if in_backward_of_function():
         raise UsageError(
-            "a backward inside of another one, as a reentrant checkpoint runs it, while an optimizer steps inside",
+            "an optimizer cannot step in a backward that runs inside of another one, as of a reentrant checkpoint",
             at=f"{place_of_rank()}, parameter {fqn!r}",
             fix="checkpoint with use_reentrant=False, annotate a module around the checkpoint, or step after backward",
         )
@@ -488,7 +488,7 @@ def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:
                 f"a hook on the gradient of a sharded parameter returned {type(changed).__name__} "
                 f"{list(getattr(changed, 'shape', []))}",
                 at=f"{place_of_rank()}, parameter {param.fqn!r}",
-                fix="return None, or what element-wise operations make of the gradient that the hook got",
+                fix="return None, or the result of element-wise operations on the gradient that the hook got",
             )
         grad = changed
     return grad

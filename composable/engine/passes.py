@@ -74,9 +74,9 @@ class Backwards:
         step = self._step
         if step.is_closed:
             raise UsageError(
-                "backward of a forward that ran before the model's annotation was changed",
+                "this backward belongs to a forward that ran before the model's annotation was changed",
                 at=place_of_rank(),
-                fix="run backward before unannotate, or forward again after it",
+                fix="run backward before unannotate, or run forward again after it",
             )
         if step.finalizing is not None:
             step.check_waited_for()
@@ -111,11 +111,11 @@ class Backwards:
         handles = self._step.handles
         if any(handle.held_with is None for handle in handles):
             raise UsageError(
-                "a pipeline's stage takes gradients of inputs and of parameters apart, and between forward and "
-                "backward a sharded module holds no whole parameters",
+                "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), and a sharded "
+                "module holds no whole parameters between forward and backward",
                 at=f"{place_of_rank()}, {handles[0].described}",
                 fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
-                "examples/clients/pipelining.py does, or take a schedule without zero bubble",
+                "examples/clients/pipelining.py does, or use a schedule without zero bubble",
             )
 
     def _check_steppers(self) -> None:
@@ -124,9 +124,9 @@ class Backwards:
                 if self._step.makes_graph:
                     raise refuse_graph_of_backward(handle.fqn)
                 raise UsageError(
-                    "gradients are to wait for a later backward, and an optimizer steps inside this one",
+                    "an optimizer steps inside this backward, but its gradients have to wait for a later backward",
                     at=f"{place_of_rank()}, module {handle.fqn!r}",
-                    fix="accumulate in no_sync instead, or remove() what step_in_backward returned",
+                    fix="accumulate in no_sync instead, or call remove() on the result of step_in_backward",
                 )
 
     # Gradients of outputs

@@ -122,11 +122,11 @@ def nearest(registrations: Sequence[Registration]) -> Registration | None:
     for one in registrations:
         if found is not None and one is not found and found.module is not None and not one.reaches(found.module):
             raise ConfigError(
-                "two communication hooks reach the same parameters, and neither is the nearer",
+                "two communication hooks reach the same parameters, and neither one's module is inside the other's",
                 at=" and ".join(
                     describe_module(module) for each in (one, found) if (module := each.module) is not None
                 ),
-                fix="register on the module that owns the parameters",
+                fix="register one hook, on the module that owns the parameters",
             )
     return found
 
@@ -254,7 +254,7 @@ def _run_hook(
         complain(
             ConfigError(
                 f"the all-reduce hook returned {described(returned)}",
-                fix="change the shard in place, wait for what that starts, and return None",
+                fix="change the shard in place, wait for all work that the hook started, and return None",
             )
         )
     return shard

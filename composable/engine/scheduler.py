@@ -242,7 +242,7 @@ class Scheduler:
         step = self.step
         if step.is_under_way or self.is_deferred:
             raise UsageError(
-                "a module that ran on its own so far is called by another root in the middle of its step",
+                "a module that ran on its own is called inside another annotated one before its own step has ended",
                 fix="call the outermost annotated module before the modules inside it",
             )
         step.unsharded.free_retained(always=True)

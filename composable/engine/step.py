@@ -199,7 +199,7 @@ class Step:
             raise UsageError(
                 "gradients are still being reduced",
                 at=place_of_rank(),
-                fix="call wait() on what finalize_backward(async_op=True) returned, before anything else",
+                fix="call wait() on the result of finalize_backward(async_op=True) before anything else",
             )
 
     @property

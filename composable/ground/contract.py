@@ -114,9 +114,9 @@ def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
     for module, state in annotated_below(modules):
         if getattr(state, "is_joined", False):
             raise UsageError(
-                f"{what} inside of Join, where ranks without inputs follow the annotations that it was made with",
+                f"{what} inside of Join, but ranks without inputs know only annotations from before Join was made",
                 at=f"{place_of_rank()}, {describe_module(module)}",
-                fix="do it before Join(...) is made, or after the context",
+                fix=f"call {what} before Join(...) is made, or after the context",
             )
 
 
@@ -358,5 +358,5 @@ def _check_same_names(name: str, module: nn.Module, old: list[str], new: list[st
         raise ConfigError(
             f"{name} changed the FQNs of the module it annotates: {was} became {now}",
             at=describe_module(module),
-            fix="an annotation keeps every parameter, buffer and module under its name and in its place",
+            fix=f"change {name} so that every parameter, buffer and module keeps its name and its place",
         )

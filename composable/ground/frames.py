@@ -257,7 +257,7 @@ def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError
     """Return the error for a handle of ``modules`` that lies only partly in what is to be, say, "copied"."""
     names = " and ".join(describe_module(module) for module in modules)
     return UsageError(
-        f"a part of a model is to be {verb}, but a handle owns parameters inside and outside of it",
+        f"a part of a model cannot be {verb}: a handle owns parameters inside and outside of it",
         at=f"{place_of_rank()}, handle of {names}",
         fix=fix.format(names=names),
     )

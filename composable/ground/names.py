@@ -285,8 +285,8 @@ def check_outside_inference(caller: str) -> None:
     """Raise ``UsageError`` in inference mode: no optimizer could ever write to parameters that are made there."""
     if torch.is_inference_mode_enabled():
         raise UsageError(
-            f"{caller} is called in inference mode, and what is made there can never be trained",
-            fix="annotate outside of torch.inference_mode(), and run in it as you like",
+            f"{caller} is called in inference mode, and tensors made there can never be trained",
+            fix="annotate outside of torch.inference_mode(); forwards may run in it",
         )
 
 
@@ -314,7 +314,7 @@ _PLACES = {
     "output_device": ("leave it out, since outputs stay where the module makes them",),
     "shard_as_bytes": ("leave it out, since frozen parameters of other classes are sharded as bytes",),
     "sharding_strategy": ("pass it as strategy=",),
-    "skip_all_reduce_unused_params": ("leave it out, since what no rank uses travels as zeros",),
+    "skip_all_reduce_unused_params": ("leave it out, since gradients that no rank has travel as zeros",),
     "transport": (_IN_OPTIONS,),
     "unused_gradients": (_IN_OPTIONS,),
     "use_orig_params": ("leave it out, since parameters keep their names and shapes always",),

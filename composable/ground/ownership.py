@@ -134,7 +134,7 @@ def rival_on(module: nn.Module) -> str | None:
 def keep_one(rival: str) -> str:
     """Return what to do about a rival."""
     if rival == _WRAPPER:
-        return "keep one of them: docs/works_with.md has what to tell trainers that wrap by themselves"
+        return "keep one of them: docs/works_with.md says how to keep a trainer from wrapping the model"
     return f"keep one of them: import {rival.partition(' ')[2]} from composable everywhere, not from torch"
 
 

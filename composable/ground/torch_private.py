@@ -129,7 +129,7 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
         raise UsageError(
             f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
             at=place_of_rank(),
-            fix="leave compiled autograd off: compiled models need it for nothing",
+            fix="leave compiled autograd off: compiled models do not need it",
         )
     Variable._execution_engine.queue_callback(callback)  # the engine takes it for the backward that runs
 

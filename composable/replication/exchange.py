@@ -205,7 +205,7 @@ class _HookPending:
             # What a callback has raised: the ranks may have met, so this one goes on, and they are told with the flags.
             text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
             what = f"the future of the communication hook {self.name} raised {text}"
-            self.exchange.note_failure(ConfigError(what, fix="see what was raised there"), error)
+            self.exchange.note_failure(ConfigError(what, fix="read the error that the future raised"), error)
             result = self.bucket.flat.new_zeros(1)
         self.bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
 
@@ -473,9 +473,9 @@ class BucketExchange:
             "\n".join(lines),
             place_of_rank(),
             self._params[0].fqn,
-            "nothing, if each of them belongs to this backward, or to none; but where a rank left out a backward, or "
-            "was alone in no_sync, averages are of different steps from there on: run the same backwards on every "
-            "rank, and forwards that are not to be trained on under torch.no_grad()",
+            "none if these forwards belong to this backward, or to no backward; but if a rank left out a backward, "
+            "or was alone in no_sync, ranks now average gradients of different steps: run the same backwards on every "
+            "rank, and run forwards without a backward under torch.no_grad()",
         )
 
     def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> UsageError:
@@ -511,7 +511,7 @@ class BucketExchange:
             "let every parameter take part in the loss on every rank, freeze those that do not before replicate, "
             "or pass find_unused_parameters=True"
             if lines
-            else "drop the gradients of this step, and see what was raised there"
+            else "drop the gradients of this step, and read the error that was raised there"
         )
         if stopped:
             lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
@@ -527,7 +527,7 @@ def _graph_changed(
     fqns: Sequence[str], static: StaticGraph, used: Sequence[float], others: Sequence[int]
 ) -> UsageError:
     """Return the error for a backward that is not like the first, though it was promised to be."""
-    promise = "is not like the first one, as static_graph=True says"
+    promise = "is not like the first one, though static_graph=True promises it"
     if static.changes:
         shown = [f"{fqns[index]!r} ({count_text(now, 'gradient')}, {then} then)" for index, now, then in static.changes]
         what = f"this backward {promise}: {list_text(shown, _MAX_NAMES_SHOWN, write=str)}"

@@ -113,7 +113,7 @@ def _refuse(why: str, fqn: str) -> None:
     raise UsageError(
         f"compiled autograd runs this backward, where {why}",
         at=f"{place_of_rank()}, parameter {fqn!r}",
-        fix="leave compiled autograd off: compiled models need it for nothing",
+        fix="leave compiled autograd off: compiled models do not need it",
     )
 
 

@@ -201,7 +201,7 @@ class LentPart:
         slot = self.params.written()
         if slot is not None:
             raise UsageError(
-                f"a forward wrote to a parameter, of which it held a copy in {dtype_text(slot.dtype)}",
+                f"a forward wrote to a parameter of which it held a copy in {dtype_text(slot.dtype)}: it would be lost",
                 at=f"{place_of_rank()}, parameter {slot.name!r} of {describe_module(slot.module)}",
                 fix="write to it between two steps, or add the class of its module to skipped_module_classes",
             )

@@ -184,7 +184,7 @@ class GradientAverager:
             what = "a parameter got a second gradient in one backward, after the first was sent to the other ranks"
             fix = "use activation checkpointing with use_reentrant=False, or pass static_graph=True"
             if static is not None:
-                what = "a parameter got more gradients in one backward than in the first one, as static_graph=True says"
+                what = "a parameter got more gradients than in the first backward, which static_graph=True rules out"
                 fix = "drop the gradients of this step, and use the same parameters in every step"
             raise UsageError(what, at=f"{place_of_rank()}, parameter {self.params[index].fqn!r}", fix=fix)
         if static is not None and static.allows(index, self.round.seen[index]):
@@ -199,9 +199,9 @@ class GradientAverager:
                 return  # Another device's thread was first.
             if self._is_closed:
                 raise UsageError(
-                    "backward of a forward that ran before the model's annotation was taken off",
+                    "this backward belongs to a forward that ran before the model's annotation was removed",
                     at=place_of_rank(),
-                    fix="run backward before unannotate, or forward again after it",
+                    fix="run backward before unannotate, or run forward again after it",
                 )
             if self.round.phase is Phase.STOPPED:
                 self._recover()
@@ -450,7 +450,7 @@ class Reducer(GradientAverager):
             "an optimizer cannot step inside of it": self.steppers,
             "ranks without inputs cannot follow (Join)": self.join is not None,
             "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
-            "a module of before unannotate cannot run": self._is_closed,
+            "a module whose annotation was removed cannot run": self._is_closed,
         }
         return next((why for why, holds in found.items() if holds), "")
 

@@ -228,7 +228,7 @@ class ReplicateState:
                 raise UsageError(
                     "a parameter was frozen when replicate was called and requires a gradient now",
                     at=f"{place_of_rank()}, parameter {fqn!r}",
-                    fix="call replicate after unfreezing",
+                    fix="unfreeze before replicate; or call unannotate(model), then replicate again",
                 )
         if not self.follows:
             self._meet(module)
@@ -296,10 +296,10 @@ class ReplicateState:
             UsageError: Always.
         """
         raise UsageError(
-            "a pipeline's stage takes gradients of inputs and of parameters apart, and replicate averages those that "
-            "a backward leaves",
+            "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), where replicate "
+            "cannot average them",
             at=f"{place_of_rank()}, {describe_module(self.modules[0])}",
-            fix="take a schedule without zero bubble, or fully_shard with ShardedStage as in "
+            fix="use a schedule without zero bubble, or fully_shard with ShardedStage as in "
             "examples/clients/pipelining.py",
         )
 

@@ -246,7 +246,7 @@ def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Par
     for what, param in [*delayed, *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
         if id(param) not in index_of:
             raise ConfigError(
-                f"an all-reduce is delayed by {what}, whose gradient replicate does not average here",
+                f"a delayed all-reduce names {what}, whose gradient replicate does not average here",
                 at=place_of_rank(),
                 fix="pass parameters of the module that require a gradient and are neither ignored nor sparse",
             )
@@ -387,7 +387,7 @@ def find_tensors(
     for root in roots:
         if type(root).forward is nn.Module.forward and "forward" not in root.__dict__:
             raise ConfigError(
-                f"{class_name(root)} has no forward, so nothing would tell when it runs",
+                f"{class_name(root)} has no forward, so replicate cannot know when it runs",
                 at=f"{place_of_rank()}, {describe_module(root)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )

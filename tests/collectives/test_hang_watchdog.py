@@ -48,7 +48,7 @@ def test_a_wait_that_the_group_ends_says_who_was_waited_for(
 ) -> None:
     for rank, text in enumerate(run_ranks(wait_alone, 4, call)[:2]):
         assert f"the wait for the other ranks in {name} has ended by an error of the process group: " in text
-        assert f"\n  at:  rank {rank}, waiting for rank {rank + 2}\n  fix: see what the other ranks say first" in text
+        assert f"\n  at:  rank {rank}, waiting for rank {rank + 2}\n  fix: read the errors of the other ranks" in text
 
 
 @pytest.mark.parametrize("error", [ConfigError("mine"), RuntimeError("mine"), KeyError("mine")])

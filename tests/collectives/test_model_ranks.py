@@ -56,5 +56,5 @@ def join_unlike_columns() -> str:
 
 
 def test_columns_of_other_sizes_are_an_error_on_every_rank() -> None:
-    text = "the ranks that average gradients, [0, 1, 2], [3], and those of tensor parallelism are no grid"
+    text = "the ranks that average gradients, [0, 1, 2], [3], and those of tensor parallelism form no grid"
     assert run_threads(join_unlike_columns, 4) == [text] * 4
