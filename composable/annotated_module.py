@@ -159,7 +159,7 @@ def reduce_gradients(module: nn.Module) -> None:
         raise _untimely(module, "inside of no_sync, which keeps gradients on their rank", "call it after the context")
     if any(isinstance(one, Reducer) and one.join is not None for one in found):
         what = "inside of Join, where ranks without inputs follow backwards only"
-        raise _untimely(module, what, "let the last backward of a step average")
+        raise _untimely(module, what, "leave the call out, and run the last backward of each step outside of no_sync")
     states = [state for state in states_of(module.modules()) if isinstance(state, FullyShardState)]
     if not in_backward():
         for state in states:

@@ -245,7 +245,7 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
         raise ConfigError(
             f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
-            fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
+            fix="use torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, name its argument grad",
         )
     called = _as_hook_of_gradients(hook)
 
@@ -395,10 +395,10 @@ def _check_memory(state: object, callers: set[Reducer]) -> None:
     if _remembers_buckets(state) and len(callers) > 1:
         names = sorted(one.params[0].fqn if one.params else "none" for one in callers)
         raise ConfigError(
-            f"one {type(state).__name__} is to serve {len(callers)} replicated modules, and what it remembers of "
-            "their buckets goes by the number of a bucket in its module",
+            f"one {type(state).__name__} cannot serve {len(callers)} replicated modules: it remembers buckets by "
+            "their number, and each module numbers its own",
             at=f"the modules of parameters {list_text(names)}",
-            fix="register on each replicated module a state of its own",
+            fix="call register_comm_hook on each replicated module, with a state of its own",
         )
 
 
@@ -409,7 +409,7 @@ def _check_free(module: nn.Module, state: object, units: Mapping[ReducingUnit, R
         raise UsageError(
             "a communication hook is registered already",
             at=describe_module(module),
-            fix="register one hook on a module; remove the first with what registering it returned",
+            fix="register one hook on a module; call remove() on what register_comm_hook returned",
         )
     if isinstance(state, DefaultState):
         numbers = Ranks.of(state.process_group, torch.device("cpu")).numbers
@@ -446,14 +446,14 @@ def _check_hook(hook: object, units: Iterable[ReducingUnit]) -> None:
     if sharded and not has_output:
         raise ConfigError(
             f"the hook takes a state and {'a bucket' if takes_bucket else 'gradients'} only, and a sharded module "
-            "keeps no whole gradients: it needs a place for this rank's slice",
+            "keeps no whole gradients: its hook must write this rank's slice to an output",
             at=sharded[0].described,
             fix="write it as hook(state, grad, output=None); such hooks serve replicated modules too",
         )
     if not has_none and any(isinstance(unit, Reducer) for unit in units):
         raise ConfigError(
-            "the hook needs an output, and a replicated module keeps the whole of its gradients",
-            fix="write it as hook(state, grad, output=None), and average in place without an output",
+            "the hook requires an output, and a replicated module passes none",
+            fix="write it as hook(state, grad, output=None), and average grad in place where output is None",
         )
 
 

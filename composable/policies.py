@@ -50,7 +50,7 @@ class Policy(ABC):
             common = Counter(class_name(module) for module in tree.fqns).most_common(_CLASSES_IN_HINT)
             seen = ", ".join(f"{count} {name}" for name, count in common) or "none"
             raise ConfigError(
-                f"{self} picks nothing among what is neither ignored nor annotated already",
+                f"{self} picks nothing apart from ignored or annotated modules",
                 at=f"module {class_name(root)}; most frequent submodules: {seen}",
                 fix="change the policy so that it picks at least one submodule, or leave it out",
             )
@@ -207,7 +207,7 @@ def resolve_policy(policy: PolicyLike) -> Policy:
     raise ConfigError(
         f"policy is {described(policy)}",
         fix="pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, "
-        "CustomPolicy, SizePolicy, or an auto_wrap_policy of torch; of torch's CustomPolicy its function",
+        "CustomPolicy, SizePolicy, or an auto_wrap_policy of torch; for torch's CustomPolicy pass its function",
     )
 
 

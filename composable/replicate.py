@@ -151,7 +151,7 @@ def replicate(
             raise ConfigError(
                 "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
                 at=f"{place_of_rank()}, parameter {split[0]!r}",
-                fix="replicate those modules before, without a policy",
+                fix="first call replicate on their modules, without mp_policy",
             )
         trained = [(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
         options = ReplicateOptions(

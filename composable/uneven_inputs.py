@@ -239,7 +239,7 @@ def _ranks_of(module: nn.Module) -> Ranks:
     for one in others:
         if {*one.numbers} != {*ranks.numbers}:
             raise UsageError(
-                f"uneven inputs of modules that ranks {list(ranks.numbers)} and ranks {list(one.numbers)} share",
+                f"joinable got modules on different ranks: {list(ranks.numbers)} and {list(one.numbers)}",
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="annotate all of it on the same ranks, or give every rank as many inputs",
             )
@@ -261,7 +261,7 @@ def _states_to_join(module: nn.Module) -> list[State]:
         beyond = [each for each in (*around.modules, *state.modules) if each not in modules]
         if beyond:
             raise UsageError(
-                "uneven inputs of a part of what is annotated together",
+                "joinable got a part of the modules that are annotated together",
                 at=", ".join([place_of_rank(), *map(describe_module, beyond)]),
                 fix="call joinable on a module around all of it, such as the whole model",
             )
@@ -280,7 +280,7 @@ def _check_stepped(owners: Sequence[Owner]) -> None:
     for handle in [handle for owner in owners if isinstance(owner, Root) for handle in owner.handles]:
         if not handle.steppers and any(param.sharded.requires_grad for param in handle.params):
             raise UsageError(
-                "a rank without inputs has shards that it alone can step, and joinable was given no step",
+                "joinable got no step, and a rank without inputs has to step its own shards",
                 at=f"{place_of_rank()}, {handle.described}",
                 fix="pass joinable(model, step=...) a function that does what the loop does after backward: clip, "
                 "optimizer.step(), optimizer.zero_grad()",

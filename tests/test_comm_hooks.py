@@ -497,7 +497,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: register_comm_hook(m, default_state(), allreduce_hook), "ConfigError.*takes a state and gradients only"),
     (
         lambda m: register_comm_hook(replicate(make_net()), default_state(), reduce_scatter_hook),
-        "ConfigError.*the hook needs an output",
+        "ConfigError.*the hook requires an output",
     ),
     (
         lambda m: register_comm_hook(m, None, lambda a, b, c, d: None),
@@ -519,11 +519,11 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     # A memory of buckets serves one module.
     (
         lambda m: register_comm_hook(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
-        "ConfigError.*is to serve 2 replicated modules",
+        "ConfigError.*cannot serve 2 replicated modules",
     ),
     (
         lambda m: register_twice(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
-        "ConfigError.*is to serve 2 replicated modules",
+        "ConfigError.*cannot serve 2 replicated modules",
     ),
     (
         lambda m: register_twice(around_a_group(), default_state(), mean_hook),

@@ -333,7 +333,7 @@ def test_what_has_no_view_says_why() -> None:
         as_ddp(model)
     fully_shard(model[0])
     replicate(model)
-    with pytest.raises(UsageError, match="shards that it alone can step"):
+    with pytest.raises(UsageError, match="has to step its own shards"):
         Join([as_ddp(model)])
     pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
     replicate(pair)

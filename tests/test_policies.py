@@ -132,7 +132,7 @@ def returns_dict(module: nn.Module) -> Any:
             for wrong, text in (
                 *(("Block", "'Block'"), (None, "None"), (Block, "the class Block")),
                 *((nn.Identity(), "a torch.nn"), ([Block], "a list")),
-                (torch_wrap.CustomPolicy(is_block), "a torch.*of torch's CustomPolicy its function"),
+                (torch_wrap.CustomPolicy(is_block), "a torch.*for torch's CustomPolicy pass its function"),
             )
         ),
         (torch_wrap.lambda_auto_wrap_policy, (), "policy lambda_auto_wrap_policy raised TypeError: .*missing"),

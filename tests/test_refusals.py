@@ -168,7 +168,7 @@ def test_a_dtype_or_class_that_makes_no_policy_is_refused(name: str, value: Any,
 
 
 def test_a_plan_or_dims_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match="FULL_SHARD keeps one copy of each shard, and there are 3"):
+    with pytest.raises(ConfigError, match="FULL_SHARD keeps one copy of each shard, and the mesh has 3"):
         plan(make_model("mlp"), world_size=2, replicas=3, strategy="FULL_SHARD")
     with pytest.raises(ConfigError, match="replicas is 0"):
         plan(make_model("mlp"), world_size=2, replicas=0)

@@ -636,11 +636,11 @@ def linear_with(param: nn.Parameter) -> nn.Module:
     [
         (linear_with(Unknown(torch.zeros(4, 4))), {}, "Unknown is a tensor subclass"),
         (linear_with(nn.Parameter(torch.zeros(4, 4).as_subclass(Half))), {}, "Half is a tensor subclass"),
-        (linear_with(scaled_on_meta()), {}, "it is on the meta device"),
+        (linear_with(scaled_on_meta()), {}, "this state is on the meta device"),
         (
             linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
             {},
-            "it is on the meta device",
+            "this state is on the meta device",
         ),
         (int8_model([(4, 4)]), {"align": {"0.weight": 2}}, "is gathered by its class"),
         (linear_with(nn.Parameter(Int8Weight(torch.empty(0, 4)))), {}, "gathers rows, and the parameter has none"),

@@ -250,8 +250,8 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     layout = widest(base._spec.layout for base in bases)
     if is_in_model_averager():
         raise UsageError(
-            "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "
-            "no others to average with",
+            "torch's model averagers average whole models that each rank trains by itself, and a sharded model is "
+            "one model on all ranks",
             at=place_of_rank() if layout.label is None else f"{place_of_rank()}, parameter {str(layout.label)!r}",
             fix="leave the averager out: every backward averages gradients; or train the whole model on each rank",
         )

@@ -318,13 +318,13 @@ def ragged_spec(
         raise ConfigError("this rank is not in the mesh", fix="make ragged tensors on the ranks of their mesh only")
     bounds = tuple(bounds)
     if len(bounds) != mesh.size(mesh_dim) + 1:
-        raise ConfigError(f"{len(bounds)} bounds for a mesh dim of {mesh.size(mesh_dim)} ranks", fix="give one more")
+        raise ConfigError(f"{len(bounds)} bounds for a mesh dim of {mesh.size(mesh_dim)} ranks", fix="give ranks + 1")
     if order and len(order) != len(size):
         raise ConfigError(f"order {tuple(order)} for {len(size)} dims", fix="give every dim once, or none")
     found = []
     for other, dim in sorted(splits.items()):
         if not (0 <= other < mesh.ndim and other != mesh_dim and -len(size) <= dim < len(size)):
-            raise ConfigError(f"dim {dim} of {list(size)} split over dim {other} of a mesh of {mesh.ndim} dims")
+            raise ConfigError(f"dim {dim} of {list(size)} cannot be split over mesh dim {other} of {mesh.ndim}")
         found.append(Split(other, dim % len(size), coordinate[other]))
     layout = RaggedLayout(mesh, mesh_dim, size, bounds, coordinate[mesh_dim], tuple(order), tuple(found))
     block = layout.block_shape

@@ -446,9 +446,9 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> Non
         raise UsageError(
             f"{what} with gradients that are not complete: backwards have ended, their reductions have not",
             at=f"{place_of_rank()}, {owner.described}",
-            fix="first end them: by a backward after set_is_last_backward(True), or by finalize_backward(), with "
-            "wait() on what it returned; or by a backward after set_requires_all_reduce(True); or, after no_sync, by a "
-            "backward outside of it, or by reduce_gradients(model)",
+            fix="first end the reductions: by a backward after set_is_last_backward(True), or by finalize_backward(), "
+            "with wait() on what it returned; or by a backward after set_requires_all_reduce(True); or, after no_sync, "
+            "by a backward outside of it, or by reduce_gradients(model)",
         )
 
 
@@ -461,7 +461,7 @@ def register_ragged() -> None:
         _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
         if not _is_dispatched_here():
             raise UsageError(
-                f"torch {torch.__version__} gives operations on a DTensor subclass to DTensor",
+                f"torch {torch.__version__} does not call a DTensor subclass for its own operations",
                 fix="install torch 2.12 or newer",
             )
     # torch compares parameter types with these lists; one that is missing gets the slow loop.

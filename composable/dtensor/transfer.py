@@ -297,8 +297,8 @@ def _with_ragged_instances(original: Any) -> Any:
             raise ConfigError(
                 f"a local tensor of shape {list(local_tensor.shape)} for a piece of shape {list(layout.local_shape)}",
                 at=f"rank {layout.global_rank}, tensor of shape {list(layout.shape)}{who}",
-                fix="give a tensor of the shape that to_local() of the parameter has; what has another shape (a number "
-                "a row, say) has a cut of its own: distribute_tensor(whole, mesh, [Replicate()])",
+                fix="give a tensor of the shape of the parameter's to_local(); for a tensor of another shape, such as "
+                "one number a row, call distribute_tensor(whole, mesh, [Replicate()])",
             )
         return RaggedDTensor.wrap(local_tensor, ragged, requires_grad)
 
@@ -315,7 +315,7 @@ def _with_ragged_shape(original: Any) -> Any:
         layout = layout_of(mesh, placements)
         if layout is None:
             raise ConfigError(
-                "the shape of the whole is not known: the placements are of no parameter that is there",
+                "the shape of the whole is not known: no parameter here has these placements",
                 at=place_of_rank(),
                 fix="DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())",
             )

@@ -158,7 +158,7 @@ class FirstValues:
             ]
             if without:
                 raise ConfigError(
-                    "sync_module_states sends what the first rank has, and there it is on the meta device",
+                    "sync_module_states sends values of the first rank, and there they are on the meta device",
                     at=list_text(without),
                     fix="load or initialise the model on the first rank, or pass param_init_fn",
                 )
@@ -232,7 +232,7 @@ class FirstValues:
             raise ConfigError(
                 "param_init_fn left parameters or buffers without values",
                 at=list_text(dict.fromkeys(without)),
-                fix="let it give values to all that its module owns itself, also to buffers that __init__ computes",
+                fix="let it fill all parameters and buffers of the module itself, also buffers that __init__ computes",
             )
 
     def _own(self, module: nn.Module) -> dict[str, torch.Tensor]:

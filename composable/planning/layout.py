@@ -73,7 +73,7 @@ class RaggedShard(Placement):
         if sorted(self.order) != list(range(len(self.order))):
             raise ConfigError(f"order is {self.order}", fix="give every dim once, the outermost in memory first")
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
-            raise ConfigError(f"bounds are {self.bounds}", fix="give one bound a rank and the end: 0, rising, numel")
+            raise ConfigError(f"bounds are {self.bounds}", fix="give world_size + 1 bounds that rise from 0 to numel")
         self._hash = hash((self.bounds, self.order))
         # That of the parameter that was cut so: what others make with its placements is cut as it is.
         self.layout: weakref.ref[Any] | None = None

@@ -341,7 +341,7 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
         )
     if replicas > 1 and not chosen.has_copies:
         raise ConfigError(
-            f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
+            f"strategy {chosen.name} keeps one copy of each shard, and the mesh has {replicas}",
             fix="pass HYBRID_SHARD or HYBRID_SHARD_ZERO2, or a mesh of one dim",
         )
     return chosen
@@ -434,5 +434,5 @@ def _check_freed(freed: object, world_size: int) -> None:
         sizes = ", ".join(str(one) for one in range(1, world_size + 1) if world_size % one == 0)
         raise ConfigError(
             f"reshard_after_forward is {freed}, and {world_size} ranks share the parameters",
-            fix=f"pass a divisor of that: {sizes}; or True, False or None",
+            fix=f"pass a divisor of {world_size}: {sizes}; or True, False or None",
         )

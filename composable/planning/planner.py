@@ -160,7 +160,7 @@ def _check_secondary(params: Sequence[FoundParam], frees: bool | int | None) -> 
     names = [found.fqns[0] for found in params if found.kind == "gathered"]
     if names and type(frees) is int:
         raise ConfigError(
-            f"reshard_after_forward={frees} on parameters whose class says what ranks exchange",
+            f"reshard_after_forward={frees} cannot be used for parameters that their own class gathers",
             at=f"parameter {list_text(names)}",
             fix="annotate their modules in a call of their own with reshard_after_forward=True or False",
         )
@@ -242,7 +242,7 @@ def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
             raise ConfigError(
                 f"align says {align!r} and shard_placement_fn says Shard({dim})",
                 at=found.place,
-                fix="let one of the two have no wish; a number of rows goes together with Shard(0)",
+                fix="leave it out of one of them; both are possible for a number of rows with Shard(0)",
             )
     if found.kind == "gathered":
         if align not in (None, "row", 1) or dim:
@@ -250,7 +250,7 @@ def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
                 f"{type(found.param).__name__} is gathered by its class, which wants equal numbers of rows on each "
                 "rank",
                 at=found.place,
-                fix="have no wish for it in align and shard_placement_fn",
+                fix="leave it out of align, and return None for it from shard_placement_fn",
             )
         return _Cut(1, (), Promise(1))
     param = found.whole
@@ -286,7 +286,7 @@ def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[Found
             raise ConfigError(
                 f"align says different things of one parameter under its names: {named}",
                 at=found.place,
-                fix="name it once",
+                fix="use only one of these names in align",
             )
         if named:
             wishes[found] = next(iter(named.values()))

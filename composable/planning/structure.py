@@ -207,7 +207,7 @@ def find_structure(
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 "policy with a list of modules, which share one handle",
-                fix="call it with the policy for each module, or for the module above them",
+                fix="call it with the policy once for each module, or once for the module around them",
             )
         policy = resolve_policy(policy)
         picks = policy.pick(root, [*exclusion.kept, *exclusion.ignored])

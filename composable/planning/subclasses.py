@@ -230,12 +230,12 @@ def form_of(param: nn.Parameter) -> Form | None:
     else:
         raise ConfigError(
             f"{name} is a tensor subclass, which a flat buffer cannot hold",
-            fix="name it in ignored_params, or replace it by an nn.Parameter; quantised: requires_grad_(False) before; "
-            "or give the class fsdp_pre_all_gather and fsdp_post_all_gather, both",
+            fix="name it in ignored_params, or replace it by an nn.Parameter; if quantised, call requires_grad_(False) "
+            "first; or give the class fsdp_pre_all_gather and fsdp_post_all_gather, both",
         )
     if any(state.is_meta for state in form.state.values()) or (form.kind == "bytes" and param.is_meta):
         raise ConfigError(
-            f"{name} has state beside what is cut, and it is on the meta device",
+            f"{name} has state beside the tensor that is cut, and this state is on the meta device",
             fix="make the parameter with values before fully_shard, or name it in ignored_params",
         )
     _check_rebuilt(param, form)
@@ -299,7 +299,7 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
         if not leaves:
             raise ConfigError(
                 f"{name} gathers rows of itself, and has no inner tensor of its own shape and dtype to cut",
-                fix="quantised: requires_grad_(False) before; else name it in ignored_params",
+                fix="if quantised, call requires_grad_(False) first; else name it in ignored_params",
             )
     # Scales may be as large as what they scale, and are floating-point numbers.
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))

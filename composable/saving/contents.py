@@ -96,7 +96,7 @@ def _without_advice(error: Exception) -> str:
     if named is not None:
         return f"it names {named[1]}"
     if isinstance(error, pickle.UnpicklingError):
-        return "it holds what is no data"
+        return "it holds objects that are not data"
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -162,7 +162,7 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
                 what = "is of another form than torch's" if others == [None] else f"has {others[0]!r}, of no parameter"
                 raise ConfigError(
                     f"the state of {type(optimizer).__name__} {what}",
-                    fix="save the optimizer inside of it; or put what its state_dict() has into extra",
+                    fix="pass the torch optimizer inside of it; or save its state_dict() in extra",
                 )
             fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
             named = {fqns[index]: _with_text_keys(value) for index, value in saved["state"].items()}

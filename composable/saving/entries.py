@@ -136,9 +136,9 @@ def _check_optimized(
         torn |= (homes.keys() & names) - own
     if torn:
         raise ConfigError(
-            f"in two param groups or optimizers, or on some ranks only: {list_text(sorted(torn))}",
+            f"parameters in two param groups or optimizers, or in one on some ranks only: {list_text(sorted(torn))}",
             at=place_of_rank(),
-            fix="give each parameter one place, alike on every rank",
+            fix="put each parameter into one param group of one optimizer, the same on every rank",
         )
 
 
@@ -238,7 +238,7 @@ def _pick(names: Names | None, known: Collection[str]) -> set[str]:
         unknown: list[Any] = [name for name in names if name not in known] if is_collection else [names]
         if unknown:
             raise ConfigError(
-                f"names is or holds what the model's state_dict() does not have: {list_text(unknown, write=described)}",
+                f"names is or holds something not in the model's state_dict(): {list_text(unknown, write=described)}",
                 at=place_of_rank(),
                 fix="pass a function of an FQN, such as lambda fqn: 'lora_' in fqn, or a list or set of FQNs",
             )

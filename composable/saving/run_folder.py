@@ -244,7 +244,7 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
         gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
         if gone:
             raise ConfigError(
-                f"{folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
+                f"{folder} lacks files that other ranks wrote: {', '.join(sorted(gone))}",
                 fix="save to a folder that all ranks see under one name",
             )
         write_summed(folder / _MANIFEST, manifest.as_bytes())
@@ -282,7 +282,7 @@ def _check_step(run: Path, step: int) -> None:
     whole = run / f"step-{step:06d}"
     if (whole.exists() or whole.is_symlink()) and not _is_ours(whole):
         raise ConfigError(
-            f"{whole} is there already, with what save_checkpoint did not write",
+            f"{whole} exists already, with files that save_checkpoint did not write",
             at=place_of_rank(),
             fix="move it away, or save to another folder",
         )

@@ -268,7 +268,7 @@ def _check_entries(entries: Entries, dtype: torch.dtype | None) -> None:
     unfit = [key for key in entries.values if key not in tensors or cast_dtype(tensors[key], dtype) not in _DTYPES]
     if unfit:
         raise ConfigError(
-            f"no tensors, or of dtypes that safetensors has no name for: {list_text(unfit)}",
+            f"values that safetensors cannot hold, by type or dtype: {list_text(unfit)}",
             at=place_of_rank(),
             fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
         )

@@ -336,7 +336,7 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
             check_steppable(unit.params)
         if unit.comm_hooks:
             raise UsageError(
-                "a communication hook reduces these gradients, which goes with no step inside backward",
+                "a communication hook reduces these gradients, so no optimizer can step inside backward",
                 at=f"parameter {params_of(unit)[0]!r}",
                 fix="remove() the hook, or step after backward",
             )

@@ -199,5 +199,5 @@ def test_a_function_that_raises_is_named_with_the_parameter(name: str) -> None:
 @pytest.mark.parametrize(("align", "dim"), [("tensor", 0), ("element", 1), ("row", 1), (2, -1)])
 def test_wishes_that_contradict_each_other_are_refused(align: Any, dim: int) -> None:
     said = re.escape(f"align says {align!r} and shard_placement_fn says Shard({dim % 2})")
-    with pytest.raises(ConfigError, match=f"{said}{AT}let one of the two"):
+    with pytest.raises(ConfigError, match=f"{said}{AT}leave it out of one of them"):
         plan(nn.Linear(4, 6), world_size=2, align={"weight": align}, shard_placement_fn=lambda p: Shard(dim % p.dim()))

@@ -189,7 +189,7 @@ def test_torch_s_averagers_of_models_are_told_that_there_is_one_model(of_groups:
     for rank, (text, is_unchanged) in enumerate(run_threads(averaged_by_torch, 2, of_groups)):
         assert is_unchanged
         assert text == (
-            "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "
-            f"no others to average with\n  at:  rank {rank}, parameter '0.weight'\n"
+            "torch's model averagers average whole models that each rank trains by itself, and a sharded model is "
+            f"one model on all ranks\n  at:  rank {rank}, parameter '0.weight'\n"
             "  fix: leave the averager out: every backward averages gradients; or train the whole model on each rank"
         )

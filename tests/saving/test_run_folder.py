@@ -85,9 +85,9 @@ def take_the_name(run: Path) -> None:
     dist.barrier()
     before = files_below(run)
     for said in told(lambda: save_checkpoint(run, 2, model)):
-        assert f"ConfigError: {run}/step-000002 is there already, with what save_checkpoint did not write" in said
+        assert f"ConfigError: {run}/step-000002 exists already, with files that save_checkpoint did not write" in said
     for said in told(lambda: save_checkpoint(run, 1, model)):
-        assert f"ConfigError: {run}/step-000001 is there already, with what save_checkpoint did not write" in said
+        assert f"ConfigError: {run}/step-000001 exists already, with files that save_checkpoint did not write" in said
     dist.barrier()
     assert files_below(run) == before
     # What is not ours is no later step either, nor the latest.

@@ -120,14 +120,14 @@ def refuse(path: str) -> None:
     save_safetensors(model, f"{path}/folder")
     with pytest.raises(ConfigError, match="holds weights already"):
         save_safetensors(model, f"{path}/folder")
-    with pytest.raises(ConfigError, match=r"no tensors, .* no name for: 'counter\._extra_state'"):
+    with pytest.raises(ConfigError, match=r"cannot hold, by type or dtype: 'counter\._extra_state'"):
         save_safetensors(odd(1), f"{path}/odd")
     with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
         save_safetensors(model, f"{path}/other", max_shard_bytes=0)
     strange = nn.Linear(2, 2)
     strange.register_buffer("phase", torch.ones(1, dtype=torch.complex64))
     fully_shard(strange)
-    with pytest.raises(ConfigError, match="no name for: 'phase'"):
+    with pytest.raises(ConfigError, match="by type or dtype: 'phase'"):
         save_safetensors(strange, f"{path}/strange")
     # A failure while writing leaves what was there.
     target = Path(path, "single.safetensors")

@@ -128,7 +128,7 @@ def differ(folder: str) -> None:
         with pytest.raises(LookupError if rank == 0 else DesyncError, match=r"no idea of inp\.weight"):
             call(broken)
         for said in told(partial(call, ["inp.weight", "stranger"] if rank == 0 else ["inp.weight"])):
-            assert said.startswith("ConfigError: names is or holds what") and "'stranger'" in said, said
+            assert said.startswith("ConfigError: names is or holds something") and "'stranger'" in said, said
         for said in told(partial(call, lambda fqn: False)):
             assert said.startswith("ConfigError: names picks nothing of the model"), said
         for wrong in ("stranger", 3, [3]):

@@ -625,7 +625,7 @@ def bad_sync(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("first on meta", ["ConfigError: sync_module_states sends what the first rank has", "rank 0, 'tokens.weight'"]),
+        ("first on meta", ["ConfigError: sync_module_states sends values of the first", "rank 0, 'tokens.weight'"]),
         ("buffers", ["DesyncError", "rank 1: buffer 'rope.table' [9] float32"]),
         ("option", ["DesyncError", "rank 0: sync_module_states=True", "rank 1: Zoo: 1 handle"]),
         ("function", ["DesyncError", "rank 1: param_init_fn=True"]),
