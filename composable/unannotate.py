@@ -153,8 +153,8 @@ class _Removal:
             raise _untimely(
                 "an optimizer steps inside backward",
                 f"parameter {stepped[0]!r}",
-                "remove() what step_in_backward returned; what torch's _apply_optimizer_in_backward "
-                "has registered stays for good",
+                "call remove() on the result of step_in_backward; hooks of torch's _apply_optimizer_in_backward "
+                "cannot be removed",
             )
 
     def lines(self) -> dict[Ranks, list[str]]:

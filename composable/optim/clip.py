@@ -129,7 +129,7 @@ def clip_grad_norm_(
             raise UsageError(
                 "clipping by the norm of all gradients, while an optimizer steps inside backward",
                 at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
-                fix="remove() what step_in_backward returned, clip, and step after backward",
+                fix="call remove() on the result of step_in_backward, clip, and step after backward",
             )
         # Also without a gradient: others may have one.
         group = pieces.group_of(param)

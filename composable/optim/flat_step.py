@@ -78,7 +78,7 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         raise UsageError(
             "the optimizer steps inside backward, on some of its parameters at a time",
             at=place_of_rank(),
-            fix="leave accelerate_optimizer out, or remove() what step_in_backward returned",
+            fix="leave accelerate_optimizer out, or call remove() on the result of step_in_backward",
         )
     check_replaced(optimizer)
     _check_options(optimizer)

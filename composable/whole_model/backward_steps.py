@@ -238,7 +238,7 @@ class BackwardSteps:
                 f"the optimizer has {sum(len(group['params']) for group in groups)} parameters, and had "
                 f"{len(group_of)} when step_in_backward was called",
                 at=place_of_rank(),
-                fix="remove() what step_in_backward returned, then call it again",
+                fix="call remove() on the result of step_in_backward, then step_in_backward again",
             )
         # Groups are the optimizer's own: schedulers, and the step itself, write to them.
         stepped = [groups[index] for index in chosen]
@@ -274,7 +274,7 @@ class BackwardSteps:
                 "step() of an optimizer that steps inside backward",
                 at=place_of_rank(),
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
-                "or remove() what step_in_backward returned",
+                "or call remove() on the result of step_in_backward",
             )
         if self._local is None or not self._local.takes(optimizer):
             return None
