@@ -1,5 +1,6 @@
 """The plan, made from names and shapes before any change."""
 
+from composable.planning.drawing import Canvas, shortened
 from composable.planning.layout import (
     RaggedShard,
     ShardSplit,
@@ -43,6 +44,7 @@ __all__ = [
     "AlignLike",
     "BufferPlan",
     "CPUOffloadPolicy",
+    "Canvas",
     "Form",
     "HandleMembers",
     "HandlePlan",
@@ -70,6 +72,7 @@ __all__ = [
     "name_modules",
     "plan",
     "replacement_of",
+    "shortened",
     "skipped_modules",
     "strides_of",
 ]

@@ -62,11 +62,12 @@ class Canvas:
         self.width = width
         self._elements = [f"<title>{escape(title)}</title>", f"<desc>{escape(description)}</desc>"]
 
-    def add(self, tag: str, text: str = "", **attributes: str | float) -> None:
-        """Add any element; ``stroke_width=2`` is its attribute ``stroke-width``."""
+    def add(self, tag: str, text: str = "", tip: str = "", **attributes: str | float) -> None:
+        """Add any element; ``stroke_width=2`` is its attribute ``stroke-width``, and ``tip`` shows below the mouse."""
         texts = {key: one if isinstance(one, str) else f"{one:.6g}" for key, one in attributes.items()}
         start = " ".join([f"<{tag}", *(f"{key.replace('_', '-')}={quoteattr(one)}" for key, one in texts.items())])
-        self._elements.append(f"{start}>{escape(text)}</{tag}>" if text else f"{start}/>")
+        inside = escape(text) + (f"<title>{escape(tip)}</title>" if tip else "")
+        self._elements.append(f"{start}>{inside}</{tag}>" if inside else f"{start}/>")
 
     def text(self, x: float, y: float, text: str, size: float = 12, fill: str = _INK, weight: str = "normal") -> None:
         """Add a line of text from ``x`` on, at its baseline ``y``; one that would leave the picture is cut."""

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from xml.sax.saxutils import escape
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from composable.ground.torch_hooks import (
     on_gradient,
 )
 from composable.ground.torch_private import opaque, running_transform
-from composable.planning import name_modules
+from composable.planning import Canvas, name_modules, shortened
 from composable.replication import ReplicateState, moment, ms_apart, replicate_state_of
 from composable.whole_model.backward_steps import nothing_annotated, states_of
 
@@ -281,29 +280,30 @@ class Timeline:
         if len(rows) > _MOST_ROWS:
             rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [f"+ {len(rows) - _MOST_ROWS} more"]
         tops = {row: _TOP + _ROW * index for index, row in enumerate(["", *rows])}
-        right, bottom = _LEFT + _WIDTH + 50, _TOP + _ROW * len(tops) + 12
+        bottom = _TOP + _ROW * len(tops) + 12
         share = f"{self.exposed_ratio(step):.0%} exposed communication"
         title = f"Step {events[0].step} of rank {self._rank}: {float(f'{length_ms:.3g}'):g} ms, {share}"
-        parts = [f"<title>{escape(title)}</title>", _rect(0, 0, right, bottom, "#ffffff"), _text(20, 26, title, 15)]
+        canvas = Canvas(title, "When each module computes, gathers, reduces and waits, on one axis of time.")
+        canvas.text(20, 26, title, 15)
         for index, kind in enumerate(kind for kind in _LOOKS if any(one.kind == kind for one in events)):
-            parts += [_rect(20 + 110 * index, 40, 12, 12, _LOOKS[kind][0]), _text(37 + 110 * index, 50, kind)]
+            canvas.add("rect", x=20 + 110 * index, y=40, width=12, height=12, fill=_LOOKS[kind][0])
+            canvas.text(37 + 110 * index, 50, kind)
         unit = 10.0 ** math.floor(math.log10(length_ms / 4))
         unit *= next(one for one in (1, 2, 5, 10) if length_ms / (one * unit) <= 8)
         for tick in range(int(length_ms / unit) + 1):
             x = _LEFT + scale * tick * unit
-            parts += [_rect(x, _TOP, 1, bottom - _TOP - 12, "#dddddd"), _text(x, _TOP - 6, f"{tick * unit:g} ms", 11)]
-        shown = {row: row if len(row) < 26 else f"…{row[-24:]}" for row in rows} | {"": "exposed"}
-        parts += [_text(20, top + 15, shown[row]) for row, top in tops.items()]
+            canvas.add("rect", x=x, y=_TOP, width=1, height=bottom - _TOP - 12, fill="#dddddd")
+            canvas.text(x, _TOP - 6, f"{tick * unit:g} ms", 11)
+        for row, top in tops.items():
+            canvas.text(20, top + 15, shortened(row or "exposed", _LEFT - 20))
         bars = [(one.row, one.kind, one.start_ms, one.stop_ms) for one in events if one.row in tops]
         bars += [("", "wait", start, stop) for start, stop in waits]
         for row, kind, start_ms, stop_ms in sorted(bars, key=lambda bar: bar[1] == "wait"):
             colour, below, high = _LOOKS[kind]
-            what = f"{row or 'exposed'}: {kind}, {start_ms - first_ms:.3f} to {stop_ms - first_ms:.3f} ms"
+            tip = f"{row or 'exposed'}: {kind}, {start_ms - first_ms:.3f} to {stop_ms - first_ms:.3f} ms"
             x, wide = _LEFT + scale * (start_ms - first_ms), max(scale * (stop_ms - start_ms), 0.5)
-            parts.append(_rect(x, tops[row] + below, wide, high, colour, what))
-        size = f'width="{right}" height="{bottom}" viewBox="0 0 {right} {bottom}"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} font-family="sans-serif">'
-        return "\n".join([head, *parts, "</svg>\n"])
+            canvas.add("rect", tip=tip, x=x, y=tops[row] + below, width=wide, height=high, fill=colour)
+        return canvas.document(bottom)
 
     def trace(self) -> str:
         """Return the steps that are kept as JSON for Perfetto or Chrome: a rank is a process, a row is a thread."""
@@ -430,12 +430,3 @@ class Timeline:
             self._buckets[state] = [one for one in sent if one[0] > count]
         if mark == "computed" or (mark == "sent" and count + 1 == len(state.reducer.buckets)):
             self._end_backward(*state.modules)
-
-
-def _rect(x: float, y: float, wide: float, high: float, colour: str, what: str = "") -> str:
-    place = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" fill="{colour}"'
-    return f"<rect {place}><title>{escape(what)}</title></rect>" if what else f"<rect {place}/>"
-
-
-def _text(x: float, y: float, text: str, size: int = 12) -> str:
-    return f'<text x="{x:.1f}" y="{y}" font-size="{size}" fill="#222222">{escape(text)}</text>'
