@@ -1,10 +1,10 @@
 """One flat buffer, for parameters of one dtype.
 
 Owns two tensors: the rank's *shard* [S], alive for good, maybe on the host; and the unsharded *buffer* [W * S],
-whose storage is allocated and freed in place so that views saved by autograd stay right. How one becomes the other, in
-which dtypes too, is the business of its routes; gradients are that of ``gradients.py``.
+whose storage is allocated and freed in place so that views saved by autograd stay right. ``routes.py`` says how one
+becomes the other, and in which dtypes; ``gradients.py`` has the gradients.
 
-Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
+Sizes are in elements. No code here decides when a collective runs, or on which stream.
 
 Source: flat parameters, arXiv 2304.11277.
 """
@@ -51,19 +51,19 @@ class FlatBuffer:
         module_fqn: The handle's module, as the plan names it.
         members: The parameters and every place that holds them, by the plan's FQNs.
         mesh: 1-D mesh of the shard group.
-        device: Where buffers live, and gradients of leaves.
-        is_deferred: The values come later: the shard is where it rests and zero, also where
-            the originals are real. Without it, it is on meta as long as one of them is.
-        home: Where the shard and its gradient rest; default: on ``device``.
-        mp_policy: That made the plan.
+        device: Device of the buffer, and of the leaves' gradients.
+        is_deferred: The values come later: the shard is zeros in its resting place, also if the
+            originals are real. Otherwise the shard is on meta as long as one original is.
+        home: Resting place of the shard and its gradient; default: ``device``.
+        mp_policy: The policy that made the plan.
 
     Attributes:
-        dtype: Of the shard.
-        compute_dtype: Of the buffer, and of the gradients that autograd makes.
-        gradient_dtype: Of reduced gradients.
-        is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
-        is_new: The shard got its memory after the annotation: maybe nobody has written to it.
-        holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
+        dtype: Dtype of the shard.
+        compute_dtype: Dtype of the buffer, and of the gradients that autograd makes.
+        gradient_dtype: Dtype of reduced gradients.
+        is_away: The shard is not in its resting place: it is on the meta device, or torch has moved it.
+        is_new: The shard got its memory after the annotation, so it may hold no values yet.
+        holds_instances: Some unsharded parameter is an instance of a tensor subclass, more than a view of the buffer.
     """
 
     gradients_class = Gradients
@@ -93,7 +93,7 @@ class FlatBuffer:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
         else:
             self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
-        rank = mesh.get_local_rank()  # Asked once: torch looks it up in its groups.
+        rank = mesh.get_local_rank()  # Asked once: torch searches its groups.
         self.params = [self._make_param(span, module_fqn, members, mesh, rank) for span in plan.layout.spans]
         _choose_stored(self.params)
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
@@ -112,11 +112,11 @@ class FlatBuffer:
     def _make_param(
         self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, rank: int
     ) -> ShardedParam:
-        """Return a parameter with a piece in the shard, whose values are not its own yet."""
+        """Return a parameter whose piece lies in the shard, and has no values yet."""
         layout = self.plan.layout
         form, bounds = members.forms.get(span.fqn), layout.bounds(span)
         if form is not None and form.kind != "marked" and not self.shard.is_meta:
-            # Forward reads it where the parameters are unsharded.
+            # Forward reads the form's state on the device of the unsharded parameters.
             form.move(self.device)
         return ShardedParam(
             span.fqn.removeprefix(f"{module_fqn}."),
@@ -132,7 +132,7 @@ class FlatBuffer:
         )
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
-        """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
+        """Copy this rank's pieces of the originals into the shard; without a shard, into memory of their own."""
         for param, original in zip(self.params, originals, strict=True):
             if not self.is_away:
                 param.write_full(original)
@@ -142,7 +142,7 @@ class FlatBuffer:
     @property
     def is_trainable(self) -> bool:
         """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
-        # In every backward: a generator costs as much again.
+        # Runs in every backward: a generator would double the cost.
         for param in self.params:  # noqa: SIM110
             if param.sharded.requires_grad:
                 return True
@@ -150,39 +150,39 @@ class FlatBuffer:
 
     @property
     def rests_elsewhere(self) -> bool:
-        """The shard does not rest where the buffer is."""
+        """The shard rests in other memory than the buffer: on the host."""
         return self.home.is_elsewhere
 
     def begin_unshard(self) -> Pending:
-        """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
+        """Allocate the buffer and start the all-gather into it, on the current stream; the shard must be usable."""
         if self._storage is not None and not self._is_allocated and self._buffer is not None:
-            # The common case, once for each gather: as ``allocated``.
+            # The common case, once for each gather: the work of ``allocated`` without the call.
             self._storage.resize_(self._buffer_bytes)
             self._is_allocated = True
             return self.routes.gather_path.begin(self._buffer, self.shard)
         return self.routes.gather_path.begin(self.allocated(), self.shard)
 
     def allocated(self) -> torch.Tensor:
-        """Return the buffer [W * S], with memory."""
+        """Return the buffer [W * S], with its memory allocated."""
         buffer = self._buffer
         if buffer is None or self._storage is None:
             buffer = self._make_buffer()
         elif not self._is_allocated:
-            # What was kept stays where it is: to resize it would move it.
+            # Only a freed buffer is resized: one that was kept would move.
             self._storage.resize_(self._buffer_bytes)
         self._is_allocated = True
         return buffer
 
     @property
     def is_usable(self) -> bool:
-        """Every sharded parameter shows the shard, and the shard is where it rests."""
+        """Every sharded parameter shows the shard, and the shard is in its resting place."""
         for param in self.params:
             if param.sharded._local_tensor is not param.shown:  # type: ignore[attr-defined]  # cheaper than a check
                 return False
         return not self.is_away
 
     def check_usable(self) -> None:
-        """Raise ``UsageError`` if parameters are on another device than they rest on."""
+        """Raise ``UsageError`` if parameters are not on the device of their resting place."""
         home = self.home.device
         away = [param for param in self.params if param.sharded.device.type != home.type]
         if away:
@@ -199,9 +199,9 @@ class FlatBuffer:
             )
 
     def attach(self) -> None:
-        """Bring pieces to which torch gave other memory back into the shard, with their values.
+        """Copy pieces that torch has moved to other memory back into the shard.
 
-        ``to_empty`` of a single module and loads that assign do that. Nothing happens while one of
+        ``to_empty`` of a single module and loads that assign move them. Nothing happens while one of
         the parameters is still on the meta device. Not collective.
 
         Raises:
@@ -213,7 +213,7 @@ class FlatBuffer:
         for param, piece in zip(self.params, pieces, strict=True):
             if piece.dtype != self.dtype:
                 raise _cannot_cast(param.fqn, self.dtype, piece.dtype)
-        # Maybe inside a first forward in inference mode; see ``_make_buffer``.
+        # A first forward may run in inference mode; see ``_make_buffer``.
         with torch.inference_mode(mode=False), torch.no_grad():
             if self.shard.is_meta or self.is_away:
                 self._rest_on(self.home.zeros(self.shard.numel(), self.dtype))
@@ -223,14 +223,14 @@ class FlatBuffer:
                     param.show(param.local)
 
     def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype."""
+        """Raise ``UsageError`` if ``fn`` changes the dtype, so that it cannot be applied."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
         if probe.dtype != self.dtype:
             raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
 
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Do to the shard [S] and the gradients what ``Module._apply`` does to tensors; every parameter is attached."""
+        """Apply ``fn`` to the shard [S] and the gradients, as ``Module._apply`` does; every parameter is attached."""
         was_meta = self.shard.is_meta
         shard = fn(self.shard)
         if shard is self.shard:
@@ -249,7 +249,7 @@ class FlatBuffer:
                     part.zero_()
 
     def _rest_on(self, shard: torch.Tensor) -> None:
-        """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
+        """Make ``shard`` [S] the memory of the pieces; the parameters still show the old memory."""
         shard = self.shard = self.home.pinned(shard)
         self.is_new = True
         # Remembered, since asking a tensor for its device costs microseconds.
@@ -258,39 +258,39 @@ class FlatBuffer:
             param.lie_in(shard)
 
     def make_leaves(self) -> None:
-        """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
+        """Create the unsharded parameters of a buffer without elements, which is never gathered."""
         if self._buffer is None:
             self._make_buffer()
 
     def free_buffer(self) -> None:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:
-            # First: what is cut short here is allocated anew.
+            # Set first: if an exception cuts this short, the memory is allocated again.
             self._is_allocated = False
             try:
                 self._storage.resize_(0)
             except RuntimeError:
                 if self._storage.resizable():
                     raise
-                # A view of it has become an array of numpy: its memory stays for as long as the handle.
+                # A view has become a NumPy array: the memory stays for as long as the handle.
                 self._is_allocated = True
 
     def is_fresh(self) -> bool:
-        """Say whether the full buffer has, for this rank, what a gather of its shard would put there.
+        """Say whether this rank's part of the full buffer still has the values of its shard.
 
-        By comparing values: not every way of writing leaves a trace on a tensor. The host waits for a device.
+        Values are compared, since some ways of writing leave no trace on a tensor. The host waits for the device.
         """
         if self.is_empty:
             return True
         if self._buffer is None or not self.is_usable:
             return False
         own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
-        # As bytes: zeros have signs, and NaN equals NaN.
+        # Compared as bytes: zeros have signs, and NaN equals NaN.
         shard = self.shard.detach().to(own.device, self.compute_dtype)
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether a plain tensor of any shape lies in the buffer, whose memory is there."""
+        """Say whether a plain tensor of any shape lies in the buffer, whose memory is allocated."""
         storage = self._storage
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         # Tensors of other classes, or under a transform, have no memory of their own.
@@ -304,7 +304,7 @@ class FlatBuffer:
         return start <= address < start + self._buffer_bytes
 
     def write_back(self) -> None:
-        """Make this rank's part of the unsharded values the values of the shard; the buffer is full."""
+        """Copy this rank's part of the unsharded values into the shard; the buffer is full."""
         if self._buffer is None or self.is_empty:
             return
         for leaf, view in self._moved_leaves():
@@ -313,7 +313,7 @@ class FlatBuffer:
         self.shard.data.copy_(self._buffer[self.plan.layout.shard_of(rank)])
 
     def mend_leaves(self) -> None:
-        """Put leaves that were given other data (``leaf.data = values``) back on the buffer."""
+        """Make leaves that got other data (``leaf.data = values``) views of the buffer again."""
         for leaf, view in self._moved_leaves():
             leaf.data = view
 
@@ -321,7 +321,7 @@ class FlatBuffer:
         if self._buffer is None:
             return []
         views = [span.view_in(self._buffer) for span in self.plan.layout.spans]
-        # Who shows instances of other classes shows copies, and leaves these as they are.
+        # Contexts show copies of such instances, so that the leaves stay unchanged.
         leaves = [] if self.holds_instances else [param.leaf() for param in self.params]
         pairs = zip(leaves, views, strict=not self.holds_instances)
         return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
@@ -329,7 +329,7 @@ class FlatBuffer:
     def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
         """Return a deep copy with a shard of its own, not connected to a transport.
 
-        Gradients that wait on the unsharded parameters go along ``with_kept_gradients``.
+        Gradients that wait on the unsharded parameters are copied too if ``with_kept_gradients``.
         """
         twin = copy.copy(self)
         twin.shard = self.home.pinned(self.shard.clone())
@@ -350,7 +350,7 @@ class FlatBuffer:
 
     def _make_buffer(self) -> torch.Tensor:
         layout = self.plan.layout
-        # What is made in inference mode could never be saved for backward, and this is made once.
+        # A tensor made in inference mode could never be saved for backward, and the buffer is made once.
         with torch.inference_mode(mode=False):
             buffer = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
             for span, param in zip(layout.spans, self.params, strict=True):
@@ -361,11 +361,11 @@ class FlatBuffer:
 
 
 class AccumulatedGradients:
-    """The gradients of a handle that wait: on leaves for a later backward, or for an all-reduce over copies.
+    """Gradients of a handle that wait: on leaves for a later backward, or as shards for an all-reduce over copies.
 
     Attributes:
         is_unsynced: The last backward did not synchronise, on any rank.
-        is_kept: Such a backward left gradients on leaves of this rank.
+        is_kept: Backwards have left gradients on this rank that wait, on leaves or as shards.
         is_cast: Gradients are reduced in another dtype than autograd makes them in.
     """
 
@@ -421,9 +421,9 @@ class SecondaryShards:
     A forward leaves them. Source: hpZ of ZeRO++, arXiv 2306.10209.
 
     Attributes:
-        are_there: Those of a forward are there.
-        are_source: The next gather, or the one under way, is from these.
-        version: Of the shards when what they were cut from was gathered.
+        are_there: A forward has left secondary shards, and they are complete.
+        are_source: The next gather, or the one under way, reads secondary shards.
+        version: Version of the shards at the gather that filled the buffers they were cut from.
     """
 
     __slots__ = ("_buffers", "_shards", "are_source", "are_there", "version")
@@ -435,11 +435,11 @@ class SecondaryShards:
         self.version = 0
 
     def begin(self, flat: FlatBuffer) -> Pending:
-        """Start to gather a buffer from them. Collective: all ranks of the smaller group, same order."""
+        """Start to gather a buffer from secondary shards. Collective: all ranks of the smaller group, same order."""
         return flat.routes.secondary_path.begin(flat.allocated(), self._shards[flat])
 
     def keep(self, version: int) -> None:
-        """Copy them out of the buffers, which are full, to new memory on the current stream; those of before go."""
+        """Replace the secondary shards by copies from the full buffers, in new memory, on the current stream."""
         self.drop()
         for flat in self._buffers:
             if flat.is_empty:
@@ -449,11 +449,11 @@ class SecondaryShards:
             start = transport.rank * numel
             self._shards[flat] = flat.allocated()[start : start + numel].clone()
         self.version = version
-        # Last: what was cut short is not used.
+        # Set last, so that a copy that was cut short is not used.
         self.are_there = True
 
     def drop(self) -> None:
-        """Free them, also those of a copy that was cut short."""
+        """Free the secondary shards, also incomplete ones of a copy that was cut short."""
         self.are_there = False
         self._shards.clear()
 
@@ -467,9 +467,9 @@ def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
 
 
 def _choose_stored(params: Sequence[ShardedParam]) -> None:
-    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
+    """Choose the ranks that checkpoints read, where ranks along a dim of tensor parallelism cut copies differently.
 
-    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
+    Blocks of other shapes move the cuts of all parameters in the buffer. With equal blocks, checkpoints choose.
     """
     if all(param.layout.is_even for param in params):
         return
@@ -482,7 +482,7 @@ def _choose_stored(params: Sequence[ShardedParam]) -> None:
                 dims[ranks.numbers] = ranks.rank
     for param in params:
         own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
-        # What is split over some of the same ranks is no copy along these.
+        # A parameter that is split over some of these ranks has no copies along the dim.
         copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
         param.layout.is_stored = not any(copies)
 

@@ -1,13 +1,12 @@
-"""The end of reductions, when parameters get gradients.
+"""The end of reductions: ranks compare, and parameters get their gradients.
 
-When reductions begin and end is the business of ``passes.py`` and ``scheduler.py``. Autograd's order says when
-a handle may be reduced early; what it missed, and which parameters got no gradient anywhere, only all ranks together
-know: so each sends a small message to all, in host memory, for which nobody waits for kernels. See
-docs/notes.md.
+``passes.py`` and ``scheduler.py`` decide when reductions begin and end. Autograd's order says when a handle may be
+reduced early. Only all ranks together can find gradients that came later, and parameters that got no gradient on any
+rank. So each rank sends a small message to all, in host memory, without waiting for kernels. See docs/notes.md.
 
-What users chose of how gradients are reduced changes any time, and has to be equal on all ranks. So a digest of it goes
-along, and where digests differ the ranks tell each other all of it. Ranks with other blocks, of tensor parallelism, get
-the message too: they have other gradients, and hear of errors.
+Users may change how gradients are reduced at any time, and the choices have to be equal on all ranks. So the message
+has a digest of them; where digests differ, the ranks send each other the choices as text. Ranks with other blocks of
+tensor parallelism get the message too: their gradients are other ones, but they have to raise the same errors.
 """
 
 import functools
@@ -36,7 +35,7 @@ class GradientFinalizer:
     """Takes gradients from the leaves of one root and gives them, reduced, to the sharded parameters.
 
     Attributes:
-        agreements: How the ranks of each group compare what they have.
+        agreements: The message of each group of ranks, which compares gradients and choices.
         failure: What went wrong on this rank; it still took part in every collective.
     """
 
@@ -47,14 +46,14 @@ class GradientFinalizer:
         self._steps = steps
         self._is_deferred = False
         self._is_settled = True
-        # With what the result and the source belong to.
+        # Each with the ledger that gets the result, and the gradient buffer that it reads.
         self._under_way: deque[tuple[Reduction, GradientLedger, GradientBuffer | None]] = deque()
         # Gradient buffers of this backward that wait to be filled again.
         self._free: dict[GradientShape, list[GradientBuffer]] = {}
 
     @property
     def is_deferred(self) -> bool:
-        """Backwards have ended whose reductions did not; a later backward or the user ends them."""
+        """Backwards have ended, but not their reductions; a later backward or the user ends these."""
         return self._is_deferred
 
     @is_deferred.setter
@@ -69,8 +68,8 @@ class GradientFinalizer:
         """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce.
 
         Args:
-            ledger: Of the flat buffer.
-            max_buffers: Gradient buffers that may be alive, this one included: waits until they are fewer.
+            ledger: Ledger of the flat buffer.
+            max_buffers: Limit of gradient buffers that are alive, this one included; waits for reductions to keep it.
         """
         flat = ledger.flat
         gradients = flat.gradients
@@ -85,20 +84,20 @@ class GradientFinalizer:
         if free:
             gradient = free.pop()
         else:
-            # What nobody can use now goes, so that modules that all differ take no more memory than equal ones.
+            # Unused buffers of other shapes go, so that modules of many shapes take no more memory than equal ones.
             self._free.clear()
             gradient = gradients.make_buffer()
         try:
             ledger.grad_mask |= gradients.take(gradient)
         except UsageError as error:
-            # The other ranks are about to reduce: they get zeros, and hear of it at the end of backward.
+            # The other ranks are about to reduce: they get zeros, and get the error at the end of backward.
             gradients.drop()
             gradients.take(gradient)
             self.failure = self.failure or error
         return gradient
 
     def begin(self, ledger: GradientLedger, gradient: GradientBuffer | None) -> None:
-        """Start to reduce what ``take`` returned; ``None``: what waits for its all-reduce over copies. Collective."""
+        """Start to reduce a buffer of ``take``; ``None``: shards that wait for their all-reduce. Collective."""
         flat = ledger.flat
         routes, to_host = flat.routes, flat.home.is_elsewhere
         if autograd_profiler._is_profiler_enabled:
@@ -110,7 +109,7 @@ class GradientFinalizer:
             reduction = self.streams.begin_reduction(routes.gradient_path, gradient, to_host=to_host)
         self._under_way.append((reduction, ledger, gradient))
         if routes.failure is not None:
-            # A function of the user's has met the other ranks all the same.
+            # The user's function gave a wrong result, but ran its collectives: the step goes on.
             failure, routes.failure = routes.failure, None
             try:
                 with located(f"{place_of_rank()}, {ledger.handle.described}"):
@@ -119,7 +118,7 @@ class GradientFinalizer:
                 self.failure = self.failure or error
 
     def reduce(self, ledger: GradientLedger, max_buffers: int) -> None:
-        """Reduce what the leaves hold, zeros where they hold nothing; arguments as above. Collective."""
+        """Start to reduce the gradients of the leaves, zeros for leaves without one; see ``take``. Collective."""
         gradient = self.take(ledger, max_buffers)
         if gradient is not None:
             self.begin(ledger, gradient)
@@ -138,7 +137,7 @@ class GradientFinalizer:
     # The end of a backward, or of several
 
     def open(self) -> None:
-        """A backward begins: what one left that a hook of the user, or Ctrl-C, cut short in its end is forgotten."""
+        """Begin a backward, and forget the ledgers of one whose end a user's hook or Ctrl-C cut short."""
         if not self._is_settled:
             for step in self._steps.values():
                 for ledger in step.ledgers:
@@ -148,11 +147,11 @@ class GradientFinalizer:
             agreement.open()
 
     def postpone(self) -> None:
-        """Leave the end to a later backward, or to the user: ledgers go on where they are."""
+        """Leave the end to a later backward, or to the user: the ledgers keep their state."""
         self._is_settled = True
 
     def tell(self, *, ends: bool) -> None:
-        """Note what the leaves still hold; if this ends the reductions, also those of before, tell the other ranks."""
+        """Note gradients that are left on leaves; if this ends all reductions, start messages to the other ranks."""
         is_synced, goes_on = self._is_deferred, False
         for handle, step in self._steps.items():
             if not handle.requires_gradient_sync:
@@ -169,13 +168,13 @@ class GradientFinalizer:
                 agreement.begin(has_failed=self.failure is not None, goes_on=goes_on)
 
     def end(self, tidy: Callable[[], None]) -> None:
-        """Reduce what is left on any rank, and hand over every gradient.
+        """Reduce the gradients that are left on any rank, and give each to its sharded parameter.
 
         Args:
-            tidy: Called when nothing is under way any more, before parameters get their gradients.
+            tidy: Called when all reductions have ended, before parameters get their gradients.
 
         Raises:
-            UsageError: On this rank, or on one that tells of it in its message, a gradient could not be reduced.
+            UsageError: A gradient could not be reduced, on this rank or on one whose message says so.
         """
         self._is_settled = False
         with torch.no_grad():
@@ -189,7 +188,7 @@ class GradientFinalizer:
                     again.append(agreement)
             self._reduce_the_rest()
             failure: Exception | None = self._forget_reductions()
-            # Where some rank had more to reduce it tells how that went.
+            # If some rank had more to reduce, a second message says whether that failed.
             for agreement in again:
                 agreement.begin(has_failed=failure is not None)
             for agreement in again:
@@ -198,7 +197,7 @@ class GradientFinalizer:
             tidy()
             was_deferred, self.is_deferred = self._is_deferred, False
             self._settle(was_deferred=was_deferred)
-        # In each group: ranks that share another one with this rank wait there to hear of it.
+        # In each group, also after an error in another one: its ranks wait for this rank.
         for agreement in self.agreements if complaining else ():
             if agreement in complaining:
                 try:
@@ -226,7 +225,7 @@ class GradientFinalizer:
             self._finish_first()
 
     def _settle(self, *, was_deferred: bool) -> None:
-        """Give parameters what waited for the other ranks; hooks of users run."""
+        """Give parameters the gradients that waited for the other ranks; hooks of users run."""
         for handle, step in self._steps.items():
             awaits_copies = False
             for ledger in step.ledgers:
@@ -243,11 +242,11 @@ class GradientFinalizer:
         if was_deferred:
             for handle in self._steps:
                 if handle.accumulated.is_kept:
-                    # Once more: what they wait beside may be another gradient now.
+                    # Once more: the ``grad`` that they wait beside may be another tensor now.
                     handle.accumulated.keep()
 
     def _note_waiting(self, step: HandleStep) -> None:
-        """Let users know whether gradients wait for a later backward, or for an all-reduce over copies."""
+        """Note for users whether gradients wait for a later backward, or for an all-reduce over copies."""
         if step.handle.accumulated.is_any:
             note_unfinished([step.handle], is_droppable=True)
             step.is_waiting = True
@@ -255,16 +254,16 @@ class GradientFinalizer:
             note_finished([step.handle])
             step.is_waiting = False
 
-    # Beginning anew
+    # Recovery
 
     def _forget_reductions(self) -> ComposableError | None:
-        """Give the buffers back to the device; return what went wrong."""
+        """Free the gradient buffers; return the failure of this rank, if any, and forget it."""
         self._free.clear()
         failure, self.failure = self.failure, None
         return failure
 
     def abandon(self) -> None:
-        """Wait for all that was started, and forget it; so what was told and not heard."""
+        """Wait for all reductions and messages that were started, and forget them."""
         for agreement in self.agreements:
             agreement.abandon()
         while self._under_way:
@@ -279,7 +278,7 @@ class GradientFinalizer:
             self._note_waiting(step)
 
     def transports(self) -> set[Transport]:
-        """Return all that ranks tell each other by."""
+        """Return the transports of the ranks' messages."""
         return {agreement.transport for agreement in self.agreements}
 
 
@@ -289,7 +288,7 @@ def _is_due(ledger: GradientLedger) -> bool:
 
 
 def stepped_already(handle: Handle) -> UsageError:
-    """Return the error for more of a gradient in the backward that has stepped on the rest of it."""
+    """Return the error for a gradient that grew after an optimizer in backward had stepped on it."""
     return UsageError(
         "an optimizer in backward has stepped, and then more of the same gradient arrived",
         at=f"{place_of_rank()}, {handle.described}",
@@ -298,7 +297,7 @@ def stepped_already(handle: Handle) -> UsageError:
 
 
 _DIGEST_BYTES = 8
-# What the first byte says.
+# Flags in the first byte of a message.
 _HAS_FAILED = 1
 _GOES_ON = 2
 _WHAT = "the ranks reduce gradients in different ways, so those of the last backward are wrong"
@@ -311,14 +310,14 @@ _ONE_ORDER = (
 
 
 def chosen_text(handle: Handle) -> str:
-    """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
+    """Return the user's choices for reductions as text, equal on all ranks; empty: as annotated."""
     fills = handle.settings.fills_unused
     unused = f"reduce-scatter unused params {fills}" if fills != (handle.plan.unused_gradients == "zero") else ""
     return ", ".join(filter(None, [handle.comms.compared_text(), unused]))
 
 
 class HandleChoices:
-    """What users chose for some handles, of what has to be equal on all ranks.
+    """The choices of users for some handles that have to be equal on all ranks.
 
     Args:
         handles: In an order equal on all ranks.
@@ -329,32 +328,32 @@ class HandleChoices:
         self._known, self._digest = -1, b""
 
     def digest(self) -> bytes:
-        """Return a few bytes that differ where the choices do."""
+        """Return a digest of a few bytes, which differs where the choices differ."""
         if self._known != CHANGES.choices:
             self._known = CHANGES.choices
             self._digest = hashlib.blake2b(self.text().encode(), digest_size=_DIGEST_BYTES).digest()
         return self._digest
 
     def text(self) -> str:
-        """Return the choices, a line for each handle; classes of modules are each rank's own business."""
+        """Return the choices, a line for each handle, without classes of modules, which may differ between ranks."""
         return "\n".join(f"{handle.fqn}: {chosen_text(handle)}" for handle in self._handles)
 
     def shown(self) -> str:
-        """Return the same for people."""
+        """Return the choices for an error message, a line for each handle."""
         return "\n".join(f"{handle.described}: {chosen_text(handle) or 'as annotated'}" for handle in self._handles)
 
 
 class Agreement:
-    """The message of the handles that one group of ranks shares. Making one is collective where there are others.
+    """The message between ranks that share handles. Making one is collective if there are ranks with other blocks.
 
     Args:
-        ranks: Who shares them, and who has other blocks.
-        transport: Between all of these, for tensors on the CPU; this takes a key of it.
-        ledgers: Of all flat buffers, in an order equal on all ranks.
-        handles: That the ranks share.
+        ranks: The ranks that share the handles, and the ranks with other blocks.
+        transport: Between all these ranks, for tensors on the CPU; this takes a key of it.
+        ledgers: Ledgers of all flat buffers, in an order equal on all ranks.
+        handles: The handles that the ranks share.
 
     Attributes:
-        goes_on: Some rank had more to reduce when it told what it had.
+        goes_on: Some rank had more to reduce when it sent its message.
         transport: As given.
     """
 
@@ -364,37 +363,37 @@ class Agreement:
         self._ranks = ranks.everyone
         self._column = ranks.column
         self._choices = HandleChoices(handles)
-        # Where collectives meet by their order alone, that is compared too: others of equal sizes would mix.
+        # Where ranks match collectives by their order alone, the order is compared too: equal sizes would mix.
         ways = dict.fromkeys(way for ledger in ledgers for way in ledger.flat.routes.transports())
         self._orders = {way.order: way.world_size for way in ways if way.world_size > 1}
         self._differs = self.goes_on = False
         self.transport = transport
         self._key = transport.allocate_key()
         self._ledgers = tuple(ledgers)
-        # One byte for a complaint, then the choices and the ledgers.
+        # One byte of flags, then the digest and the ledgers.
         length = 1 + _DIGEST_BYTES + sum(ledger.message_bytes for ledger in ledgers)
         if ranks.others:
-            # Of other blocks there may be another number of buffers.
+            # Ranks with other blocks may have another number of buffers.
             length = max(self._ranks.objects(length))
         self._mine, self._every = bytearray(length), bytearray(length * self._ranks.size)
-        # The same memory. What a first forward made in inference mode could never be written to outside of it.
+        # Tensors on the same memory. If made in inference mode, they could never be written outside of it.
         with torch.inference_mode(mode=False):
             self._sent = torch.frombuffer(self._mine, dtype=torch.uint8)
             self._received = torch.frombuffer(self._every, dtype=torch.uint8)
         self._pending: Pending | None = None
 
     def open(self) -> None:
-        """A backward begins: before it, parts of the ranks may have run different numbers of forwards."""
+        """Drop digests of orders from before a backward: groups may have run different numbers of forwards."""
         for order, size in self._orders.items():
             if size < self._ranks.size:
                 order.take_digest()
 
     def begin(self, *, has_failed: bool, goes_on: bool = False) -> None:
-        """Tell the other ranks what went wrong here, or that more is to be reduced, which may fail too. Collective."""
+        """Start the message: whether this rank has failed, and whether it has more to reduce. Collective."""
         if self._ranks.is_alone:
             return
         first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])
-        # A sum: which group comes first differs between ranks.
+        # A sum, since the order of groups differs between ranks.
         mixed = sum((order.take_digest() for order in self._orders), int.from_bytes(self._choices.digest(), "big"))
         digest = (mixed % 2 ** (8 * _DIGEST_BYTES)).to_bytes(_DIGEST_BYTES, "big")
         told = first + digest + b"".join([ledger.encode() for ledger in self._ledgers])
@@ -402,7 +401,7 @@ class Agreement:
         self._pending = self.transport.begin_all_gather(self._received, self._sent, self._key)
 
     def finish(self) -> bool:
-        """Make the ledgers those of all ranks; return whether any rank complains."""
+        """Merge the ledgers of all ranks into those of this rank; return whether any rank complains."""
         pending, self._pending = self._pending, None
         if pending is None:
             self.goes_on = False
@@ -411,7 +410,7 @@ class Agreement:
         length = len(self._mine)
         first = self._every[:length]
         if self._every == first * self._ranks.size:
-            # Nobody knows more than this rank.
+            # All messages are equal: there is nothing to merge.
             self.goes_on = bool(first[0] & _GOES_ON)
             return bool(first[0] & _HAS_FAILED)
         told = [bytes(self._every[start : start + length]) for start in range(0, len(self._every), length)]
@@ -445,15 +444,15 @@ class Agreement:
 
 
 def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:
-    """Return those of ``kept``, unsharded, of which some rank has written its shard since they were gathered.
+    """Return the handles of ``kept`` whose shard some rank has written since the last gather.
 
-    Collective over the ranks of each handle: one small message. Beside handles of all ranks those of a part of them,
-    such as experts, cost none: where one of these was written, on any rank, all of them count as written.
+    Collective over the ranks of each handle: one small message. If there are handles of all ranks, handles of a part of
+    the ranks, such as experts, add no message: if one of these was written on any rank, all of them count as written.
 
     Args:
         everyone: All ranks of the root.
-        ranks_of: Of each handle.
-        kept: Handles; of those on ``everyone`` the same on all ranks.
+        ranks_of: The ranks of each handle.
+        kept: Unsharded handles; the handles on ``everyone`` are the same on all ranks.
     """
     groups: dict[Ranks, list[Handle]] = {}
     for handle in kept:
@@ -473,7 +472,7 @@ def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence
 
 
 def _heard(ranks: Ranks, flags: Sequence[bool]) -> list[int]:
-    """Return of each flag whether it is set on any rank. Collective."""
+    """Return for each flag whether it is set on any rank. Collective."""
     with torch.inference_mode(mode=False):
         told = torch.tensor(flags, dtype=torch.int32)
     heard: list[int] = ranks.reduce(told, ReduceOp.MAX).tolist()

@@ -1,14 +1,14 @@
 """The gradients of one flat buffer.
 
-Autograd leaves them on the *leaves*, the unsharded parameters. From there they go into a gradient buffer, which lives
-for one backward and is shared by handles of equal layout, one after the other. It is reduced, and goes as a mean to the
-sharded parameters, whose optimizer may step them at once.
+Autograd leaves gradients on the *leaves*, the unsharded parameters. From there they move to a gradient buffer, which
+lives for one backward and serves handles of equal layout, one after the other. The buffer is reduced, and the sharded
+parameters get the mean; their optimizer may step them at once.
 
 Parameters are bits of a number: bit ``i`` is the i-th of the buffer.
 
-Handles and reducers have *steppers*: each gets parameters that have whole, averaged gradients, steps those that are
-its own, and drops their gradients. Here are also those of torch's ``_apply_optimizer_in_backward``, taken over: its
-hooks would step on this rank's own gradients, or, on sharded parameters, never run.
+Handles and reducers have *steppers*: functions that get parameters with whole, averaged gradients, step the parameters
+of their own optimizer, and drop these gradients. One runs the optimizers of torch's ``_apply_optimizer_in_backward``,
+whose own hooks would step on this rank's own gradients, or, on sharded parameters, never run.
 """
 
 import copy
@@ -58,7 +58,7 @@ __all__ = [
 
 Stepper: TypeAlias = Callable[[Sequence[nn.Parameter]], None]
 
-# Each computes an element's update from the element's own parameter, gradient and state alone.
+# Optimizers that compute an element's update from its own parameter, gradient and state alone.
 ELEMENT_WISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -75,7 +75,7 @@ ELEMENT_WISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 _MARK = "_composable_stepped"
 _OF_TORCH = "_in_backward_optimizers"  # set by torch.distributed.optim._apply_optimizer_in_backward
-# torch's own switch: "0" leaves the gradients.
+# torch's own environment variable: "0" keeps the gradients after a step.
 _DROPS_GRADIENTS = "DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE"
 
 
@@ -89,7 +89,7 @@ class _Mark:
         self.holder = holder
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Copies are stepped by nobody. A type that `torch.load(weights_only=True)` takes.
+        # Nothing steps a copy. `torch.load(weights_only=True)` accepts this type.
         return (OrderedDict, ())
 
 
@@ -105,13 +105,13 @@ def unmark_stepped(params: Iterable[nn.Parameter]) -> None:
 
 
 def stepper_of(param: object) -> object | None:
-    """Return what steps ``param`` inside backward, by ``step_in_backward``."""
+    """Return the stepper of ``step_in_backward`` that steps ``param`` inside backward, if there is one."""
     mark = getattr(param, _MARK, None)
     return mark.stepper() if isinstance(mark, _Mark) and mark.holder == id(param) else None
 
 
 def steps_alone(param: torch.Tensor) -> bool:
-    """Say whether what steps ``param`` [full shape] in backward needs no other rank, also where it is sharded."""
+    """Say whether optimizers can step ``param`` [full shape] in backward without other ranks, also if it is sharded."""
     optimizers = [*getattr(param, _OF_TORCH, ())]
     stepper = stepper_of(param)
     if stepper is not None:
@@ -138,7 +138,7 @@ def forget_torch_hooks(params: Iterable[torch.Tensor]) -> bool:
 
 
 def has_stepped(param: torch.Tensor) -> bool:
-    """Say whether such an optimizer of ``param`` has a state, which belongs to the tensor of this shape."""
+    """Say whether torch's optimizers in backward have a state of ``param``, which fits no other shape."""
     return any(optimizer.state for optimizer in getattr(param, _OF_TORCH, ()))
 
 
@@ -167,10 +167,10 @@ def step_torch_optimizers(params: Sequence[nn.Parameter]) -> None:
 
 
 def refuse_steppers(steppers: Sequence[Stepper], fqn: str) -> None:
-    """Raise if something steps the parameters inside backward, beside which there is no communication hook.
+    """Raise if an optimizer steps the parameters inside backward, so that they cannot have a communication hook.
 
     Raises:
-        UsageError: It does.
+        UsageError: There are steppers.
     """
     if steppers:
         raise UsageError(
@@ -181,7 +181,7 @@ def refuse_steppers(steppers: Sequence[Stepper], fqn: str) -> None:
 
 
 def refuse_graph_of_backward(fqn: str) -> UsageError:
-    """Return the error for a backward that is to be differentiated, and would change what it reads."""
+    """Return the error for a backward with ``create_graph=True`` in which an optimizer changes parameters."""
     return UsageError(
         "a backward with create_graph=True cannot run while an optimizer steps inside it",
         at=f"{place_of_rank()}, parameter {fqn!r}",
@@ -193,8 +193,8 @@ def check_backward(fqn: str) -> None:
     """Raise if an optimizer cannot step the parameter ``fqn``, and others, in the backward that begins.
 
     Raises:
-        UsageError: It is to be differentiated, or runs inside of another one: its end is not that of the step, and a
-            forward that runs again after it would read new values.
+        UsageError: The backward makes a graph, or runs inside of another backward: then the step goes on after it, and
+            a forward that is run again would read new values.
     """
     if torch.is_grad_enabled():
         raise refuse_graph_of_backward(fqn)
@@ -206,12 +206,12 @@ def check_backward(fqn: str) -> None:
         )
 
 
-# Alive at once, unless the user says otherwise: one being reduced, one being filled.
+# Default number of buffers alive at once: one being reduced, one being filled.
 GRADIENT_BUFFERS = 2
 
 
 class GradientShape:
-    """Where each gradient lies in a gradient buffer; one object for all flat buffers that can use the same memory.
+    """The place of each gradient in a gradient buffer; one object for all flat buffers that can use the same memory.
 
     Attributes:
         numel: Elements of the buffer, [W * S].
@@ -227,7 +227,7 @@ class GradientShape:
         self._gaps = [(start, stop) for start, stop in zip(stops, starts, strict=True) if start < stop]
 
     def lay_out(self, source: torch.Tensor) -> "GradientBuffer":
-        """Return ``source`` [W * S], of undefined content, as gradients back to back; what belongs to none is zero."""
+        """Split ``source`` [W * S], of undefined content, into gradients back to back; gaps between them get zero."""
         for start, stop in self._gaps:
             source[start:stop].zero_()
         return GradientBuffer(source, list(starmap(source.as_strided, self._views)), self)
@@ -239,7 +239,7 @@ class GradientBuffer(NamedTuple):
     Attributes:
         source: [W * S], padding zero.
         views: One per parameter, in its full shape.
-        shape: By which they were laid out.
+        shape: The layout of the views.
     """
 
     source: torch.Tensor
@@ -251,10 +251,10 @@ class Gradients:
     """The gradients of the parameters of one flat buffer.
 
     Attributes:
-        all_bits: A bit for each parameter, as other numbers whose bits are some of them.
-        shape: The same object for all whose gradients fit into the same memory.
-        steppers: Get sharded parameters whose gradients are whole, and step them.
-        steps_together: Such a step may be collective: it comes when all ranks know of which parameters.
+        all_bits: A number with a bit for each parameter; numbers called ``bits`` have some of them.
+        shape: Layout of the gradient buffer; the same object for all whose gradients fit into the same memory.
+        steppers: Functions that get sharded parameters with whole gradients, and step them.
+        steps_together: A stepper may be collective: it runs when all ranks have agreed on the parameters to step.
     """
 
     def __init__(
@@ -266,11 +266,11 @@ class Gradients:
         device: torch.device,
     ) -> None:
         self.all_bits = (1 << len(params)) - 1
-        # To hash all that in every backward would take microseconds.
+        # Made once: to hash the spans in every backward would take microseconds.
         spans = tuple(replace(span, fqn="") for span in plan.layout.spans)
         self.shape = _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
         self._compute_dtype = plan.compute_dtype
-        # What they are collected in: its dtype and device.
+        # Has the dtype and device of gradient buffers.
         self._like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
         self._sums = False
         self._piece_sizes = split.sizes
@@ -284,7 +284,7 @@ class Gradients:
         self.step_by(())
 
     def copied(self, params: Sequence[ShardedParam], routes: Routes) -> "Gradients":
-        """Return those of the copies of the parameters, on which nothing was left and which nothing steps."""
+        """Return an object for copies of the parameters, on which no gradient waits and which no stepper steps."""
         twin = copy.copy(self)
         twin._begin(params, [index for _, index in self._pieces], routes)
         return twin
@@ -301,7 +301,7 @@ class Gradients:
         return found
 
     def take(self, gradient: GradientBuffer) -> int:
-        """Move the leaves' gradients into ``gradient``; returns the bits of those that had one, the others are zero."""
+        """Move the leaves' gradients into ``gradient``, or zeros; returns the bits of the leaves that had one."""
         views: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         had = self.all_bits
@@ -333,13 +333,13 @@ class Gradients:
         return had
 
     def make_buffer(self) -> GradientBuffer:
-        """Allocate what ``take`` fills, on the current stream."""
+        """Allocate a gradient buffer for ``take``, on the current stream."""
         return self.shape.lay_out(self._routes.gradient_path.transport.empty(self.shape.numel, self._like))
 
     def sum_in_reduce_dtype(self, *, sums: bool) -> None:
-        """Choose whether autograd adds up gradients in the dtype of the reduction, as it does those that wait.
+        """Choose whether autograd adds up gradients in the dtype of the reduction, as it should if they wait.
 
-        It casts each gradient before it adds it; those that are reduced at once are cast on their way.
+        Autograd casts each gradient before it adds it; gradients that are reduced at once are cast then.
         """
         if not (sums or self._sums):
             return
@@ -352,7 +352,7 @@ class Gradients:
             if grad is None:
                 leaf.grad_dtype = dtype if sums else self._compute_dtype
             elif grad.dtype == dtype:
-                self._sums = True  # Until it is reduced.
+                self._sums = True  # Until the gradient is reduced.
             elif sums:
                 leaf.grad = None
                 leaf.grad_dtype = dtype
@@ -367,14 +367,14 @@ class Gradients:
         )
 
     def drop(self) -> None:
-        """Forget what the leaves hold."""
+        """Forget the gradients of the leaves."""
         for param in self._params:
             param.forget_gradient()
 
     # For later
 
     def keep(self) -> bool:
-        """Note what waits on leaves, or as kept shards, so that ``zero_grad`` drops it; say whether there is any."""
+        """Note gradients that wait, on leaves or as kept shards, so ``zero_grad`` drops them; say whether any do."""
         waiting = self.bits() | self._routes.kept.bits
         for number, param in enumerate(self._params):
             if waiting >> number & 1:
@@ -385,7 +385,7 @@ class Gradients:
         """Forget kept gradients of parameters whose ``grad`` the user has dropped or set to zero.
 
         Returns:
-            Which, as bits.
+            The bits of these parameters.
         """
         dropped = 0
         for number, param in enumerate(self._params):
@@ -403,13 +403,13 @@ class Gradients:
     # On the sharded parameters
 
     def dropped(self) -> tuple[int, int]:
-        """Return whose ``grad`` the user has dropped, and whose he has set to zero since ``watch``."""
+        """Return the bits of parameters whose ``grad`` users have dropped, and of those set to zero since ``watch``."""
         grads = [param.sharded.grad for param in self._params]
         dropped = sum(1 << number for number, grad in enumerate(grads) if grad is None)
         return dropped, sum(1 << number for number, grad in enumerate(grads) if grad is not None and was_zeroed(grad))
 
     def drop_like(self, dropped: int, zeroed: int) -> None:
-        """Do what the user has done on a rank where ``dropped`` returned this."""
+        """Drop or zero gradients as the user did on a rank where ``dropped`` returned these bits."""
         for number, param in enumerate(self._params):
             grad = param.sharded.grad
             if dropped >> number & 1:
@@ -418,13 +418,13 @@ class Gradients:
                 grad._local_tensor.zero_()
 
     def watch(self) -> None:
-        """Begin to note who is set to zero."""
+        """Begin to note which gradients are set to zero."""
         for param in self._params:
             if param.sharded.grad is not None:
                 watch_zeroing(param.sharded.grad)
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
-        """Let these step the sharded parameters, from the next backward on."""
+        """Let ``steppers`` step the sharded parameters, from the next backward on."""
         self.steppers = tuple(steppers)
         self.steps_together = bool(steppers) and not all(steps_alone(param.sharded) for param in self._params)
 
@@ -438,11 +438,11 @@ class Gradients:
         return self._has_hooks
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
-        """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.
+        """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to their gradients.
 
         Args:
             reduced: The mean over the ranks.
-            bits: Of the parameters.
+            bits: Bits of these parameters.
             with_hooks: Run hooks on the gradient as on any leaf: those of ``register_hook`` on what is added, then
                 those of ``register_post_accumulate_grad_hook``.
         """
@@ -473,12 +473,12 @@ class Gradients:
             complete = [param.sharded for param, _ in chosen if param.sharded.grad is not None]
             for step in self.steppers:
                 step(complete)
-            # Also where this rank has no element to step.
+            # Also of parameters without an element on this rank: versions grow alike on all ranks.
             increment_version([memory_of(param.ragged._local_tensor) for param, _ in chosen])
 
 
 def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:
-    """Return what the functions of ``register_hook`` make of a gradient of full shape."""
+    """Run the functions of ``register_hook`` on a gradient of full shape, and return the gradient they leave."""
     for hook in list((param.sharded._backward_hooks or {}).values()):
         changed = hook(grad)
         if changed is None:
@@ -496,5 +496,5 @@ def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:
 
 @functools.lru_cache(maxsize=1024)
 def _shape_for(spans: Sequence[Span], numel: int, *_: object) -> GradientShape:
-    """Return what is the same object for buffers that can use each other's memory."""
+    """Return the layout of a gradient buffer, one object for all buffers that can use each other's memory."""
     return GradientShape(spans, numel)

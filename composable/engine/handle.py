@@ -47,12 +47,12 @@ class _Managed:
             return
         modules = modules_of_copy(memo)
         if not all(module in modules for module in handle.modules):
-            # A module that would be left with parameters that nothing gathers.
+            # The copy would have parameters that no handle gathers.
             raise reaches_out("copied", handle.modules, FIX_COPY)
 
 
 def waits_for_copies(what: str, described: str) -> UsageError:
-    """Return the error of what is done while gradients wait for an all-reduce over copies."""
+    """Return the error for an action that cannot run while gradients wait for an all-reduce over copies."""
     return UsageError(
         f"{what} while gradients wait for the all-reduce that set_requires_all_reduce(False) left out",
         at=f"{place_of_rank()}, {described}",
@@ -61,26 +61,26 @@ def waits_for_copies(what: str, described: str) -> UsageError:
 
 
 def handle_of(param: torch.Tensor) -> "Handle | None":
-    """Return the handle that manages a parameter of any shape, either face of it."""
+    """Return the handle that manages a parameter of any shape, sharded or unsharded."""
     mark = getattr(param, "_composable_managed", None)
     return None if mark is None else mark.handle()
 
 
 @dataclass(slots=True)
 class HandleSettings:
-    """What users set of one handle.
+    """The settings of users for one handle.
 
     Attributes:
-        reshard_option: What the user asked for; ``None``: free between forward and backward unless root; an int: free
-            all but secondary shards over as many ranks.
-        reshard_after_forward: What that means now that the root is known.
-        reshard_after_backward: Free them after backward; else once a forward finds that a rank has written its shard.
+        reshard_option: As the user gave it; ``None``: free between forward and backward unless root; an int: free
+            all but secondary shards over that many ranks.
+        reshard_after_forward: Free the parameters after forward; set from the option when the root is known.
+        reshard_after_backward: Free them after backward; else in the next forward, if a rank has written its shard.
         unshard_in_backward: Gather before backward. If not, a backward that needs a parameter raises.
         keeps_storage: The buffers' memory stays allocated while the parameters are sharded.
         fills_unused: A parameter that no rank used in a module that ran gets a gradient of zeros.
         gradient_buffers: How many gradient buffers of the root may be alive when the handle needs one.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
-        backward_prefetch: The same for backward.
+        backward_prefetch: Handles to unshard after this one in backward, or ``None``: as recorded.
     """
 
     reshard_option: bool | int | None
@@ -100,27 +100,27 @@ class HandleSettings:
 
 
 class Handle:
-    """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.
+    """The parameters that are unsharded and resharded together. ``HandleStep`` has their state in a step.
 
     Attributes:
-        plan: What was decided before anything was built.
+        plan: Layout and options, decided before any buffer was made.
         module_fqns: Names of the fully sharded modules from the root; set when the root is known.
         modules: The fully sharded module, or several that share the handle.
         grid: The ranks that share the parameters, and those that hold copies of their shards.
-        faces: What the modules hold.
-        view: What there is of the unsharded parameters.
+        faces: The places in modules that hold the parameters.
+        view: State of the unsharded parameters.
         held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
-        lent: How, if forward and backward cannot use what it shows.
+        lent: How that context shows the parameters, if forward and backward cannot use them.
         secondary: The secondary shards; ``None``: none are planned.
-        version: Of the shards when the unsharded parameters, as they are or were last, were gathered.
-        settings: What users set.
+        version: Version of the shards when the unsharded parameters were last gathered.
+        settings: Settings of users.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
         accumulated: The gradients that wait for a later reduction.
-        gathers: Of an unshard that has not ended, also of one that never will; ``None``: none was started.
+        gathers: Gathers of an unshard that has not ended, also of one that was cut short; ``None``: none was started.
         has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
         is_shared: Two roots have run it, and its memory stays.
-        comms: How bytes travel where the user chose.
+        comms: The user's choices for how bytes travel.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
 
@@ -143,7 +143,7 @@ class Handle:
         self.start_sharded()
 
     def start_sharded(self) -> None:
-        """Begin a life in which nothing was unsharded yet."""
+        """Set the state of a handle that was not unsharded yet."""
         self.view = ParamView.SHARDED
         self.held_with: object | None = None
         self.lent: Lent | None = None
@@ -168,11 +168,11 @@ class Handle:
 
     @property
     def described(self) -> str:
-        """What messages call the (first) module."""
+        """Name of the (first) module in messages."""
         return module_text(self.fqn, self.plan.class_names[0])
 
     def from_root(self, fqn: str) -> str:
-        """Return the name from there for one below the handle's modules, as ``ShardedParam.fqn`` is."""
+        """Return the name from the root for a name below the handle's modules, such as ``ShardedParam.fqn``."""
         if len(self.module_fqns) == 1:
             return join_fqn(self.fqn, fqn)
         position, _, name = fqn.partition(".")
@@ -185,7 +185,7 @@ class Handle:
 
     @property
     def _fqns(self) -> list[str]:
-        """FQNs of the parameters below the fully sharded module, of several modules below their position."""
+        """FQNs of the parameters below the module; with several modules, after the position of the module."""
         return [param.fqn for param in self.params]
 
     @property
@@ -207,7 +207,7 @@ class Handle:
         self.start_sharded()
         self.view = ParamView.UNSHARDED
 
-    # What users chose
+    # Choices of users
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
@@ -220,7 +220,7 @@ class Handle:
         """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
 
         Raises:
-            ConfigError: None of them is the nearest.
+            ConfigError: No registration is the nearest.
             UsageError: The handle has another way to reduce, or an optimizer steps inside backward.
         """
         comms = self.check_comm_hooks(registrations)
@@ -228,7 +228,7 @@ class Handle:
         self.communicate_by(comms)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Comms:
-        """Return what ``register_comm_hooks`` would choose; raises what it does."""
+        """Return the choices that ``register_comm_hooks`` would make; raises its errors."""
         with located(self.described):
             if registrations:
                 refuse_steppers(self.steppers, self.from_root(self.params[0].fqn))
@@ -236,23 +236,23 @@ class Handle:
 
     @property
     def steppers(self) -> tuple[Stepper, ...]:
-        """What steps the parameters inside backward."""
+        """Functions that step the parameters inside backward."""
         return self.buffers[0].gradients.steppers if self.buffers else ()
 
     @property
     def synchronises(self) -> bool:
-        """The next backward ends with whole gradients, as far as that is for this handle to say."""
+        """The next backward ends with whole gradients, by the settings of this handle."""
         return self.requires_gradient_sync and not any(flat.routes.kept.defers for flat in self.buffers)
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
-        """Let these step the parameters, from the next backward on."""
+        """Let ``steppers`` step the parameters, from the next backward on."""
         for flat in self.buffers:
             flat.gradients.step_by(steppers)
 
     @property
     def rests_elsewhere(self) -> bool:
-        """Its shards do not rest where its buffers are."""
-        # At each gather: a generator costs as much again.
+        """Some shard rests in other memory than its buffer: on the host."""
+        # Runs at each gather: a generator would double the cost.
         for flat in self.buffers:  # noqa: SIM110
             if flat.rests_elsewhere:
                 return True
@@ -262,16 +262,16 @@ class Handle:
 
     @property
     def is_unsharded(self) -> bool:
-        """The unsharded parameters are there, whether modules hold them or not."""
+        """The unsharded parameters are complete, whether modules hold them or not."""
         return self.view in (ParamView.UNSHARDED, ParamView.HIDDEN)
 
     def bring_back(self) -> bool:
-        """Bring pieces to which torch gave other memory back into the shards; say whether there were any.
+        """Copy pieces that torch has moved to other memory back into the shards; say whether there were any.
 
-        Streams: on the one that wrote them and frees their memory, so not on that of gathers.
+        Streams: runs on the stream that wrote the pieces and frees their memory, so not on the unshard stream.
 
         Raises:
-            UsageError: The parameters are on another device than they rest on, or of another dtype.
+            UsageError: The parameters are not on the device where they rest, or have another dtype.
         """
         was_away = False
         for flat in self.buffers:
@@ -292,7 +292,7 @@ class Handle:
         secondary = self.secondary if self.secondary is not None and self.secondary.are_source else None
         version = -self._idle_writes
         for flat in self.buffers:
-            version += flat.shard._version  # Which grows on every rank alike.
+            version += flat.shard._version  # Versions grow alike on all ranks.
             if flat.is_empty:
                 flat.make_leaves()
             elif secondary is not None:
@@ -303,7 +303,7 @@ class Handle:
         self.view = ParamView.GATHERING
 
     def discount_writes(self) -> None:
-        """Note that what was written since the last gather, on all ranks, were the values that there were."""
+        """Note that writes since the last gather, on all ranks, did not change the values."""
         self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
 
     def finish_gathers(self) -> None:
@@ -312,23 +312,23 @@ class Handle:
             gather.finish()
 
     def settle(self) -> None:
-        """Wait for all that was started for this handle, also by a call that an exception cut short."""
+        """Wait for all collectives of this handle, also those started by a call that an exception cut short."""
         for flat in self.buffers:
             flat.routes.settle()
 
     def show(self, refuse: Callable[["Handle"], None]) -> None:
-        """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers are finished."""
+        """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers have finished."""
         self.faces.show_unsharded(lambda: refuse(self))
-        # Last: what comes before is done again if an exception cuts it short.
+        # Set last: if an exception cuts this short, the next call does it all again.
         self.view = ParamView.UNSHARDED
         self.gathers = None
 
     def reshard(self, *, frees: bool = True) -> None:
-        """Make the modules hold the sharded parameters and free the buffers, or leave these to ``free_buffers``."""
+        """Make the modules hold the sharded parameters and free the buffers, or leave that to ``free_buffers``."""
         if self.gathers is not None:
-            # Not in use yet, or cut short: the memory may still be written to.
+            # The gathers may still write to the memory: they were not waited for, or were cut short.
             self.settle()
-        # First: who is cut short from here on is unsharded and resharded anew.
+        # Set first: a handle that is cut short from here on is unsharded and resharded again.
         self.view = ParamView.SHARDED
         self.gathers = None
         self.faces.show_sharded()
@@ -339,7 +339,7 @@ class Handle:
     def hide(self) -> None:
         """Make the modules hold the sharded parameters, and keep the unsharded ones; ``show`` undoes it."""
         if self.view is ParamView.UNSHARDED and self.held_with is None:
-            # First: a module that misses a parameter then finds it.
+            # Set first: if this is cut short, the next unshard shows every parameter again.
             self.view = ParamView.HIDDEN
             self.faces.show_sharded()
 
@@ -363,16 +363,16 @@ class Handle:
 
 
 class GradientLedger:
-    """Who had a gradient in one flat buffer, what was reduced, and who got it, in one backward.
+    """The record of one flat buffer in one backward: parameters with a gradient, and parameters that got a reduced one.
 
-    A parameter that this rank has a gradient for gets the reduced one as soon as it is there. Whether one
-    without gets it depends on the other ranks, and waits for the end of backward, as do all of a
-    buffer with hooks: they run once, on the whole gradient. So do all that ranks have to step together.
+    A parameter with a gradient on this rank gets the reduced one as soon as it is there. For a parameter without one
+    the other ranks decide, so it waits for the end of backward. All parameters of a buffer wait if one has hooks, which
+    run once, on the whole gradient; or if the ranks have to step them together.
 
     Attributes:
-        grad_mask: The parameters that had a gradient on this rank, in this backward or since the last reduction.
+        grad_mask: Bits of parameters that had a gradient on this rank, in this backward or since the last reduction.
         has_more: Some leaf holds a gradient that was not reduced.
-        waiting: What was reduced, [S], with the parameters that got it so far; not if all did.
+        waiting: Reduced shards [S] that some parameters have not got, each with the bits of those that have.
         message_bytes: How many bytes the ledger takes in a message, the same on all ranks.
     """
 
@@ -394,13 +394,13 @@ class GradientLedger:
         self.waiting = []
 
     def scan_leaves(self) -> None:
-        """Note what the leaves still hold."""
+        """Note which leaves still hold a gradient."""
         left = self.flat.gradients.bits()
         self.grad_mask |= left
         self.has_more = left != 0
 
     def take(self, reduced: torch.Tensor) -> None:
-        """Give what was reduced, [S], to the parameters that are known to get it."""
+        """Give a reduced shard [S] to the parameters that are known to get it."""
         gradients = self.flat.gradients
         given = 0
         if not (gradients.steps_together or gradients.has_hooks()):
@@ -413,7 +413,7 @@ class GradientLedger:
             self.waiting.append((reduced, given))
 
     def finish(self) -> None:
-        """End the backward: the rest goes to the parameters that any rank had a gradient for, or to all as zeros."""
+        """End the backward: give the rest to parameters with a gradient on any rank, or (``fills_unused``) to all."""
         kept = self.flat.routes.kept
         mask = self.grad_mask | kept.bits
         kept.bits = 0 if kept.total is None else mask
@@ -424,7 +424,7 @@ class GradientLedger:
             mask = self.flat.gradients.all_bits
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:
-            # Of these nobody has got a part yet: hooks run once, on the sum.
+            # No parameter has got a part of these yet: hooks run once, on the sum.
             for reduced in whole[1:]:
                 whole[0].add_(reduced)
             rest = [(whole[0], 0), *(one for one in rest if one[1])]
@@ -435,18 +435,18 @@ class GradientLedger:
 
     def _give(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         if self.flat.gradients.steppers:
-            # What waited for the ranks with copies is whole now, and is stepped.
+            # Gradients that waited for the ranks with copies are whole now, and are stepped.
             note_finished([self.handle])
         self.flat.gradients.accumulate(reduced, bits, with_hooks=with_hooks)
 
     def encode(self) -> bytes:
-        """Return what the other ranks have to know."""
+        """Return the ledger as bytes of the message to the other ranks."""
         if self.grad_mask == self.flat.gradients.all_bits and not self.has_more:
             return self._complete_message
         return (self.grad_mask << 1 | self.has_more).to_bytes(self.message_bytes, "little")
 
     def merge(self, messages: Sequence[bytes]) -> None:
-        """Take in what all ranks have encoded."""
+        """Merge the encoded ledgers of all ranks into this one."""
         found = 0
         for one in messages:
             found |= int.from_bytes(one, "little")
@@ -455,24 +455,24 @@ class GradientLedger:
 
 
 class HandleStep:
-    """Where one handle is.
+    """The state of one handle in a step.
 
     Attributes:
-        is_armed: A differentiable forward has run since the last backward: the next one reduces it.
-        first_forward: Clock of the first such forward; 0: before all others.
-        entered_at: Clock of the start of a forward that has not ended.
-        queued_in: The last backward that has or had to complete it.
-        met_in: The last backward in which a gradient of an output arrived.
-        completed_in: The last backward that completed it: reduced its gradients, or kept them.
-        kept_in: The last forward that left secondary shards.
-        is_late: Gradients are still coming in the backward that completed it.
-        modules_left: Of several modules that share the handle, those still to run in this forward.
-        next_forward: Who followed in the latest forward, a hint for prefetch; so are the other two.
-        previous_forward: Who went before in the latest forward.
-        next_backward: Who followed in the latest backward.
-        is_waiting: Users were told that its gradients wait for a later backward, or an all-reduce over copies.
-        leaders: With whose modules it is gathered, resharded and reduced, whether its own run or not.
-        followers: Those that it does so with.
+        is_armed: A differentiable forward has run since the last backward: the next backward reduces the handle.
+        first_forward: Clock at the start of the first such forward; 0: before all others.
+        entered_at: Clock at the start of a forward that has not ended; -1: there is none.
+        queued_in: Number of the last backward that has or had to complete the handle.
+        met_in: Number of the last backward in which a gradient of an output arrived.
+        completed_in: Number of the last backward that completed the handle: reduced its gradients, or kept them.
+        kept_in: Number of the last forward that left secondary shards.
+        is_late: Gradients are still coming in the backward that completed the handle.
+        modules_left: Of several modules that share the handle, the modules still to run in this forward.
+        next_forward: The handle that ran next in the latest forward, a hint for prefetch.
+        previous_forward: The handle that ran before it in the latest forward, also a hint.
+        next_backward: The handle that came next in the latest backward, also a hint.
+        is_waiting: It is noted for users that gradients wait for a later backward, or an all-reduce over copies.
+        leaders: Handles that it is gathered, resharded and reduced with, whether its own modules run or not.
+        followers: Handles that are gathered, resharded and reduced with it.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -485,8 +485,8 @@ class HandleStep:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: another root has run the handle meanwhile."""
-        # Of no backward and no forward: their numbers start at 1.
+        """Reset the state: another root has run the handle meanwhile."""
+        # -1 is the number of no backward and no forward: their numbers start at 1.
         self.completed_in = self.kept_in = self.met_in = self.queued_in = -1
         self.forget_order()
         self.end_step()

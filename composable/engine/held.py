@@ -1,6 +1,6 @@
-"""Values that users put in place of parameters.
+"""Tensors that users put in place of managed parameters.
 
-A load assigns values, which become those of the shards; what else users put there is refused.
+A load assigns tensors, whose values are copied into the shards; other tensors are refused.
 """
 
 import weakref
@@ -27,30 +27,30 @@ __all__ = [
 ]
 
 
-LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in ownership.py.
+LOADED = "_composable_loaded"  # Mark of a parameter that a load has assigned; set in ownership.py.
 
 
 def misplaced(handle: Handle) -> list[Misplaced]:
-    """Return what modules hold in place of the face that ``handle`` gave them; inside a context, nothing."""
+    """Return the places where modules do not hold the face that ``handle`` gave them; inside a context, none."""
     return [] if handle.held_with is not None else handle.faces.misplaced(handle.view)
 
 
 def refuse_strangers(handle: Handle) -> None:
-    """Refuse to show the parameters of ``handle`` where a module holds neither face, unless a context shows them.
+    """Raise where a module holds neither face of a parameter of ``handle``, unless a context shows the parameters.
 
     Raises:
-        UsageError: It says what was done since the forward.
+        UsageError: Since the forward, a parameter was replaced or removed, or a load has assigned it.
     """
-    # A forward has seen to it, so this is before a backward.
+    # A forward has checked this already, so a backward is next.
     if handle.held_with is None:
         check_held(handle)
         raise written_too_early(handle)
 
 
 def attach(handle: Handle) -> None:
-    """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
+    """Copy into the shards the parameters that a load assigned, and the pieces that torch has moved to other memory.
 
-    Their values stay; parameters are the same objects as before. Not collective.
+    Modules then hold the same parameter objects as before. Not collective.
 
     Raises:
         UsageError: A parameter has another dtype or shape now, or ``check_held`` raises.
@@ -65,7 +65,7 @@ def attach(handle: Handle) -> None:
                 param.take(held)
                 vars(held).pop(LOADED, None)
                 mark_replaced(held, param.fqn, module, name)  # An optimizer that was built meanwhile holds it.
-                param.sharded.grad = None  # As a new parameter has none.
+                param.sharded.grad = None  # A new parameter has none.
         param.bring_back_marks()
         param.place(param.sharded)
     for flat in handle.buffers:
@@ -75,10 +75,10 @@ def attach(handle: Handle) -> None:
 def check_held(handle: Handle) -> None:
     """Refuse parameters that the user tied, replaced or removed: an optimizer may hold the old ones, or the new.
 
-    What a load assigns is a value, and so is any parameter in the place of one on the meta device.
+    Parameters that a load assigned are allowed, and so is any parameter in the place of one on the meta device.
 
     Raises:
-        UsageError: It names the first of them, or says that a ``functional_call`` lends it.
+        UsageError: A parameter was tied, replaced or removed, or ``functional_call`` has put in another one.
     """
     for _, _, param, held in (found for found in misplaced(handle) if found.is_stranger):
         at = f"{place_of_rank()}, {handle.described}, parameter {param.fqn!r}"
@@ -111,7 +111,7 @@ def lies_in_buffer(handle: Handle, tensor: torch.Tensor) -> bool:
 
 
 def written_too_early(handle: Handle) -> UsageError:
-    """Return the error for shards that have other values than those a forward has seen."""
+    """Return the error for shards that were written between a forward and its backward."""
     return UsageError(
         "parameters were written to between a forward and its backward, which needs them as they were",
         at=f"{place_of_rank()}, {handle.described}",
@@ -120,14 +120,14 @@ def written_too_early(handle: Handle) -> UsageError:
 
 
 class ParamLabel:
-    """Who a sharded parameter is."""
+    """The name, module and ranks of a sharded parameter."""
 
     __slots__ = ("_fqn", "_handle", "_kind")
 
     def __init__(self, param: ShardedParam, handle: Handle) -> None:
         self._fqn = param.fqn
         self._kind = class_name(param.owners[0][0])
-        # What the handle is called changes when the root is known.
+        # The handle's name changes when the root is known.
         self._handle = weakref.ref(handle)
 
     def __str__(self) -> str:
@@ -136,17 +136,17 @@ class ParamLabel:
 
     @property
     def everyone(self) -> Ranks | None:
-        """All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone."""
+        """All ranks that hold pieces of the parameter, or copies of pieces; ``None``: its handle is gone."""
         handle = self._handle()
         return None if handle is None else handle.grid.everyone
 
     @property
     def has_parts(self) -> bool:
-        """On some of these ranks, modules inside the same root lie on a part of them."""
+        """On some of these ranks, modules inside the same root lie on a part of the ranks."""
         handle = self._handle()
         return handle is not None and handle.has_parts
 
     @property
     def module(self) -> str:
-        """What messages call the module that owns it."""
+        """Name of the parameter's module in messages."""
         return module_text(str(self).rpartition(".")[0], self._kind)

@@ -1,9 +1,9 @@
-"""One parameter's two faces: shard and leaf.
+"""One parameter's two tensors, its faces: the sharded one and the unsharded leaf.
 
 Outside forward and backward a module holds the *sharded* parameter, a ``RaggedDTensor``
 whose local tensor is a view of the handle's shard. While its handle is unsharded the
 module holds the *unsharded* parameter: a plain leaf that views the handle's buffer, so
-that the user's ``forward`` and autograd meet an ordinary tensor. Both live as long as the
+that the user's ``forward`` and autograd get an ordinary tensor. Both live as long as the
 annotation; only the entry in ``module._parameters`` changes.
 """
 
@@ -44,21 +44,21 @@ class ShardedParam:
     """One unique parameter and every place that holds it.
 
     Attributes:
-        fqn: Name below the handle's module; of several modules behind the position of the one that it is below.
+        fqn: Name below the handle's module; with several modules, after the position of the module: ``0.weight``.
         owners: (module, attribute name) of every place, tied ones included.
-        form: Where it is of a tensor subclass, how an instance comes apart and together; shapes are those of what
+        form: For a tensor subclass, how an instance is taken apart and built; shapes are those of the tensor that
             is sharded.
-        sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
+        sharded: The parameter that ``module.parameters()`` gives: a ``RaggedDTensor`` of full shape.
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
         local: This rank's piece, a view of the handle's shard.
-        shown: What ``sharded`` has for it, unless torch replaced it: the same, or an instance of its class around it.
+        shown: Local tensor of ``sharded``, unless torch replaced it: ``local``, or an instance of its class around it.
         grad_spec: Cut and dtype of the gradient that ``sharded`` gets.
-        home: Where the piece rests.
+        home: Device where the piece rests.
         is_split: Tensor parallelism has split it: the unsharded leaf and its gradients are DTensors of blocks.
-        shape: Of what is sharded: of the block.
+        shape: Shape of the tensor that is sharded: of the block, if it is split.
         start: First element of this rank's piece in the handle's shard.
-        stop: Past the last one; equal to ``start`` where this rank owns nothing.
-        placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
+        stop: End of the piece, past its last element; equal to ``start`` where this rank owns nothing.
+        placeholder: The zero gradient of ``sharded`` while the leaf keeps a gradient to be reduced later.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ShardedParam:
         _copy_marks(original, self.sharded, form)
         if form is not None and form.kind == "bytes":
             _name_state(self.sharded, form, self.owners)
-            self.sharded._composable_holds_bytes = True  # type: ignore[attr-defined]  # casts of state dicts ask
+            self.sharded._composable_holds_bytes = True  # type: ignore[attr-defined]  # read by casts of state dicts
         self._marks = self.sharded.__dict__
 
     def piece_of(self, shard: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class ShardedParam:
         return self.ragged._local_tensor is self.shown
 
     def lie_in(self, shard: torch.Tensor) -> None:
-        """Have this rank's piece in ``shard`` [S]; the sharded parameter still shows another one."""
+        """Make this rank's piece a view of ``shard`` [S]; the sharded parameter still shows the old piece."""
         self.local = self.piece_of(shard)
         self.shown = _instance_around(self.local, self.form)
 
@@ -121,17 +121,17 @@ class ShardedParam:
         return held is not None and (held is self.sharded or held is self.unsharded)
 
     def storage_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what is sharded [shape] of a full value, which may be an instance of the parameter's own class."""
+        """Return the tensor to shard [shape] of a full value, which may be an instance of the parameter's own class."""
         return value.detach() if self.form is None else self.form.storage_of(value)
 
     def value_around(self, storage: torch.Tensor) -> torch.Tensor:
-        """Undo ``storage_of``: return an instance of the parameter's own class around what is sharded [shape]."""
+        """Undo ``storage_of``: return an instance of the parameter's own class around ``storage`` [shape]."""
         return storage if self.form is None else self.form.around(storage)
 
     def block_of_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return what is sharded of a gradient of the leaf, a plain tensor [shape].
+        """Return this rank's block of a gradient of the leaf, a plain tensor [shape].
 
-        Where the parameter is split and the gradient placed otherwise, collective over the ranks with the blocks.
+        Collective over the ranks with the blocks, if the parameter is split and the gradient has another placement.
         """
         return self.storage_of(grad) if self.is_split else grad
 
@@ -140,7 +140,7 @@ class ShardedParam:
         return self.value_around(block) if self.is_split else block
 
     def write_full(self, full: torch.Tensor) -> None:
-        """Keep this rank's piece of a full value, of any dtype and device, in the shard."""
+        """Copy this rank's piece of a full value, of any dtype and device, into the shard."""
         self.local.data.copy_(slice_block(self.storage_of(full), self.layout))
 
     def show(self, local: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ class ShardedParam:
 
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Do to this parameter's piece [local_shape], and its gradient, what ``Module._apply`` does to tensors."""
+        """Apply ``fn`` to this parameter's piece [local_shape] and its gradient, as ``Module._apply`` does."""
         held, grad = memory_in(self), self.sharded.grad
         local = fn(held)
         if local is not held:
@@ -177,10 +177,10 @@ class ShardedParam:
                 self.sharded.grad = fn(grad)
 
     def take(self, value: torch.Tensor) -> None:
-        """Adopt the value of a parameter that replaced the sharded one: ragged in the same cut, or full.
+        """Copy the value of a parameter that replaced the sharded one: ragged with the same cut, or full.
 
         Raises:
-            UsageError: It has another shape, or is cut otherwise; or it has a state of its own.
+            UsageError: The value has another shape, another cut, or a state of its own.
         """
         if self.form is not None and self.form.kind == "bytes" and isinstance(value, self.form.cls):
             raise UsageError(
@@ -212,7 +212,7 @@ class ShardedParam:
 
     @property
     def ragged(self) -> RaggedDTensor:
-        """The sharded parameter, of full shape, as what it is."""
+        """The sharded parameter, of full shape, with its type."""
         assert isinstance(self.sharded, RaggedDTensor)
         return self.sharded
 
@@ -236,8 +236,8 @@ class ShardedParam:
         return self.form.parameter_around(value, requires_grad=requires_grad)
 
     def dress(self, stand_in: nn.Parameter) -> nn.Parameter:
-        """Give a parameter of full shape, which modules hold for a while, what it is known by, and return it."""
-        if self.form is None or self.form.kind != "bytes":  # whose state is there already
+        """Copy all marks to a parameter of full shape that modules hold for a while, and return that parameter."""
+        if self.form is None or self.form.kind != "bytes":  # an instance of bytes has its state already
             _copy_marks(self.sharded, stand_in)
         stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
         # An optimizer built meanwhile would update the stand-in, and lose the update.
@@ -261,14 +261,14 @@ class ShardedParam:
         return wrapped
 
     def empty_grad(self) -> RaggedDTensor:
-        """Return the gradient, of full shape, of a parameter of which this rank owns nothing, always the same one."""
+        """Return the gradient, of full shape, for a rank that owns no element: always the same object."""
         if self._empty_grad is None:
             self._empty_grad = RaggedDTensor.wrap(
                 torch.empty(self.local_shape, dtype=self.grad_spec.dtype, device=self.sharded.device), self.grad_spec
             )
         return self._empty_grad
 
-    # Gradients that wait on the leaf. ``zero_grad`` sees sharded parameters only, so their ``grad`` tells of it.
+    # Gradients that wait on the leaf. ``zero_grad`` sees sharded parameters only, so their ``grad`` stands for these.
 
     def keep_gradient(self) -> None:
         """Note that the leaf's gradient waits to be reduced with later ones."""
@@ -290,7 +290,7 @@ class ShardedParam:
         return beside is not None and self.sharded.grad is beside and not was_zeroed(beside)
 
     def drop_zeroed_gradient(self) -> bool:
-        """Forget the waiting gradient if ``grad`` was dropped or set to zero since, and say so; else wait on."""
+        """Forget the waiting gradient if users have since dropped ``grad`` or set it to zero; say whether they have."""
         is_dropped = self._kept_beside is not None and not self.waits
         self._kept_beside = None
         if is_dropped:
@@ -298,7 +298,7 @@ class ShardedParam:
         return is_dropped
 
     def forget_gradient(self) -> None:
-        """Drop the leaf's gradient, and what says that it waits."""
+        """Drop the leaf's gradient, and the placeholder that says that it waits."""
         if self.unsharded is not None:
             self.unsharded.grad = None
         self._kept_beside = None
@@ -308,17 +308,17 @@ class ShardedParam:
             self.placeholder = None
 
     def copied(self, shard: torch.Tensor, memo: dict[int, Any]) -> "ShardedParam":
-        """Return a deep copy over ``shard`` [S], with the gradient; its owners are still this one's.
+        """Return a deep copy over ``shard`` [S], with the gradient; its owners are still the old modules.
 
         From then on ``memo`` gives the copy's sharded parameter for both faces of this one.
         """
         twin = copy.copy(self)
         twin.unsharded = twin._empty_grad = twin.placeholder = twin._kept_beside = None
         twin.lie_in(shard)
-        # As a copy of any tensor: the gradient and the user's marks go along.
+        # Like a copy of any tensor, it has the gradient and the user's marks.
         known: Any = copy.deepcopy(self.sharded, memo)
         if self.is_attached:
-            # Just made, or before its handle was met, say in an optimizer's groups: a tensor of its own until now.
+            # The copy, made just now or earlier (say, for an optimizer's groups), had memory of its own until now.
             known._local_tensor = twin.shown
         twin.sharded = known
         if known.grad is None:
@@ -332,7 +332,7 @@ class ShardedParam:
         return twin
 
     def plain_copy(self, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
-        """Return a parameter as the original was with ``value`` and ``grad``, both in full shape."""
+        """Return a parameter like the original, with ``value`` and ``grad``, both in full shape."""
         plain = self._parameter(value)
         if self.form is None or self.form.kind != "bytes":
             _copy_marks(self.sharded, plain)
@@ -350,20 +350,20 @@ class ShardedParam:
 
 
 def _permit_grad(param: ShardedParam) -> None:
-    """Let the sharded parameter have gradients of another dtype, where they stay in that of the reduction."""
+    """Let the sharded parameter have gradients of another dtype, where they stay in the dtype of the reduction."""
     if param.grad_spec.dtype != param.spec.dtype:
         param.sharded.grad_dtype = param.grad_spec.dtype
 
 
 def memory_in(param: ShardedParam) -> torch.Tensor:
-    """Return the plain tensor [local_shape] inside of what a parameter shows, which torch may have made anew."""
+    """Return the plain tensor [local_shape] that a sharded parameter shows, also if torch has replaced it."""
     local = param.ragged._local_tensor
     is_instance = param.shown is not param.local and type(local) is type(param.shown)
     return param.form.storage_of(local) if is_instance and param.form is not None else local
 
 
 def _instance_around(piece: torch.Tensor, form: Form | None) -> torch.Tensor:
-    """Return what ``to_local()`` gives for a piece [local_shape]: of a class that gathers itself, an instance."""
+    """Return the result of ``to_local()`` for a piece [local_shape]: an instance, if its class gathers itself."""
     if form is None or form.kind != "gathered" or not piece.shape[0]:
         return piece
     made = form.around(piece)
@@ -383,7 +383,7 @@ def has_own_setattr(module: nn.Module) -> bool:
 
 
 def _share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give ``target`` the hooks that users registered on ``source``; what they hold to remove them stays good."""
+    """Give ``target`` the hooks that users registered on ``source``, which users can still remove."""
     CHANGES.note("hooks")
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
@@ -401,9 +401,9 @@ def _copy_marks(source: nn.Parameter, target: nn.Parameter, form: Form | None = 
 
 
 def _name_state(sharded: Any, form: Form, owners: Sequence[Owner]) -> None:
-    """Let attributes of a sharded parameter lead to the state beside its bytes.
+    """Give a sharded parameter attributes with the state beside its bytes.
 
-    torch looks for what it finds in a state dict by the names there, ``weight.absmax`` as ``weight`` and ``absmax``.
+    torch looks up the keys of a state dict as attributes: ``weight.absmax`` is ``absmax`` of ``weight``.
     """
     named: dict[str, Any] = dict(form.state)
     for module, name in owners:
@@ -422,10 +422,10 @@ def _name_state(sharded: Any, form: Form, owners: Sequence[Owner]) -> None:
 
 
 class ParamView(enum.Enum):
-    """What there is of a handle's unsharded parameters, and whether modules hold them.
+    """The state of a handle's unsharded parameters, and whether modules hold them.
 
-    SHARDED: nothing; modules hold the sharded ones, as in the next two. GATHERING: an unshard was started and is not
-    in use yet. HIDDEN: they are there all the same. UNSHARDED: modules hold them.
+    SHARDED: there are none. GATHERING: an unshard was started and is not in use yet. HIDDEN: they are complete. In
+    these three states modules hold the sharded parameters. UNSHARDED: modules hold the unsharded ones.
     """
 
     SHARDED = enum.auto()
@@ -435,10 +435,10 @@ class ParamView(enum.Enum):
 
 
 class Lent(enum.Enum):
-    """How a context shows parameters to the user in a way that forward and backward cannot use.
+    """The way in which a context shows parameters that forward and backward cannot use.
 
-    WHOLE: every module holds a copy of its whole parameters, with which it can run where nothing is to have a gradient.
-    OTHER: copies of some ranks only, on the host, or with gradients.
+    WHOLE: every module holds a copy of its whole parameters, and can run with it without gradients.
+    OTHER: copies on some ranks only, on the host, or with gradients.
     """
 
     WHOLE = enum.auto()
@@ -446,7 +446,7 @@ class Lent(enum.Enum):
 
 
 class Misplaced(NamedTuple):
-    """What a module holds where a handle gave it a face of a parameter: the other face, another tensor or none."""
+    """A place where a module does not hold the face that it was given, but the other face, another tensor or none."""
 
     module: nn.Module
     name: str
@@ -455,19 +455,19 @@ class Misplaced(NamedTuple):
 
     @property
     def is_stranger(self) -> bool:
-        """It is neither face."""
+        """The held tensor is neither face."""
         return not self.param.has_face(self.held)
 
 
 class Faces:
-    """The places of a handle's parameters, which show the sharded faces from now on."""
+    """The places of a handle's parameters in modules; the constructor puts the sharded faces there."""
 
     __slots__ = ("_places", "_plain_places", "_swaps", "_watched")
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         for param in params:
             param.place(param.sharded)
-        # Modules with a way of their own to take a parameter are asked.
+        # Modules with a ``__setattr__`` of their own get parameters through it.
         self._watched = [param for param in params if any(has_own_setattr(module) for module, _ in param.owners)]
         self._places = [(module, name, param) for param in params for module, name in param.owners]
         self._plain_places = [place for place in self._places if place[2] not in self._watched]
@@ -475,14 +475,14 @@ class Faces:
 
     def are_sharded(self) -> bool:
         """Say whether every module holds the sharded parameters."""
-        # Before each gather: a generator costs as much again.
+        # Runs before each gather: a generator would double the cost.
         for module, name, param in self._places:  # noqa: SIM110
             if module._parameters.get(name) is not param.sharded:
                 return False
         return True
 
     def misplaced(self, view: ParamView) -> list[Misplaced]:
-        """Return what modules hold in place of the face that they were given."""
+        """Return the places where modules do not hold the face that they were given."""
         found = []
         for module, name, param in self._places:
             held = module._parameters.get(name)
@@ -491,7 +491,7 @@ class Faces:
         return found
 
     def show_unsharded(self, refuse: Callable[[], None]) -> None:
-        """Let the modules hold the unsharded parameters, which are full; calls ``refuse`` where one has neither."""
+        """Make modules hold the unsharded parameters, which are full; call ``refuse`` where one holds neither face."""
         if self._swaps is None:
             self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_places]
         for module, name, sharded, leaf in self._swaps:
@@ -510,7 +510,7 @@ class Faces:
             param.place(param.leaf())
 
     def show_sharded(self) -> None:
-        """Let the modules hold the sharded parameters."""
+        """Make the modules hold the sharded parameters."""
         for module, name, param in self._plain_places:
             module._parameters[name] = param.sharded
         for param in self._watched:

@@ -1,6 +1,6 @@
 """The forwards and backwards of a root.
 
-Which handles are complete by then is the business of ``step.py``.
+``step.py`` decides which handles are complete.
 """
 
 import weakref
@@ -33,9 +33,9 @@ class Backwards:
     """Runs the backwards of one root, and forgets those that were cut short, with the forwards before them.
 
     Args:
-        step: Of the root.
-        completion: Of the same.
-        at_end: Lets this run at the end of the running backward; returns what autograd frees when that ends.
+        step: The state of the root's step.
+        completion: The handles to complete.
+        at_end: Lets this object run at the end of the running backward; returns an object that autograd frees then.
     """
 
     def __init__(self, step: Step, completion: Completion, at_end: Callable[[Ending], Callable[[], None]]) -> None:
@@ -43,26 +43,26 @@ class Backwards:
         self._step = step
         self._completion = completion
         self._at_end = at_end
-        # What autograd holds of the running one.
+        # Returns an object that autograd holds during the running backward; ``None``: it was freed.
         self._end: Callable[[], object] = lambda: None
-        # Of the running one, known when it starts to end; ``None``: it does not.
+        # Whether the running backward ends the reductions; ``None``: it has not started to end.
         self._ends_reductions: bool | None = None
-        # Whose gradient arrived last in the running one.
+        # The handle whose gradient arrived last in the running backward.
         self._last: HandleStep | None = None
 
     # Begin
 
     def begin_backward(self, *, runs_again: bool = False) -> None:
-        """Begin the backward that is running, unless it was begun.
+        """Begin the work of the running backward, unless it was begun.
 
         Args:
-            runs_again: Activation checkpointing tells, which enables gradients whether backward makes a graph or not.
+            runs_again: Activation checkpointing runs a forward, with gradients enabled even if backward makes no graph.
         """
         step = self._step
         if not step.is_backward:
             self._begin()
         elif self._end() is None:
-            # That was another one, which an exception has stopped.
+            # An earlier backward was begun, which an exception has stopped.
             self.tidy_up()
             self._begin()
         if step.makes_graph is None and not runs_again:
@@ -82,7 +82,7 @@ class Backwards:
             step.check_waited_for()
         if split_backward_code() is not None and in_split_backward():
             self.check_split_backward()
-        # First: the next forward undoes a backward that was cut short, here as well.
+        # Set first: the next forward then undoes a backward that was cut short, also from here on.
         step.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
         step.backward_id += 1
@@ -96,14 +96,14 @@ class Backwards:
         self._completion.begin_backward()
 
     def _note_end(self, _: object) -> None:
-        """Autograd has ended a backward: also one that an exception stopped, and whose gradients users drop now."""
+        """Hide parameters when autograd has ended a backward, also by an exception: users may drop gradients now."""
         if self._step.is_backward:
             self._step.unsharded.hide()
 
     def check_split_backward(self) -> None:
-        """Raise if a stage of torch's pipelines takes gradients of inputs and of parameters apart.
+        """Raise if a stage of torch's pipelines computes gradients of inputs and of parameters separately.
 
-        It looks for the parameters that modules hold in the graph, and finds none of those that were computed with.
+        Such a stage searches the graph for parameters that modules hold. The graph has the unsharded ones instead.
 
         Raises:
             UsageError: The parameters are not shown by ``unshard_params``.
@@ -132,7 +132,7 @@ class Backwards:
     # Gradients of outputs
 
     def pre_backward(self, handle: Handle, clock: float, *, gathers: bool = True) -> int:
-        """The gradient of an output of ``handle`` arrived; returns the number of the backward.
+        """Prepare ``handle`` for backward: the gradient of an output arrived. Returns the number of the backward.
 
         Args:
             handle: The handle.
@@ -170,14 +170,14 @@ class Backwards:
             end_secondary(handle)
 
     def _prefetch_after(self, own: HandleStep) -> None:
-        """Start to gather what is likely to be next after the first gradient of ``own``, or what users have said."""
+        """Start to gather the handle that is likely next after the first gradient of ``own``, or the users' choice."""
         last, self._last = self._last, own
         if last is not None:
             last.next_backward = own
         steps, prefetch = self._step.steps, own.handle.settings.backward_prefetch
         if prefetch is not None:
             for ahead in prefetch:
-                # Those of another root are gathered by that root, on streams of its own.
+                # Handles of another root are gathered by that root, on streams of its own.
                 if ahead in steps:
                     self._begin_unshard(steps[ahead])
             return
@@ -195,7 +195,7 @@ class Backwards:
         self._begin_followers(own)
 
     def _begin_followers(self, own: HandleStep) -> None:
-        """Start to gather what goes with a handle."""
+        """Start to gather the followers of a handle."""
         for one in own.followers:
             if one.handle.settings.unshard_in_backward and one.handle.held_with is None:
                 self._step.unsharded.begin_unshard(one.handle)
@@ -203,9 +203,9 @@ class Backwards:
     # End
 
     def start(self) -> None:
-        """End a backward: complete what no earlier module completed, and tell the other ranks what is left.
+        """Start to end a backward: complete the handles that are left, and start messages to the other ranks.
 
-        Unless the user ends it later.
+        No message is sent if the user ends the backward later.
         """
         step = self._step
         if not step.is_backward:
@@ -219,10 +219,10 @@ class Backwards:
         self._ends_reductions = ends
 
     def finish(self) -> None:
-        """Reduce what is left on any rank, and hand over every gradient.
+        """Reduce the gradients that are left on any rank, and give each to its sharded parameter.
 
         Raises:
-            UsageError: On this rank, or on one that tells of it in its message, a gradient could not be reduced.
+            UsageError: A gradient could not be reduced, on this rank or on one whose message says so.
         """
         ends, self._ends_reductions = self._ends_reductions, None
         step = self._step
@@ -238,10 +238,10 @@ class Backwards:
         step.finalizer.end(self.end_backward)
 
     def end_backward(self) -> None:
-        """Free what the running backward has kept, if one is running, and forget where it was."""
+        """Free parameters that the running backward has kept, if one is running, and reset its state."""
         step = self._step
         if not step.is_backward:
-            return  # Ended by hand.
+            return  # The user has ended it.
         unsharded = step.unsharded
         for handle in tuple(unsharded.members):
             if step.makes_graph and handle.view is not ParamView.GATHERING:
@@ -255,7 +255,7 @@ class Backwards:
         unsharded.free_retained()
         self._completion.end_backward()
         while step.first_nodes and step.first_nodes[-1] < 0:
-            # Run again by checkpointing, and stopped in the hook after forward: torch tells nobody.
+            # Modules that checkpointing ran again, and stopped in the hook after forward: no other hook is called.
             step.first_nodes.pop()
             del step.running[len(step.first_nodes) :]
         step.streams.end_backward()
@@ -266,13 +266,13 @@ class Backwards:
     # Recovery
 
     def reset(self) -> None:
-        """Begin anew, from whatever state an exception at any line has left; it may cut this short too."""
+        """Reset the step from any state that an exception at any line has left, also in an earlier reset."""
         self.tidy_up(keeps_running=False)
         self._step.first_nodes.clear()
         self._step.running.clear()
 
     def tidy_up(self, *, keeps_running: bool = True) -> None:
-        """Forget the forwards and backwards so far, or all but a forward that is running around the backward."""
+        """Forget the forwards and backwards so far; ``keeps_running``: except a forward around the backward."""
         step = self._step
         for listener in step.listeners:
             is_kept = any(handle.accumulated.awaits_copies for handle in step.handles)
@@ -308,13 +308,13 @@ class Forwards:
         self._completion = completion
         self._backwards = backwards
         self._clock = self._started_at = 0
-        # Whose call came last in the running forward.
+        # The handle whose call came last in the running forward.
         self._last: HandleStep | None = None
 
     # Modules
 
     def enter_forward(self, module: nn.Module) -> None:
-        """A managed module starts its forward; the outermost one starts a forward pass."""
+        """Note that a managed module starts its forward; the outermost one starts a forward pass."""
         step = self._step
         running = step.running
         first_node = -1
@@ -327,7 +327,7 @@ class Forwards:
                 self._begin(module)
             thread = get_ident()
             if thread != step.thread:
-                # Numbers of nodes are per thread, and tell nothing of those of others.
+                # Numbers of nodes are per thread, and cannot be compared between threads.
                 step.is_threaded = step.thread is not None
                 step.thread = thread
         step.first_nodes.append(first_node)
@@ -351,7 +351,7 @@ class Forwards:
         step.optimizer_stepped()
 
     def exit_forward(self, *, has_failed: bool = False) -> None:
-        """The innermost managed module ends its forward, also by an exception."""
+        """Note that the innermost managed module ends its forward, also by an exception."""
         step = self._step
         is_in_backward = step.first_nodes.pop() < 0
         module = step.running.pop()
@@ -369,9 +369,9 @@ class Forwards:
                 if is_gathering or handle.settings.reshard_after_forward or not own.is_armed:
                     self._reshard(own, is_differentiable=own.is_armed)
         if has_failed and self._completion.has_armed_after(self._started_at):
-            # Nothing that has ended waits for a backward.
+            # No forward that has ended waits for a backward.
             step.drop_secondaries()
-        # Also before backward.
+        # Modules hold sharded parameters also between forward and backward.
         step.unsharded.hide()
         step.streams.wait_for_copies()
         for listener in () if step.failure else step.listeners:
@@ -379,7 +379,7 @@ class Forwards:
             listener.on(StepEvent.FORWARD_ENDED, module, is_awaited)
 
     def note_failure(self, error: BaseException, handle: Handle | None) -> None:
-        """Let ranks that wait know what the forward has raised, in a module of ``handle``, or in one without."""
+        """Note the error of the forward for ranks that wait; ``handle``: of the module that raised, if it has one."""
         step = self._step
         if not step.failure:
             step.failure = described(error, "" if handle is None else handle.described)
@@ -392,7 +392,7 @@ class Forwards:
     # Handles
 
     def pre_forward(self, handle: Handle) -> None:
-        """Make the handle's parameters usable and start gathering what comes next.
+        """Make the handle's parameters usable, and start to gather the handles that come next.
 
         Raises:
             UsageError: A context has lent the parameters to the user.
@@ -409,7 +409,7 @@ class Forwards:
         step = self._step
         own = step.steps[handle]
         if own.leaders and self._is_led(own):
-            # Gathered already: which of them run, and in what order, is this rank's own business.
+            # Gathered already by the leader: each rank runs followers in an order of its own.
             step.unsharded.unshard(handle)
             return
         if len(handle.modules) > 1 and not own.modules_left:
@@ -435,7 +435,7 @@ class Forwards:
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
             for ahead in handle.settings.forward_prefetch:
-                # Those of another root are gathered by that root, on streams of its own.
+                # Handles of another root are gathered by that root, on streams of its own.
                 if ahead in step.steps:
                     step.begin_unshard(step.steps[ahead])
         elif following is not None and following is not own:
@@ -445,10 +445,10 @@ class Forwards:
         """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
 
         Args:
-            handle: Of the module.
-            module: The same.
+            handle: The module's handle.
+            module: The module.
             is_differentiable: Some output takes part in autograd.
-            leaks: Backward may get to nodes of this call before it gets to an output, or without.
+            leaks: Backward may reach nodes of this call before it reaches an output, or without reaching one.
         """
         step = self._step
         own = step.steps[handle]
@@ -458,12 +458,12 @@ class Forwards:
         own.modules_left.discard(module)
         if step.first_nodes[-1] < 0:
             if is_differentiable and not is_led:
-                # Reentrant checkpointing: the first forward ran without grad, so only now is it known.
+                # Reentrant checkpointing: the first forward ran without grad, so the call is noted only now.
                 self._completion.expect_late(own)
             return self._clock
         self._clock += 1
         if is_differentiable and not handle.settings.unshard_in_backward:
-            # Backward would read freed memory where it has saved a parameter: autograd compares versions.
+            # Backward would read freed memory of saved parameters: with a new version, autograd raises instead.
             increment_version([param.leaf() for param in handle.params])
         if is_differentiable and not is_led:
             self._completion.arm(own)
@@ -472,7 +472,7 @@ class Forwards:
             step.unsharded.notice_backward([handle], self._backwards.begin_backward)
         if is_led:
             return LED
-        # The last call of the forward: no other module of the handle is to run, nor this one around itself.
+        # The handle's last call in the forward: no other of its modules is left to run, and this one has no outer call.
         if not own.modules_left and step.running.count(module) == 1:
             for one in own.followers:
                 self._end_call(one, is_differentiable=is_differentiable)
@@ -481,7 +481,7 @@ class Forwards:
         return self._clock
 
     def _is_led(self, own: HandleStep) -> bool:
-        """Say whether the call that runs is inside of what the handle goes with, and not from elsewhere."""
+        """Say whether the running call is inside a module of a leader, and not from elsewhere."""
         step = self._step
         # Activation checkpointing may run a part again, without the modules around it.
         is_again = step.first_nodes[-1] < 0
@@ -491,13 +491,13 @@ class Forwards:
         )
 
     def _end_call(self, own: HandleStep, *, is_differentiable: bool) -> None:
-        """Free a handle after the last call of the forward, or let it stay."""
+        """Free a handle after its last call in the forward, or let it stay unsharded."""
         handle, settings = own.handle, own.handle.settings
-        # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
+        # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.
         stays = settings.reshard_option is False and not torch.is_grad_enabled()
         frees = settings.reshard_after_forward or not (is_differentiable or stays)
         if handle.view is ParamView.GATHERING and (handle.secondary is not None or not frees):
-            # It follows, and its modules did not run here: what stays has to be the same on all ranks.
+            # A follower whose modules did not run here: parameters that stay unsharded have to stay so on all ranks.
             self._step.unsharded.unshard(handle)
         if frees and handle.secondary is not None:
             self._reshard(own, is_differentiable=is_differentiable)
@@ -505,7 +505,7 @@ class Forwards:
             self._step.unsharded.reshard(handle)
 
     def _reshard(self, own: HandleStep, *, is_differentiable: bool) -> None:
-        """Free the parameters; where a backward will gather them from fewer ranks, all but the secondary shards."""
+        """Free the parameters; where a backward will gather them from fewer ranks, keep secondary shards."""
         step, handle = self._step, own.handle
         is_read = is_differentiable and handle.settings.unshard_in_backward
         if not (is_read and handle.settings.keeps_secondary and handle.is_unsharded and handle.held_with is None):

@@ -1,12 +1,11 @@
-"""Paths: shards to buffer, gradients to shard.
+"""Paths of bytes between ranks: shards to buffer, gradients to shard.
 
-One path of each kind a flat buffer, so that what happens on the way can grow. Other ways are paths around a path: a
-cast or a copy from the host first, a second leg over the ranks that hold copies of the shard, a function behind it.
-Whatever the way, the sum is divided once, by the ``divisor`` of the path that sums; a communication hook divides by
-itself.
+A flat buffer has one path of each kind. A path can go around another path: with a cast or a copy from the host before
+it, with a second leg over the ranks that hold copies of the shard, or with a function after it. In each case the sum is
+divided once, by the ``divisor`` of the path that sums; a communication hook divides by itself.
 
-The second leg of one reduction runs beside the first leg of the next. It may also wait for those of later backwards:
-what first legs gave is kept until then. Memory that a device copies to or from without the host waiting has to be
+The second leg of one reduction runs beside the first leg of the next. It may also wait for a later backward: the shards
+of first legs are kept until then. Memory that a device copies to or from without the host waiting has to be
 page-locked.
 """
 
@@ -36,12 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RestingPlace:
-    """A kind of memory.
+    """The memory in which shards rest.
 
     Attributes:
-        device: Where it is.
-        is_elsewhere: Not where the ranks talk and compute: what rests there is copied to be used.
-        pins: It is page-locked, so that these copies need not wait.
+        device: Device of the memory.
+        is_elsewhere: It is not on the device where ranks communicate and compute: shards are copied there before use.
+        pins: It is page-locked, so that the host need not wait for these copies.
     """
 
     device: torch.device
@@ -50,27 +49,27 @@ class RestingPlace:
 
     @staticmethod
     def of(device: torch.device, *, on_host: bool, pins: bool) -> "RestingPlace":
-        """Return where what is used on ``device`` rests; without a device that is the host anyway."""
+        """Return the resting place of shards that are used on ``device``; on the CPU it is the host anyway."""
         if not on_host or device.type == "cpu":
             return RestingPlace(device)
         return RestingPlace(torch.device("cpu"), is_elsewhere=True, pins=pins)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory [numel] there, with undefined content."""
+        """Return new memory [numel] of this kind, with undefined content."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pins)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory [numel] there, zero."""
+        """Return new memory [numel] of this kind, zero."""
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pins)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, of any shape, or its values in page-locked memory if it lies here and has to."""
+        """Return ``tensor``, of any shape, or a page-locked copy if it lies here and page-locked memory is needed."""
         if not self.pins or tensor.device.type != self.device.type or tensor.is_pinned():
             return tensor
         return tensor.pin_memory()
 
     def copy(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return ``shard`` [S], of a device, in memory there; the current stream has to get there before it is read."""
+        """Return a copy of a device's ``shard`` [S] in this memory; wait for the current stream before reading it."""
         result = self.empty(shard.numel(), shard.dtype)
         result.copy_(shard, non_blocking=self.pins)
         return result
@@ -81,7 +80,7 @@ class Gather:
 
     Attributes:
         transport: Moves the bytes.
-        key: Of the buffer, the same on all ranks.
+        key: Key of the buffer, the same on all ranks.
     """
 
     def __init__(self, transport: Transport, key: int) -> None:
@@ -99,13 +98,13 @@ class Gather:
 class CopyGather(Gather):
     """One all-gather of shards in another dtype than the buffer's, or on the host.
 
-    That is the copy that brings this rank's shard into the buffer in any case.
+    To cast or move it costs no extra copy: this rank's shard is copied into the buffer in any case.
 
     Args:
         transport: Moves the bytes.
-        key: Of the buffer.
-        home: Where the shard rests. Where that is page-locked, ``begin`` returns before the shard was read, and
-            the host must not write to it until the current stream has got there.
+        key: Key of the buffer.
+        home: Where the shard rests. If that is page-locked, ``begin`` returns before the shard was read, and
+            the host must not write to the shard until the current stream has copied it.
     """
 
     def __init__(self, transport: Transport, key: int, home: RestingPlace) -> None:
@@ -120,10 +119,10 @@ class CopyGather(Gather):
         return self.transport.begin_all_gather(buffer, own, self.key)
 
 
-# Ends a reduction that was started; called once. It returns this rank's shard [S] of the mean, in the dtype and on the
-# device of the shard, or ``None``: it waits for later reductions. The thread waits on CPU, the current stream on a
-# device. The source may be reused afterwards. On page-locked memory the host may read the result only when the current
-# stream has got there.
+# A function that ends a started reduction; called once. It returns this rank's shard [S] of the mean, in the dtype and
+# on the device of the shard, or ``None`` if the shard waits for later reductions. The thread waits on CPU, the current
+# stream on a device. The source may be reused afterwards. In page-locked memory the host may read the result only after
+# it has waited for the current stream.
 Reduction: TypeAlias = Callable[[], torch.Tensor | None]
 
 
@@ -131,7 +130,7 @@ class GradientPath(Protocol):
     """Reduces gradients over the ranks.
 
     Attributes:
-        transport: Moves the bytes, or allocates for what moves them.
+        transport: Moves the bytes, or only allocates memory for the function that moves them.
     """
 
     @property
@@ -146,12 +145,12 @@ class GradientPath(Protocol):
         ...
 
     def resume(self) -> Reduction:
-        """Start to end the reductions that were kept, of which there are some. Collective: all ranks, same order."""
+        """Start the second leg of reductions that were kept; there must be some. Collective: all ranks, same order."""
         ...
 
 
 class Whole:
-    """A path that leaves nothing to do."""
+    """A path that keeps no reduction for later."""
 
     def resume(self) -> Reduction:
         raise AssertionError("nothing is kept")
@@ -161,10 +160,10 @@ class ScatterPath(Whole):
     """One reduce-scatter.
 
     Args:
-        transport: Of the ranks that share the shard.
-        key: Of the buffer, the same on all ranks.
-        divisor: Ranks whose gradients the mean is over, or what the user divides by.
-        dtype: Of the result.
+        transport: Between the ranks of the shard group.
+        key: Key of the buffer, the same on all ranks.
+        divisor: Number of ranks that the mean is over, or the user's divisor.
+        dtype: Dtype of the result.
     """
 
     def __init__(self, transport: Transport, key: int, divisor: float, dtype: torch.dtype) -> None:
@@ -175,7 +174,7 @@ class ScatterPath(Whole):
 
     def begin(self, source: torch.Tensor) -> Reduction:
         transport, numel = self.transport, source.numel()
-        dtype = None if source.dtype is self._dtype else self._dtype  # To name it costs as much as to ask.
+        dtype = None if source.dtype is self._dtype else self._dtype  # Naming the same dtype would cost time.
         shard = transport.empty(numel // transport.world_size, source, dtype)
         pending = transport.begin_reduce_scatter(source, shard, self.key, scale=1.0 / self._divisor)
 
@@ -187,12 +186,12 @@ class ScatterPath(Whole):
 
 
 class SumPath(ScatterPath):
-    """One reduce-scatter that adds up; the division is a step of its own."""
+    """One reduce-scatter that adds up; the division is a separate step."""
 
     def begin(self, source: torch.Tensor) -> Reduction:
         divisor = self._divisor
         if source.dtype is torch.float16:
-            # The sum could be more than its type holds.
+            # The sum could overflow float16.
             source.mul_(1.0 / divisor)
             divisor = 1.0
         shard = self.transport.empty(source.numel() // self.transport.world_size, source, self._dtype)
@@ -209,7 +208,7 @@ class _Around:
     """A path around another one.
 
     Attributes:
-        inner: The other one.
+        inner: The other path.
     """
 
     def __init__(self, inner: GradientPath) -> None:
@@ -217,18 +216,18 @@ class _Around:
 
     @property
     def transport(self) -> Transport:
-        """That of the other path."""
+        """Transport of the other path."""
         return self.inner.transport
 
 
 class ThenPath(_Around):
-    """Another path, then a function on the shard that it gives.
+    """Another path, then a function on its reduced shard.
 
     Args:
         inner: The other path.
-        function: Called with the reduced shard [S]; returns what takes its place.
-        at_once: Before ``begin`` returns: functions that communicate run in one order on all ranks, and never for a
-            step that was abandoned.
+        function: Called with the reduced shard [S]; returns the shard to use in its place.
+        at_once: Call it before ``begin`` returns: so functions that communicate run in one order on all ranks, and
+            never for a step that was abandoned.
     """
 
     def __init__(
@@ -256,13 +255,13 @@ class ThenPath(_Around):
 
 
 class Replicas:
-    """The ranks that hold copies of the shards of some buffers, whose reductions have a second leg between them.
+    """The ranks that hold copies of the shards of some buffers; reductions have a second leg between these ranks.
 
-    The second leg of a reduction starts when the next one begins, or when somebody waits for it: so it runs beside the
-    first leg of the next one.
+    The second leg of a reduction starts when the next reduction begins, or when its result is waited for: so it runs
+    beside the first leg of the next reduction.
 
     Args:
-        transport: Between them.
+        transport: Between these ranks.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -270,19 +269,19 @@ class Replicas:
         self.due: _TwoLegs | None = None
 
     def start(self) -> None:
-        """Start the second leg that is due, if any; its first leg is waited for."""
+        """Wait for the first leg of the reduction that is due, if any, and start its second leg."""
         due, self.due = self.due, None
         if due is not None:
             due.start()
 
 
 class KeptShards:
-    """What the first legs of reductions gave whose second leg is to come with that of a later one.
+    """The sum of shards from first legs of reductions, whose second leg runs with that of a later reduction.
 
     Attributes:
         defers: The next reductions have no second leg.
-        total: Sum of the shards [S], in the dtype that travels, divided in full; ``None``: nothing is kept.
-        bits: Of the parameters that some rank had a gradient for.
+        total: Sum of the shards [S], in the dtype of the all-reduce, already divided; ``None``: nothing is kept.
+        bits: Bits of the parameters that some rank had a gradient for.
     """
 
     def __init__(self) -> None:
@@ -305,21 +304,21 @@ class KeptShards:
         self.total, self.bits = None, 0
 
     def take(self) -> torch.Tensor | None:
-        """Return the sum [S], which is kept no longer."""
+        """Return the sum [S], and keep it no longer."""
         total, self.total = self.total, None
         return total
 
 
 class AllReducePath(_Around):
-    """Another path, then an all-reduce of the shard that it gives over the ranks that hold copies of the shard.
+    """Another path, then an all-reduce of its result over the ranks that hold copies of the shard.
 
     Args:
-        inner: The other path; its result has the dtype that travels.
-        replicas: Who holds copies.
-        kept: What earlier reductions left to do; it says whether this one leaves more.
-        key: Of the buffer between them, the same on all.
-        dtype: Of the result.
-        scale: Of what the other path gives, where that has divided by its own ranks only.
+        inner: The other path; its result has the dtype of the all-reduce.
+        replicas: The ranks that hold copies.
+        kept: Shards that earlier reductions have left; ``kept.defers``: this one leaves its shard too.
+        key: Key of the buffer between these ranks, the same on all.
+        dtype: Dtype of the result.
+        scale: Factor for the result of the other path, if that has divided by its own ranks only.
     """
 
     def __init__(
@@ -348,7 +347,7 @@ class AllReducePath(_Around):
         def keep() -> None:
             shard = first()
             if shard is not None:
-                # The path of the next reduction may be another one.
+                # Scaled now: the next reduction may have another path.
                 self.kept.add(shard if self._scale == 1.0 else shard.mul_(self._scale))
 
         return keep
@@ -364,7 +363,7 @@ class AllReducePath(_Around):
 
 
 class _TwoLegs:
-    """A reduction whose first leg was started."""
+    """A reduction of two legs, of which the first was started."""
 
     def __init__(self, path: AllReducePath, first: Reduction, scale: float) -> None:
         self._path = path
@@ -388,9 +387,9 @@ class _TwoLegs:
         self._first = None
 
     def finish(self) -> torch.Tensor | None:
-        """Wait for the second leg; returns its result [S], or nothing where the first leg gave none."""
+        """Wait for the second leg; returns its result [S], or ``None`` where the first leg gave none."""
         if self._second is None:
-            # This is the one that is due: whatever began later has started it.
+            # This reduction is the one that is due: a later one would have started its second leg.
             self._path.replicas.start()
             self.start()
         if self._second is None:

@@ -1,10 +1,10 @@
 """The paths of one flat buffer.
 
-A communication hook is registered on a module, and holds for the handles at and below it that no nearer registration
-holds for. What functions of users give is looked at before it is used.
+A communication hook is registered on a module. It holds for the handles at and below that module that have no nearer
+registration. Results of users' functions are checked before use.
 
-Paths are chosen when the root is known, from what the plan casts, where the shard rests and what the user asked for;
-again when the user asks for something else. Nothing is moved here.
+Paths are chosen when the root is known, by the plan's dtypes, the shard's resting place and the user's choices; again
+when the user changes a choice. No code here moves bytes.
 """
 
 import copy
@@ -48,7 +48,7 @@ class Registration:
     """A communication hook and the module that it was registered on.
 
     Attributes:
-        state: Handed to ``function``.
+        state: Passed to ``function``.
         function: The hook.
         takes_bucket: It is called with a bucket of ``replicate``, as torch's ddp_comm_hooks are, not with gradients.
     """
@@ -62,12 +62,12 @@ class Registration:
 
     @property
     def module(self) -> nn.Module | None:
-        """Where it was registered; ``None``: outside of what was copied, or the module is gone."""
+        """The module it was registered on; ``None``: the module is gone, or it is outside of a copied model."""
         return None if self._module is None else self._module()
 
     @property
     def name(self) -> str:
-        """What messages call the hook, the same on all ranks."""
+        """Name of the hook in messages, the same on all ranks."""
         hook: Any = self.function
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         return f"{getattr(hook, '__module__', '')}.{name} with {type(self.state).__qualname__}"
@@ -84,7 +84,7 @@ class Registration:
         return twin
 
     def place_copy(self, memo: dict[Any, Any]) -> None:
-        """Let a copy know the copy of its module, once modules are copied; one outside stays outside."""
+        """Point a copied registration to the copy of its module, once modules are copied; to none outside of them."""
         if self._is_copy_to_place:
             self._is_copy_to_place = False
             module = self.module
@@ -93,7 +93,7 @@ class Registration:
 
 
 def _copy_hook(state: Any, function: HookFunction, memo: dict[int, Any]) -> tuple[Any, HookFunction]:
-    """Return a deep copy of a hook and its state that talks in the same process groups."""
+    """Return a deep copy of a hook and its state that uses the same process groups."""
     groups = {
         name: value
         for name in (*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ()))
@@ -104,13 +104,13 @@ def _copy_hook(state: Any, function: HookFunction, memo: dict[int, Any]) -> tupl
             memo[id(group)] = group
     copied: tuple[Any, HookFunction] = copy.deepcopy((state, function), memo)
     for name, group in groups.items():
-        # States that can be pickled, such as that of PowerSGD, leave their group behind.
+        # States that can be pickled, such as PowerSGD's, lose their group in a copy.
         setattr(copied[0], name, group)
     return copied
 
 
 def nearest(registrations: Sequence[Registration]) -> Registration | None:
-    """Return the registration that holds, of those that reach a handle: the one on the innermost module.
+    """Return the registration that holds for a handle: of all that reach it, the one on the innermost module.
 
     Raises:
         ConfigError: Neither of two modules is inside the other.
@@ -133,17 +133,17 @@ def nearest(registrations: Sequence[Registration]) -> Registration | None:
 
 @dataclass(frozen=True, eq=False)
 class Comms:
-    """What the user chose for a handle; equal on all ranks.
+    """The user's choices for the collectives of a handle; equal on all ranks.
 
     Attributes:
         hook: The registration that holds.
-        divide_factor: What sums of gradients are divided by, instead of the number of ranks.
-        sums_only: Collectives add up, and the division is a step of its own.
+        divide_factor: Divisor of sums of gradients, instead of the number of ranks.
+        sums_only: Collectives add up, and the division is a separate step.
         all_reduce_hook: Called with each reduced shard.
-        all_reduce_stream: Where it runs; ``None``: on that of the reductions.
+        all_reduce_stream: The stream that hook runs on; ``None``: the stream of the reductions.
 
     Raises:
-        UsageError: A communication hook meets what it would replace.
+        UsageError: There is a communication hook beside a choice that it would replace.
     """
 
     hook: Registration | None = None
@@ -161,7 +161,7 @@ class Comms:
             )
 
     def compared_text(self) -> str:
-        """Return what has to be equal on all ranks; empty: nothing was chosen."""
+        """Return the choices as text, which has to be equal on all ranks; empty: there are none."""
         own = {
             f"communication hook {'' if self.hook is None else self.hook.name}": self.hook,
             f"gradient divide factor {self.divide_factor}": self.divide_factor,
@@ -175,16 +175,16 @@ DEFAULT_COMMS = Comms()
 
 
 class _HookPath(Whole):
-    """What a communication hook makes of the gradients: it reduces and divides.
+    """A path through a communication hook, which reduces and divides.
 
     Attributes:
-        transport: Allocates; nothing goes through it.
+        transport: Allocates memory; no bytes go through it.
 
     Args:
-        transport: Of the ranks that share the shard.
-        hook: With its state.
-        dtype: Of the result.
-        complain: Told what is wrong with a result.
+        transport: Between the ranks of the shard group.
+        hook: The hook with its state.
+        dtype: Dtype of the result.
+        complain: Called with the error if a result is wrong.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class _HookPath(Whole):
         output = transport.empty(source.numel() // transport.world_size, source)
         like = output.view(-1)
         if output.is_floating_point() or output.is_complex():
-            # What a hook leaves unwritten is to be seen, not to be what memory held before.
+            # Elements that a hook leaves unwritten show as NaN, not as old content of the memory.
             output.fill_(math.nan)
-        # Another object: hooks may give it other data, and the memory is used again.
+        # The hook gets another object, since it may set its `data`, and the memory is used again.
         returned = hook.function(hook.state, source.view(-1), output)
         what = _what_is_wrong(returned, output, like, dtype)
         if what:
-            # The ranks have met in the hook: they go on, and are told at the end of backward.
+            # The hook has run its collectives: the ranks go on, and get the error at the end of backward.
             self._complain(
                 ConfigError(
                     f"the communication hook {what}",
@@ -228,12 +228,12 @@ def _run_hook(
     complain: Callable[[ConfigError], None],
     shard: torch.Tensor,
 ) -> torch.Tensor:
-    """Let a function of the user's change a reduced shard [S] in place, and return the shard.
+    """Run the user's all-reduce hook, which changes a reduced shard [S] in place, and return the shard.
 
     Args:
-        hook: The function.
-        stream: Where it runs; ``None``: on the current one.
-        complain: Told what is wrong with what it returned: the ranks may have met in it, so they go on.
+        hook: The hook.
+        stream: The stream it runs on; ``None``: the current one.
+        complain: Called with the error if its result is wrong: it may have run collectives, so the ranks go on.
         shard: The shard.
     """
     if stream is None:
@@ -261,15 +261,15 @@ def _run_hook(
 
 
 def _reduced(shard: torch.Tensor) -> Reduction:
-    """Return a reduction to ``shard`` that is over, or that the current stream of a device has queued to its end."""
+    """Return a reduction to ``shard`` that has ended, or that is queued on the current stream of a device."""
     return lambda: shard
 
 
 def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:
-    """Let a communication hook average ``gradients`` [N] over ranks that all keep the whole of it.
+    """Let a communication hook average ``gradients`` [N] over ranks that each keep all of them.
 
     Returns:
-        The averages, in the same memory or not; or what is wrong with them.
+        The averages, in the same memory or not, or ``None``; and the error if they are wrong.
     """
     averaged = gradients.view(-1)
     what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)
@@ -283,11 +283,11 @@ def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torc
 
 
 def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> str:
-    """Say what a hook did to ``output`` that it should not have; empty: nothing."""
+    """Return the fault of a hook's ``output``, as text after ``the hook``; empty: none."""
     if returned is not None and returned is not output:
         wait = getattr(returned, "wait", None)
         if callable(wait):
-            wait()  # It writes to memory that is about to be freed.
+            wait()  # The work writes to memory that is about to be freed.
         return f"returned {described(returned)}"
     if output.shape != like.shape:
         return f"left a result of shape {list(output.shape)}, where {list(like.shape)} is due"
@@ -299,7 +299,7 @@ def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, d
 
 
 class _Leg(NamedTuple):
-    """One part of the way: by which transport, under which key of it."""
+    """One collective of a path: its transport, and its key there."""
 
     transport: Transport
     key: int
@@ -310,21 +310,21 @@ class _Leg(NamedTuple):
 
 
 class Routes:
-    """The ways of one flat buffer between ranks; ``connect`` comes before anything travels.
+    """The paths of one flat buffer between ranks; call ``connect`` before any collective.
 
     Args:
-        home: Where the shard and its gradient rest.
-        gradient_dtype: Of reduced gradients.
-        reduce_dtype: Of gradients on their way.
-        casts_params: What is gathered has another dtype than the shard.
+        home: Resting place of the shard and its gradient.
+        gradient_dtype: Dtype of reduced gradients.
+        reduce_dtype: Dtype of gradients during the reduction.
+        casts_params: The buffer has another dtype than the shard.
 
     Attributes:
-        gather_path: How the shard becomes the whole buffer.
-        secondary_path: How the secondary shards of a smaller group do, where there are any.
-        gradient_path: How the gradients become this rank's shard of their mean.
-        comms: What the user chose.
-        kept: What waits for its all-reduce over copies.
-        failure: What is wrong with what a function of the user's gave last, if anything; who reads it forgets it.
+        gather_path: Fills the buffer from the shards.
+        secondary_path: Fills the buffer from the secondary shards of a smaller group, if there are any.
+        gradient_path: Reduces the gradients to this rank's shard of their mean.
+        comms: The user's choices.
+        kept: Shards that wait for their all-reduce over copies.
+        failure: Error for a wrong result of a user's function, if any; its reader resets it.
     """
 
     def __init__(
@@ -341,11 +341,11 @@ class Routes:
         self._casts_params = casts_params
         self._ranks = self._divisor = 0
         self._copies: Replicas | None = None
-        # What moves bytes, with what hang messages call it; of the first the kind of message says it.
+        # Collectives by their names in hang messages; for the first one the kind of message says the name.
         self._legs: dict[str, _Leg] = {}
 
     def unconnected(self) -> "Routes":
-        """Return others for a copy of the buffer, by the same choices of the user, not connected yet."""
+        """Return routes for a copy of the buffer, with the same choices of the user, not connected yet."""
         twin = Routes(self.home, *self._dtypes, casts_params=self._casts_params)
         twin.comms = self.comms
         twin.kept.defers = self.kept.defers
@@ -354,13 +354,13 @@ class Routes:
     def connect(
         self, transport: Transport, ranks: int, copies: Replicas | None = None, part: Transport | None = None
     ) -> None:
-        """Choose who moves the bytes. All ranks of the shard group, the copies and the part, same order.
+        """Choose the transports. All ranks of the shard group, the copies and the part, same order.
 
         Args:
-            transport: Of the ranks that share the shard.
-            ranks: Over how many gradients are averaged.
-            copies: Who holds copies of the shard.
-            part: Of the ranks that gather from secondary shards.
+            transport: Between the ranks of the shard group.
+            ranks: Number of ranks that gradients are averaged over.
+            copies: The ranks that hold copies of the shard.
+            part: Between the ranks that gather from secondary shards.
         """
         if not self._legs or self._legs[""].transport is not transport:
             self._ranks, self._copies = ranks, copies
@@ -370,11 +370,11 @@ class Routes:
             if part is not None:
                 legs["all-gather of secondary shards"] = _Leg.by(part)
             self._choose_paths(legs)
-            # Last: what was cut short is done again.
+            # Set last: a call that was cut short is done again.
             self._legs = legs
 
     def divide_by(self, divisor: int | None) -> None:
-        """Divide sums of gradients by this in place of the number of ranks, unless the user chose; ``None``: by that.
+        """Divide sums of gradients by ``divisor``, unless the user chose another; ``None``: by the number of ranks.
 
         After ``connect``, from the next reduction on. Every rank alike.
         """
@@ -421,10 +421,10 @@ class Routes:
     def _complain(self, failure: ConfigError) -> None:
         self.failure = self.failure or failure
 
-    # For who waits, and who begins anew
+    # Hang messages and recovery
 
     def name_of(self, started: Started) -> str | None:
-        """Return what a collective does, if it is one of the buffer's."""
+        """Return the name of a started collective, if it is one of this buffer; else ``None``."""
         key, is_reduction = divmod(started.tag, 2)
         for name, leg in self._legs.items():
             if key == leg.key and started.transport is leg.transport:
@@ -432,10 +432,10 @@ class Routes:
         return None
 
     def transports(self) -> set[Transport]:
-        """Return all that move bytes of the buffer."""
+        """Return the transports that move bytes of the buffer."""
         return {leg.transport for leg in self._legs.values()}
 
     def settle(self) -> None:
-        """Wait for all that the transports have started, also where an exception cut that short."""
+        """Wait for all collectives that the transports have started, also where an exception cut the start short."""
         for transport in self.transports():
             transport.settle()

@@ -23,9 +23,9 @@ class Scheduler:
 
     Args:
         handles: All handles of the root, left to right, depth first.
-        streams: Of the device where they live.
-        at_end: Lets its backwards run at the end of the running one; returns what autograd frees when that ends.
-        settings: Of the root, read whenever they matter.
+        streams: Streams of the handles' device.
+        at_end: Lets ``Backwards`` run at the end of the running backward; returns an object that autograd frees then.
+        settings: Settings of the root, read at each use.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Scheduler:
         self.forwards = Forwards(self.step, self._completion, self.backwards)
 
     def listen(self, *listeners: StepListener) -> None:
-        """Let these hear of each event, before all that do so far."""
+        """Let ``listeners`` get each event, before the listeners so far."""
         self.step.listeners = (*listeners, *self.step.listeners)
         self.step.unsharded.hears = bool(self.step.listeners)
 
@@ -52,10 +52,10 @@ class Scheduler:
         self.step.unsharded.hears = bool(self.step.listeners)
 
     def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
-        """Let handles go with others, whether their own modules run or not.
+        """Let handles follow others, whether their own modules run or not: see ``HandleStep.leaders``.
 
         Args:
-            leaders: Of each handle that follows; these follow none.
+            leaders: The leaders of each handle that follows; leaders follow no handle.
         """
         steps = self.step.steps
         for handle, ahead in leaders.items():
@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def is_deferred(self) -> bool:
-        """Backwards have ended whose reductions did not; a later backward or ``finalize`` ends them."""
+        """Backwards have ended, but not their reductions; a later backward or ``finalize`` ends these."""
         return self.step.is_deferred
 
     @property
@@ -87,13 +87,13 @@ class Scheduler:
         self.step.streams.wait_for_copies()
 
     def begin_unshard(self, handle: Handle) -> None:
-        """Start gathering ahead of use; ``unshard`` waits for it."""
+        """Start to gather a handle ahead of use; ``unshard`` waits for it."""
         self.step.unsharded.begin_unshard(handle)
 
     def refresh(self, handles: Iterable[Handle]) -> None:
-        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.
+        """Free hidden parameters of ``handles``, left by an earlier step, where a rank has written its shard since.
 
-        Collective. Within a step nothing happens: its forward has done so.
+        Collective. Within a step nothing happens: its forward has checked them.
         """
         if not self.step.is_under_way:
             self.step.unsharded.refresh(handles, has_idle_ranks=self.step.has_idle_ranks)
@@ -104,11 +104,11 @@ class Scheduler:
         self.step.streams.wait_for_copies()
 
     def shards_written(self) -> None:
-        """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
+        """Note that the current stream wrote the shards outside of forward; gathers that start now wait for it."""
         self.step.streams.shards_written()
 
     def reshard_hidden(self) -> None:
-        """Free what a backward kept and was no longer to keep; within a step, its end does."""
+        """Free parameters that a backward kept, if settings no longer keep them; within a step, its end does this."""
         if self.step.is_under_way:
             return
         for handle in tuple(self.step.unsharded.members):
@@ -132,7 +132,7 @@ class Scheduler:
             step.unsharded.reshard(handle)
         step.unsharded.free_retained(always=True)
         step.drop_secondaries()
-        # Also what was freed so far: the current stream comes after its last readers.
+        # Also for memory freed so far: the current stream waits for its last readers.
         step.streams.end_backward()
         step.run_on(streams)
         streams.shards_written()
@@ -140,7 +140,7 @@ class Scheduler:
     # Ending by hand
 
     def reduce_kept(self) -> None:
-        """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
+        """Reduce gradients that backwards without synchronisation left. Collective, between steps."""
         with self._completion.without_armed():
             in_backward_of_nothing(self.backwards.begin_backward)
         if self.is_deferred:
@@ -149,12 +149,12 @@ class Scheduler:
             self.end_finalize()
 
     def finalize(self) -> None:
-        """Begin to end the backwards so far: reduce what waits for it by ``requires_gradient_sync``, tell the ranks.
+        """Begin to end the backwards so far: reduce gradients that wait for it, and start messages to the other ranks.
 
-        Nothing happens if none has ended since the last time. Collective otherwise; ``end_finalize`` has to follow.
+        Nothing happens if no backward has ended since the last call. Otherwise collective, then call ``end_finalize``.
 
         Raises:
-            UsageError: The last one has not been waited for.
+            UsageError: The last ``finalize`` has not been waited for.
         """
         step = self.step
         step.check_waited_for()
@@ -182,11 +182,11 @@ class Scheduler:
 
     @property
     def finalizing(self) -> object | None:
-        """Which ``finalize`` has to be ended by ``end_finalize``; ``None``: none."""
+        """Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none."""
         return self.step.finalizing
 
     def end_finalize(self) -> None:
-        """Hand over every gradient; errors as ``Backwards.finish``."""
+        """Give each gradient to its sharded parameter; raises the errors of ``Backwards.finish``."""
         step = self.step
         if step.finalizing is None:
             return
@@ -203,13 +203,13 @@ class Scheduler:
             for listener in step.listeners:
                 listener.on(StepEvent.ASSIGNED)
 
-    # Beginning anew
+    # Recovery
 
     def abandon_step(self, *, always: bool = False) -> None:
         """Forget a step that an exception or Ctrl-C cut short: free buffers, drop its gradients. Nothing is running.
 
         Args:
-            always: Also one that has ended, and gradients that wait to be reduced.
+            always: Also forget a step that has ended, and gradients that wait to be reduced.
         """
         if always or self.step.is_under_way:
             self.backwards.reset()
@@ -217,7 +217,7 @@ class Scheduler:
     def stand_by(self) -> None:
         """Free what is unsharded, and drop gradients that wait on this rank for a later backward; nothing is running.
 
-        What was reduced and waits for all ranks stays.
+        Reduced gradients that wait for all ranks stay.
         """
         step = self.step
         step.unsharded.free_retained(always=True)
@@ -229,7 +229,7 @@ class Scheduler:
         self._completion.forget()
 
     def forget_order(self) -> None:
-        """Prefetch nothing until forwards have shown anew in which order modules run. On every rank alike."""
+        """Prefetch nothing until forwards have shown the order of modules again. On every rank alike."""
         for own in self.step.steps.values():
             own.forget_order()
 
@@ -254,11 +254,11 @@ class Scheduler:
         self._completion.forget()
 
     def close(self) -> None:
-        """Let go of every handle; a backward of a forward from before is an error. No step is running."""
+        """Let go of every handle; a backward of an earlier forward then raises. No step is running."""
         self.abandon_step()
         self.let_go(self.handles)
         self.step.is_closed = True
-        # A graph of before holds this scheduler, and must not hold the shards with it.
+        # An earlier graph holds this scheduler, and must not hold the shards with it.
         self.step.finalizer.agreements = ()
         for own in self.step.steps.values():
             own.ledgers = []

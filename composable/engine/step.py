@@ -7,12 +7,12 @@ gradient is never asked, so a parameter that only some ranks use cannot change t
 When is a handle's gradient complete? Autograd runs ready nodes latest-created first. When
 the gradient of a module's output arrives, every node created after that output has run; so
 every handle whose first forward call came later is complete and may be reduced, with no
-hook on any parameter. What no earlier module completes, the end of backward does. That order says
-when to reduce *early*. Where it is wrong, the ranks find out when backward ends, and reduce once more.
+hook on any parameter. The end of backward completes all other handles. Autograd's order says when
+to reduce *early*. Where it is wrong, the ranks find out when backward ends, and reduce once more.
 See docs/notes.md.
 
-A module on fewer ranks, such as an expert, need not run on all of these in every step. So its handle *follows*
-that of the module around it: nothing that its own calls do starts a collective. See docs/experts.md.
+A module on fewer ranks, such as an expert, need not run on each of its ranks in every step. So its handle *follows*
+the handle of the module around it, its *leader*: its own calls start no collective. See docs/experts.md.
 """
 
 import enum
@@ -37,19 +37,19 @@ from composable.ground.torch_private import current_graph_task_id
 __all__ = ["LED", "Companion", "Completion", "RootSettings", "Step", "StepEvent", "StepListener"]
 
 
-# In place of the end of a call that decides nothing: of a module that goes with the one around it.
+# Clock for the end of a follower's call, which decides nothing: its leader's calls decide.
 LED = math.inf
 
 
 @dataclass
 class RootSettings:
-    """What users set on the root of a tree, and not on each handle.
+    """The settings of users for a root, and not for each handle.
 
     Attributes:
         is_last_backward: The end of a backward waits for the reductions, and for the other ranks.
-        finalizes_by_hand: It never does: ``finalize_backward`` does.
-        post_optim_event: Of a device: the shards are written once it is reached; the next forward takes it.
-        streams: Shared with other roots; ``None``: the root has its own.
+        finalizes_by_hand: The end of a backward never waits: ``finalize_backward`` does.
+        post_optim_event: Event of a device after which the shards are written; the next forward takes it.
+        streams: Streams shared with other roots; ``None``: the root has its own.
     """
 
     is_last_backward: bool = True
@@ -63,24 +63,24 @@ class RootSettings:
         return self.is_last_backward and not self.finalizes_by_hand
 
     def copied(self) -> "RootSettings":
-        """Return what a deep copy of the root has: events and streams are not copied."""
+        """Return the settings for a deep copy of the root, without events and streams."""
         return RootSettings(self.is_last_backward, self.finalizes_by_hand)
 
 
 class StepEvent(enum.Enum):
-    """What a listener hears of a root, before it happens unless said otherwise; in parentheses its subject and detail.
+    """An event of a root, sent to listeners before it happens unless said otherwise (in parentheses: subject, detail).
 
     Attributes:
         FORWARD: The outermost module that runs starts its forward (module).
-        FORWARD_ENDED: It has ended (module, whether a backward may follow).
+        FORWARD_ENDED: That forward has ended (module, whether a backward may follow).
         BACKWARD: A backward begins.
         DROP: Users have dropped kept gradients of a handle (handle, bits of the parameters of each buffer).
         GATHER: Parameters are gathered (handle, whether from secondary shards).
         REDUCE: Gradients are reduced (handle, position of the flat buffer).
-        TELL: The ranks tell each other what is left of a backward (None, whether that ends the reductions).
+        TELL: The ranks send messages at the end of a backward (None, whether that ends the reductions).
         ASSIGN: Parameters get their gradients.
-        ASSIGNED: They got them, outside of a backward.
-        FORGET: A step is forgotten (None, whether it left more than it has told of).
+        ASSIGNED: Parameters have got their gradients, outside of a backward.
+        FORGET: A step is forgotten (None, whether a backward, reductions or kept gradients were unfinished).
     """
 
     FORWARD = enum.auto()
@@ -96,20 +96,20 @@ class StepEvent(enum.Enum):
 
 
 class StepListener(Protocol):
-    """Hears what a root is about to do; all ranks of the root hear the same, in the same order.
+    """A receiver of a root's events; all ranks of the root get the same events, in the same order.
 
     Attributes:
-        has_idle_ranks: Some rank runs no modules in this step: it cannot be asked for what only who ran them knows.
+        has_idle_ranks: Some rank runs no modules in this step, so it cannot answer questions about them.
     """
 
     @property
     def has_idle_ranks(self) -> bool: ...
 
     def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Hear of an event.
+        """Receive an event.
 
         Raises:
-            RuntimeError: All ranks are to stop where one has no inputs.
+            RuntimeError: All ranks have to stop when one has no inputs.
             DesyncError: Ranks with inputs do different things.
         """
         ...
@@ -119,37 +119,37 @@ class StepListener(Protocol):
 class Companion(StepListener, Protocol):
     """An annotation that averages by itself and takes part in every step of the root around it, called or not.
 
-    Replicated modules on a part of the root's ranks are such: which of them a rank calls depends on its tokens.
+    Replicated modules on a part of the root's ranks are companions: a rank's tokens decide which of them it calls.
     """
 
     grid: Grid
 
     def begin_to_follow(self) -> None:
-        """Leave it to the root, from now on, when ranks meet. Collective over the annotation's ranks."""
+        """Let the root decide, from now on, when to communicate. Collective over the annotation's ranks."""
         ...
 
     def end_to_follow(self) -> None:
-        """The root is undone."""
+        """Stop following the root, which is undone."""
         ...
 
 
 class Step:
-    """What forwards and backwards of one root share.
+    """The state that forwards and backwards of one root share.
 
     Attributes:
-        steps: Where each handle is in the step.
-        listeners: Hear of each event, in this order; as a rule there are none.
+        steps: The state of each handle in the step.
+        listeners: Receivers of each event, in this order; usually there are none.
         running: The managed modules whose forwards have started and not ended, outermost first.
-        first_nodes: Of each of these, the number of autograd's next node when it started; -1: in backward.
-        forward_id: How many forwards there were, the running one included.
-        backward_id: How many backwards there were, the running one included.
-        backwards_before: Of the backwards, those before the last forward.
+        first_nodes: For each running module, the number of autograd's next node at its start; -1: in backward.
+        forward_id: Number of forwards so far, the running one included.
+        backward_id: Number of backwards so far, the running one included.
+        backwards_before: Number of backwards before the last forward.
         is_backward: A backward of this root is running.
-        makes_graph: It makes a graph for another one; ``None``: nobody has said yet.
+        makes_graph: That backward makes a graph for another one; ``None``: not known yet.
         is_threaded: Parts of forward have run in several threads since the last backward.
-        thread: In which the last forward started; ``None``: none has since the last backward.
-        failure: What the last forward raised.
-        finalizing: Which ``finalize`` has to be ended by ``end_finalize``; ``None``: none.
+        thread: Thread in which the last forward started; ``None``: no forward since the last backward.
+        failure: Text of the error of the last forward; empty: there was none.
+        finalizing: Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none.
         is_closed: Another annotation took the place of this one.
     """
 
@@ -176,7 +176,7 @@ class Step:
         """Use other streams from now on, or a proxy of the same ones."""
         self.streams = self.unsharded.streams = self.finalizer.streams = streams
 
-    # Where it is
+    # State
 
     @property
     def is_idle(self) -> bool:
@@ -190,11 +190,11 @@ class Step:
 
     @property
     def is_deferred(self) -> bool:
-        """Backwards have ended whose reductions did not; a later backward or ``finalize`` ends them."""
+        """Backwards have ended, but not their reductions; a later backward or ``finalize`` ends these."""
         return self.finalizer.is_deferred
 
     def check_waited_for(self) -> None:
-        """Raise ``UsageError`` where a ``finalize`` has begun that nobody has waited for."""
+        """Raise ``UsageError`` if a ``finalize`` has begun and was not waited for."""
         if self.finalizing is not None:
             raise UsageError(
                 "gradients are still being reduced",
@@ -208,7 +208,7 @@ class Step:
         return any(listener.has_idle_ranks for listener in self.listeners)
 
     def on_gather(self, handle: Handle) -> None:
-        """Let listeners hear of a gather."""
+        """Send listeners the event of a gather."""
         for listener in self.listeners:
             listener.on(StepEvent.GATHER, handle, handle.secondary is not None and handle.secondary.are_source)
 
@@ -217,9 +217,9 @@ class Step:
         return any(module in handle.modules for module in self.running)
 
     def takes_secondary(self, handle: Handle) -> bool:
-        """Say whether a gather that starts now may be from secondary shards: for what reads the values of a forward.
+        """Say whether a gather that starts now may read secondary shards, which have the values of a forward.
 
-        What runs outside of a step, and a forward after the one that left them, needs those of now.
+        That forward and its backward may read them. Later forwards, and code outside of a step, need present values.
         """
         if handle.secondary is None or not handle.secondary.are_there:
             return False
@@ -230,7 +230,7 @@ class Step:
     # Memory
 
     def begin_unshard(self, step: HandleStep) -> None:
-        """Start to gather a handle, and what goes with it before anything can make ranks differ."""
+        """Start to gather a handle and its followers, before their calls can differ between ranks."""
         unsharded = self.unsharded
         unsharded.begin_unshard(step.handle)
         if step.followers:
@@ -239,12 +239,12 @@ class Step:
                     unsharded.begin_unshard(one.handle)
 
     def reshard_unless_running(self, handle: Handle) -> None:
-        """Free the parameters; a backward inside a forward leaves the modules around it as they are."""
+        """Free the parameters, unless a forward that uses them runs around this backward."""
         if not (self.running and self.is_in_use(handle)):
             self.unsharded.reshard(handle)
 
     def is_in_use(self, handle: Handle) -> bool:
-        """Say whether a module of ``handle``, or of those that it goes with, is running."""
+        """Say whether a module of ``handle``, or of its leaders, is running."""
         return self.is_around(handle) or any(self.is_around(one.handle) for one in self.steps[handle].leaders)
 
     def drop_secondaries(self) -> None:
@@ -253,7 +253,7 @@ class Step:
             end_secondary(handle)
 
     def optimizer_stepped(self) -> None:
-        """The optimizer wrote the shards, on the current stream or where the user said."""
+        """Note that the optimizer wrote the shards, on the current stream or before the user's event."""
         written, self.settings.post_optim_event = self.settings.post_optim_event, None
         if written is None:
             self.streams.shards_written()
@@ -266,22 +266,22 @@ _NOTHING: Any = nullcontext()
 
 
 class Completion:
-    """The handles that the next backward completes, or the running one has still to complete.
+    """The handles that the next backward completes, or that the running one has still to complete.
 
-    A forward arms them. When a backward begins they are queued, in the order of their first forwards.
+    A forward arms handles. When a backward begins they are queued, in the order of their first forwards.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._armed: list[HandleStep] = []
-        # Those of the last backward: it may run once more through the same graph.
+        # Handles of the last backward: it may run once more through the same graph.
         self._last_armed: list[HandleStep] = []
         self._queue: list[HandleStep] = []
 
     # Before backward
 
     def arm(self, own: HandleStep) -> None:
-        """A differentiable call of ``own`` has ended: the next backward completes it, and what goes with it."""
+        """Note that a differentiable call of ``own`` has ended: the next backward completes it and its followers."""
         for one in (own, *own.followers):
             if not one.is_armed:
                 one.is_armed = True
@@ -299,7 +299,7 @@ class Completion:
 
     @contextmanager
     def without_armed(self) -> Iterator[None]:
-        """Let forwards that wait for their backward take no part in one that runs meanwhile."""
+        """Let forwards that wait for their backward take no part in a backward that runs meanwhile."""
         armed, last_armed = self._armed, self._last_armed
         first_forwards = [(own, own.first_forward) for own in armed]
         self._armed, self._last_armed = [], []
@@ -313,7 +313,7 @@ class Completion:
                 own.is_armed, own.first_forward = True, first_forward
 
     def forget(self) -> None:
-        """Forget what waits for a backward, or for the running one."""
+        """Forget the handles that wait for a backward, or for completion in the running one."""
         self._queue.clear()
         self._armed = []
         self._last_armed = []
@@ -321,7 +321,7 @@ class Completion:
     # In backward
 
     def begin_backward(self) -> None:
-        """Queue what has run since the last backward, or before it if nothing has, and what has kept gradients."""
+        """Queue handles that ran since the last backward (if none: its handles again), or that have kept gradients."""
         step = self._step
         armed = self._armed or self._last_armed
         is_again = not self._armed
@@ -347,35 +347,35 @@ class Completion:
                 end_secondary(own.handle)
 
     def expect_late(self, own: HandleStep) -> None:
-        """Let the end of backward complete what was not expected in it, or is complete already, and what follows."""
+        """Let the end of backward complete a handle that was not expected or is complete already, and its followers."""
         for one in own.followers:
             self.expect_late(one)
         backward_id = self._step.backward_id
         if own.completed_in == backward_id:
-            # Forwards and backwards interleave: reduced already, and more is coming.
+            # Forwards and backwards interleave: the handle was reduced already, and more is coming.
             own.is_late = True
         elif own.queued_in != backward_id:
-            # It ran before the backward before this one, or its first forward had no grad.
+            # It ran before the previous backward, or its first forward had no grad.
             own.queued_in = backward_id
             own.is_armed, own.first_forward = True, 0
             self._queue.insert(0, own)
             self._last_armed.append(own)
 
     def complete_after(self, clock: float) -> None:
-        """The gradient of what was made at ``clock`` arrived: complete the handles whose first call began later."""
+        """Complete handles whose first call began after ``clock``: the gradient of an output made then has arrived."""
         queue, step = self._queue, self._step
         if not queue or queue[-1].first_forward <= clock or step.is_threaded:
             return
-        # Where it makes no graph, gradients are disabled in a backward anyway.
+        # In a backward that makes no graph, gradients are disabled anyway.
         with torch.no_grad() if step.makes_graph else _NOTHING:
             while queue and queue[-1].first_forward > clock:
                 self._complete(queue.pop(), is_early=True)
 
     def complete_the_rest(self) -> None:
-        """A backward ends: complete what no module has.
+        """Complete the handles that are left when a backward ends.
 
         Raises:
-            UsageError: More came of a gradient that was stepped on.
+            UsageError: A gradient grew after an optimizer in backward had stepped on it.
         """
         while self._queue:
             self._complete(self._queue.pop(), is_early=False)
@@ -387,8 +387,8 @@ class Completion:
                 self._complete(own, is_early=False)
 
     def complete_kept(self, waiting: Sequence[HandleStep]) -> None:
-        """Reduce, outside of any backward, what those without synchronisation have left."""
-        # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
+        """Reduce, outside of any backward, gradients that backwards without synchronisation have left."""
+        # For all of them first: reductions that end meanwhile replace the ``grad`` that kept gradients wait beside.
         for own in waiting:
             if own.handle.accumulated.is_kept:
                 self._drop_zeroed_gradients(own.handle)
@@ -410,7 +410,7 @@ class Completion:
             step.unsharded.retain_until_backward(handle, with_graph=True)
         step.streams.meet()
         trainable: list[GradientLedger] = []
-        for ledger in own.ledgers:  # A comprehension would cost as much again.
+        for ledger in own.ledgers:  # A comprehension would double the cost.
             if ledger.flat.is_trainable:
                 trainable.append(ledger)
         if trainable:
@@ -436,7 +436,7 @@ class Completion:
                 step.reshard_unless_running(handle)
         step.streams.meet()
         if own.leaders:
-            # What stays has to be the same on all ranks, also where its modules took no part.
+            # Parameters that stay unsharded have to be so on all ranks, also where the modules took no part.
             if handle.view is ParamView.GATHERING:
                 step.unsharded.unshard(handle)
             end_secondary(handle)

@@ -1,9 +1,9 @@
 """Marks and finds memory that has no values yet.
 
-New memory holds whatever was there before, and a model that trains on it is silently wrong. So what
-has to be filled by others is marked when it is made, and looked at before it is used: floats are NaN,
-of bits that no operation gives, which also shows in every result; in other types every byte is 0xA5,
-which no boolean has, and integers get out of every range.
+New memory holds old bytes, and a model that trains on them is silently wrong. So memory that is to
+be filled later is marked when it is made, and checked before it is used: floats are NaN, with bits
+that no operation gives, which shows in every result; in other types every byte is 0xA5, which no
+boolean has, and which takes integers out of every range.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class MarkedMemory(TorchDispatchMode):
 
 
 def mark_unfilled(tensor: torch.Tensor) -> None:
-    """Overwrite new memory of any shape with the mark; nothing happens on the meta device, and to what is not dense."""
+    """Overwrite new memory of any shape with the mark; tensors on the meta device, or not dense, stay as they are."""
     if _can_be_told(tensor):
         tensor.untyped_storage().fill_(_mark_of(tensor))  # type: ignore[attr-defined]  # torch leaves it out
 
@@ -49,7 +49,7 @@ def is_unfilled(tensor: torch.Tensor) -> bool:
     if not _can_be_told(tensor):
         return False
     found, mark = tensor.detach().contiguous().view(-1).view(torch.uint8), _mark_of(tensor)
-    # A few bytes first: as a rule there are values.
+    # A few bytes first: most tensors have values.
     return bool((found[:64] == mark).all()) and bool((found == mark).all())
 
 
@@ -64,5 +64,5 @@ def _can_be_told(tensor: torch.Tensor) -> bool:
 
 
 def _mark_of(tensor: torch.Tensor) -> int:
-    # All ones is NaN in every format that torch has.
+    # Bits that are all ones are NaN in every format of torch.
     return 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0xA5

@@ -1,9 +1,9 @@
-"""The handles unsharded now, and their streams.
+"""The handles that are unsharded now, and the streams of their collectives.
 
-When they are is the business of ``passes.py``.
+``passes.py`` decides when handles are unsharded.
 
-All-gathers run on the unshard stream and reduce-scatters on the reduce stream; each allocates
-what it writes, so a block's owner stream is always the writer. Memory freed by the host while
+All-gathers run on the unshard stream and reduce-scatters on the reduce stream; each stream allocates
+the memory it writes, so a block's owner stream is always the writer. Memory freed by the host while
 kernels still read it is safe because its next writer first waits for an event recorded after
 those kernels. ``record_stream`` is not used. The rules, and how they are checked: docs/notes.md.
 
@@ -34,18 +34,18 @@ _do_nothing: Callable[[], Any] = partial(bool)
 
 
 class HostStreams:
-    """No streams: the thread itself waits. What each method is for, ``DeviceStreams`` says."""
+    """No streams, for the CPU: the thread itself waits. ``DeviceStreams`` describes each method."""
 
     names: Mapping[int, str] = {}
     queues = False
 
-    # A function of Python that does nothing costs as much as what it is called beside.
+    # Not a Python function: an empty one would cost as much as the work beside it.
     shards_written = resharded = meet = end_backward = wait_for_copies = staticmethod(_do_nothing)
 
     def shards_written_at(self, event: Any) -> None:
         raise AssertionError("there is no event on the CPU: the setter refuses it")
 
-    # As they are: a function around each would cost as much as it does.
+    # Used directly: a function around each would double its cost.
     begin_unshard = staticmethod(Handle.begin_unshard)
     wait_for_unshard = staticmethod(Handle.finish_gathers)
     keep_secondary = staticmethod(Handle.keep_secondary)
@@ -57,15 +57,15 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """Two streams beside the one that computes.
+    """Two streams beside the stream that computes.
 
     Args:
-        device: The module of torch for the device type, such as ``torch.cuda``: what is used of it is
+        device: The module of torch for the device type, such as ``torch.cuda``. This class uses its
             ``Stream``, ``current_stream`` and ``stream``, and the events of streams.
 
     Attributes:
         names: Name of each stream by its id, for debugging.
-        queues: Work is queued, and the host goes on; else who starts it waits for it.
+        queues: Work is queued, and the host goes on; otherwise the host waits for work that it starts.
         unshard: The stream of all-gathers.
         reduce: The stream of reduce-scatters.
     """
@@ -77,10 +77,10 @@ class DeviceStreams:
         self.unshard = device.Stream(priority=-1)
         self.reduce = device.Stream(priority=-1)
         self._full: dict[Handle, Any] = {}
-        # By stream: a later event of one stream stands for its earlier ones, but not for those of others.
+        # By stream: a later event of a stream stands for its earlier events, but not for events of other streams.
         self._before_unshard: dict[int, Any] = {}
         self._users: dict[int, Any] = {}
-        # After the last gather from the host; of one stream, so it stands for all.
+        # Event after the last gather from the host; all are on one stream, so it stands for all.
         self._copied: Any = None
         self.names: Mapping[int, str] = {
             device.current_stream().stream_id: "default",
@@ -94,8 +94,8 @@ class DeviceStreams:
         self._before_unshard[current.stream_id] = current.record_event()
 
     def shards_written_at(self, event: Any) -> None:
-        """They are written once ``event`` is reached, and what the current stream did since does not matter."""
-        # Beside that of the current stream, if any: it stands for readers of memory that was freed.
+        """The shards are written once ``event`` is reached; later work of the current stream does not matter."""
+        # Kept beside the current stream's event, if any, which stands for readers of freed memory.
         self._before_unshard[-1] = event
 
     def begin_unshard(self, handle: Handle) -> None:
@@ -109,7 +109,7 @@ class DeviceStreams:
             if handle.rests_elsewhere:
                 self._copied = self._full[handle]
         except BaseException:
-            # Nobody will wait for what was queued, and the shard may be written next.
+            # Nobody will wait for the queued work, and the shard may be written next.
             self._device.current_stream().wait_stream(self.unshard)
             if handle.rests_elsewhere:
                 self._copied = self.unshard.record_event()
@@ -123,7 +123,7 @@ class DeviceStreams:
         if full is not None:
             current.wait_event(full)
             return
-        # An exception cut the beginning short, or this wait.
+        # An exception cut ``begin_unshard`` or this wait short.
         current.wait_stream(self.unshard)
         handle.finish_gathers()
 
@@ -136,9 +136,9 @@ class DeviceStreams:
 
     def keep_secondary(self, handle: Handle) -> None:
         """Copy secondary shards out of the buffers of ``handle``, which are in use on the current stream."""
-        # From the pool that buffers come from and go to: what gathers read may be freed by the host at any time.
+        # In the memory pool of buffers: the host may free memory that gathers read at any time.
         self._begin_on_unshard()
-        # A forward may have written its parameters. The next gather comes after all that in any case.
+        # A forward may have written its parameters. The next gather waits for all that in any case.
         self.unshard.wait_stream(self._device.current_stream())
         with self._device.stream(self.unshard):
             handle.keep_secondary()
@@ -151,7 +151,7 @@ class DeviceStreams:
     def meet(self) -> None:
         """Let every stream that used unsharded parameters in this step wait for all the others.
 
-        Before and after a handle is completed: its gradients may come from another stream than the current one.
+        Runs before and after a handle is completed: its gradients may come from another stream than the current one.
         """
         if len(self._users) > 1:
             current = self._come_after_users()
@@ -161,7 +161,7 @@ class DeviceStreams:
                     user.wait_event(event)
 
     def end_backward(self) -> None:
-        """A backward ends, also one that was cut short: the current stream waits for all the others."""
+        """End a backward, also one that was cut short: the current stream waits for all the others."""
         self._come_after_users()
         self._users.clear()
         self.wait_for_copies()
@@ -169,12 +169,12 @@ class DeviceStreams:
     def begin_reduction(
         self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
     ) -> Reduction:
-        """Start to reduce what the current stream has put into ``gradient``. Collective.
+        """Start to reduce the gradients that the current stream has put into ``gradient``. Collective.
 
         Args:
-            path: Of the flat buffer.
-            gradient: Its gradients; ``None``: none but what the path has kept.
-            to_host: The result lies in host memory: whoever finishes waits until it is there.
+            path: Path of the flat buffer.
+            gradient: Gradients of the flat buffer; ``None``: only shards that the path has kept.
+            to_host: The result lies in host memory: the returned function waits until it is there.
         """
         self.reduce.wait_stream(self._device.current_stream())
         try:
@@ -182,7 +182,7 @@ class DeviceStreams:
                 shard = (path.resume() if gradient is None else path.begin(gradient.source))()
                 reduced = self.reduce.record_event()
         except BaseException:
-            # Nobody will wait for what was queued, and the gradient buffer is freed.
+            # Nobody will wait for the queued work, and the gradient buffer is freed.
             self._device.current_stream().wait_stream(self.reduce)
             raise
 
@@ -221,15 +221,15 @@ class Unsharded:
 
     Args:
         handles: All handles of the root.
-        streams: Of the device where they live.
-        takes_secondary: Says whether a gather of a handle that has secondary shards may now be from these; equal on
+        streams: Streams of the handles' device.
+        takes_secondary: Says whether a gather of a handle that has secondary shards may now read these; equal on
             all ranks.
-        on_gather: Called before each gather, if anybody listens.
+        on_gather: Called before each gather, if ``hears``.
 
     Attributes:
-        hears: Somebody listens.
-        members: The handles; they may be resharded by what is done for each.
-        find_stale: Lets the ranks find out together which unsharded handles are older than their shards.
+        hears: The root has listeners.
+        members: The handles; loops go over a copy if they may reshard a handle.
+        find_stale: Returns the unsharded handles that are older than their shards; the ranks decide together.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Unsharded:
         handle.show(refuse_strangers)
 
     def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
-        """Start gathering ahead of use, ``unshard`` waits for it; ``takes_secondary``: from secondary shards or not."""
+        """Start to gather ahead of use, ``unshard`` waits for it; ``takes_secondary``: from secondary shards or not."""
         if handle.view is not ParamView.SHARDED:
             return
         secondary = handle.secondary
@@ -286,7 +286,7 @@ class Unsharded:
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
 
-        A gather in flight is waited for, since peers take part in it. Secondary shards are copied out of them before.
+        Waits for a gather in flight, since other ranks take part in it. ``keeps_secondary``: copies these shards first.
         """
         if handle not in self.members or handle.held_with is not None:
             return
@@ -296,18 +296,18 @@ class Unsharded:
             self.streams.keep_secondary(handle)
         handle.reshard(frees=handle not in self._retained)
         self.streams.resharded()
-        # Last: what was cut short is done again.
+        # Last: a call that was cut short is done again.
         self.members.pop(handle, None)
 
     def gather_for_others(self, handle: Handle, *, takes_secondary: bool) -> None:
-        """Give this rank's shards, or its secondary ones, to those that compute, and keep nothing. Collective."""
+        """Send this rank's shards, or its secondary ones, to the ranks that compute; keep no parameters. Collective."""
         self.begin_unshard(handle, takes_secondary=takes_secondary)
-        # Whether a backward of the others will read them is not known yet.
+        # A backward of the other ranks may read secondary shards; this rank cannot know yet.
         self.reshard(handle, keeps_secondary=handle.settings.keeps_secondary and not takes_secondary)
         self.streams.wait_for_copies()
 
     def hide(self) -> None:
-        """Let modules hold what users clip, zero and load, while the unsharded parameters stay."""
+        """Make modules hold the sharded parameters, for users to clip, zero and load; the unsharded ones stay."""
         for handle in self.members:
             handle.hide()
 
@@ -316,12 +316,12 @@ class Unsharded:
     def begin_forward(
         self, steps: Mapping[Handle, HandleStep], written: torch.Event | None, *, has_idle_ranks: bool = False
     ) -> None:
-        """Free what earlier passes left and this forward must not compute with. Collective if anything was kept.
+        """Free parameters that earlier passes left and this forward must not use. Collective if any were kept.
 
         Args:
-            steps: Of all handles.
-            has_idle_ranks: Some rank runs no modules, so nobody is asked.
-            written: When the optimizer has written the shards, if not in the order of the current stream.
+            steps: The state of each handle.
+            has_idle_ranks: Some rank runs no modules, so all kept parameters are freed without a question to the ranks.
+            written: Event after which the shards are written; ``None``: in the order of the current stream.
         """
         if not self.members:
             return
@@ -332,10 +332,10 @@ class Unsharded:
             if not handle.settings.reshard_after_backward and handle.is_unsharded:
                 kept.append(handle)
             elif steps[handle].is_armed:
-                # Of a forward that no backward has followed yet: the shards may have been written since.
+                # Left by a forward whose backward did not come yet: the shards may have been written since.
                 self.reshard(handle)
             elif handle.settings.reshard_option is False and handle.is_unsharded:
-                kept.append(handle)  # By a forward without gradients.
+                kept.append(handle)  # Left by a forward without gradients.
         if kept:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
@@ -343,16 +343,16 @@ class Unsharded:
             self._free_stale(kept, has_idle_ranks=has_idle_ranks)
 
     def refresh(self, handles: Iterable[Handle], *, has_idle_ranks: bool) -> None:
-        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
+        """Free hidden parameters of ``handles``, left by an earlier step, where a rank has written its shard since.
 
-        No step is running.
+        Collective. No step is running.
         """
         hidden = [handle for handle in handles if handle.view is ParamView.HIDDEN]
         if hidden:
             self._free_stale(hidden, has_idle_ranks=has_idle_ranks)
 
     def _free_stale(self, kept: Sequence[Handle], *, has_idle_ranks: bool) -> None:
-        # A rank that ran no modules has none of them, and its optimizer has written its shards.
+        # A rank that ran no modules has no unsharded parameters, and its optimizer has written its shards.
         stale = set(kept if has_idle_ranks else self.find_stale(kept))
         for handle in kept:
             if handle not in stale:
@@ -363,39 +363,39 @@ class Unsharded:
     # Memory that stays
 
     def retain_until_backward(self, handle: Handle, *, with_graph: bool = False) -> None:
-        """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
+        """Keep the parameters' memory on this rank until a backward ends; ``with_graph``: and until the graph is gone.
 
-        Gathers and reductions are those of a handle that is freed: the other ranks may have freed it.
+        Gathers and reductions run as if it were freed, since the other ranks may have freed it.
         """
         self._retained[handle] = None
         if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
             has_frozen = not all(param.sharded.requires_grad for param in handle.params)
-            # A graph through frozen parameters is one to others: as a rule, of other handles.
+            # A graph through frozen parameters ends at other parameters, mostly of other handles.
             params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
             self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
 
     def watch_call(self, handle: Handle) -> None:
-        """The gradient of an output of ``handle`` arrives in a backward that makes a graph: that may lead to the call.
+        """Watch a call whose output's gradient arrives in a backward that makes a graph: that may lead to the call.
 
-        Through frozen parameters it leads to no leaf of theirs. As long as the call's last node lives, it may.
+        Through frozen parameters it gets to no leaf of theirs. It may get to the call while the call's last node lives.
         """
         self._calls.setdefault(handle, []).append(watch_running_node())
 
     def notice_backward(self, handles: Iterable[Handle], hear: Callable[[], None]) -> None:
-        """Call a bound method at the next backward also if that gets to a leaf of ``handles``, and to no output."""
+        """Call ``hear``, a bound method, also when a backward reaches leaves of ``handles`` but no output."""
         for handle in handles:
             if handle not in self._leaf_hooks:
                 leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
-                # Before: what kept gradients the user has dropped meanwhile is found out when a backward begins.
+                # Before the gradients: a backward begins with a search for kept gradients that users have dropped.
                 self._leaf_hooks[handle] = before_gradients(leaves, _calling(hear))
 
     @property
     def retained(self) -> Sequence[Handle]:
-        """Those whose memory stays until a backward ends."""
+        """The handles whose memory stays until a backward ends."""
         return tuple(self._retained)
 
     def free_retained(self, *, always: bool = False) -> None:
-        """Free what was retained, but where its graph has to be gone and lives: another backward may go through it."""
+        """Free retained memory, except while its graph lives: another backward may go through it."""
         for handle in tuple(self._retained):
             if not always and handle in self._graphs:
                 calls = [lives for lives in self._calls.get(handle, ()) if lives()]
@@ -419,7 +419,7 @@ def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:
 def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
     """Return a hook that calls a method as long as its object lives.
 
-    What a tensor's hook holds is out of sight of Python's collector: a model could never be freed through it.
+    Python's collector cannot see objects that a tensor's hook holds: a model held there would never be freed.
     """
     method = weakref.WeakMethod(hear)
 
@@ -433,12 +433,12 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
 
 
 def drop_secondary(handle: Handle) -> None:
-    """Free secondary shards of a handle, if there are any; a gather from them that is under way holds them."""
+    """Free secondary shards of a handle, if there are any; a gather that reads them keeps their memory."""
     if handle.secondary is not None:
         handle.secondary.drop()
 
 
 def end_secondary(handle: Handle) -> None:
-    """Free secondary shards of one forward, whose values no other reads."""
+    """Free secondary shards of a forward, if there are any: later forwards never read them."""
     if handle.secondary is not None and handle.secondary.are_there:
         drop_secondary(handle)
