@@ -1,4 +1,4 @@
-"""States, roots, hooks, copies and checks."""
+"""States, roots, hooks, copies and checks of sharded modules."""
 
 from composable.annotation.copies import AnnotatedPart, copy_module
 from composable.annotation.hooks import call_as_forward, register_fully_shard_hooks

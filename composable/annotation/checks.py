@@ -1,8 +1,8 @@
 """Checks before a root runs.
 
-Two ways to have no values: still on the meta device, or in memory that ``to_empty`` made and nobody has written to
-since. Modules that an annotation ignores are the user's own. A frozen parameter that is added is none of our business:
-every rank holds it whole.
+A tensor has no values if it is on the meta device, or in memory that ``to_empty`` made and nothing has filled since.
+Modules that an annotation ignores are not checked. A frozen parameter may be added after the annotation: every rank
+holds it whole.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class AnnotatedState(Protocol):
-    """What is asked of the state of an annotation."""
+    """The attributes of an annotation's state that the checks read."""
 
     modules: tuple[nn.Module, ...]
     ignored_modules: frozenset[nn.Module]
@@ -53,14 +53,14 @@ class AnnotatedState(Protocol):
 
 
 def check_ready(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
-    """Raise unless all that ``states`` manage has values; looks at this rank only.
+    """Raise unless all parameters and buffers that ``states`` manage have values; checks this rank only.
 
     Args:
-        states: Of the annotations to look at.
+        states: The states of the annotations to check.
         names: FQN of every module.
 
     Raises:
-        UsageError: With the FQNs of what has none.
+        UsageError: Some have no values; it has their FQNs.
     """
     check_on_device(states, names)
     unfilled = [
@@ -91,7 +91,7 @@ def _buffers_of(states: Sequence[AnnotatedState]) -> Iterator[tuple[tuple[nn.Mod
 
 
 def check_on_device(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
-    """Raise ``UsageError`` if something that ``states`` manage is on the meta device on this rank."""
+    """Raise ``UsageError`` if a parameter or buffer that ``states`` manage is on the meta device on this rank."""
     handles = [handle for state in states for handle in state._handles]
     params = [
         _name_in(names, *param.owners[0]) for handle in handles for param in handle.params if param.ragged.is_meta
@@ -109,23 +109,23 @@ def _name_in(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> st
 
 
 class Additions:
-    """Looks at a tree of annotated modules when something in it has changed."""
+    """Checks a tree of annotated modules for added parameters, when something in the tree has changed."""
 
     __slots__ = ("_looks",)
 
     def __init__(self) -> None:
-        # By the module that ran: the counts, the contents, and what is frozen.
+        # For each module that ran: the counts, the contents, and the added parameters, which are frozen.
         self._looks: dict[nn.Module, tuple[tuple[int, int], Contents, list[nn.Parameter]]] = {}
 
     def check(self, module: nn.Module, states: Collection[AnnotatedState]) -> None:
-        """Raise if ``module``, whose forward begins, has parameters that no annotation knows.
+        """Raise if ``module``, whose forward begins, has parameters that no annotation manages or ignores.
 
         Args:
             module: The outermost fully sharded module that runs.
             states: Every state of the tree.
 
         Raises:
-            UsageError: It names them, or what else averages gradients; or an optimizer in backward beside a hook.
+            UsageError: It has; or two things average gradients; or an optimizer in backward has a communication hook.
         """
         counts = (CHANGES.registrations, len(optimizers_in_backward()))
         seen, contents, frozen = self._looks.get(module, (None, None, ()))
@@ -133,11 +133,11 @@ class Additions:
         if is_as_before and not (frozen and any(param.requires_grad for param in frozen)):
             return
         if is_functional_call():
-            return  # What is lent for one call was not added.
+            return  # Parameters that are lent for one call were not added.
         check_callers()
         for state in states:
             for handle in state._handles:
-                attach(handle)  # What was assigned in the place of a sharded parameter is a value for it.
+                attach(handle)  # A tensor assigned in the place of a sharded parameter is a value for it.
                 _take_over_optimizers(handle)
         added = dict(_unmanaged(module, states))
         names = [fqn for fqn, param in added.items() if param.requires_grad]
@@ -154,7 +154,7 @@ class Additions:
 
 
 def _take_over_optimizers(handle: Handle) -> None:
-    """Step where the reduced gradients arrive, for optimizers that wait for autograd to reach a sharded parameter."""
+    """Let optimizers that wait for autograd to reach a sharded parameter step when its reduced gradient arrives."""
     if forget_torch_hooks(param.sharded for param in handle.params):
         if handle.comm_hooks:
             refuse_steppers([step_torch_optimizers], handle.from_root(handle.params[0].fqn))

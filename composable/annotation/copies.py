@@ -1,9 +1,9 @@
 """Deep copies of sharded models.
 
-``copy.deepcopy`` walks the modules; states and handles are made beforehand, so that whatever the
-walk meets (hooks, registries, optimizers) finds them in its memo. A copy shares meshes and process
-groups with the original and nothing else. It decides its root, and connects to a transport, at its
-own first forward. Copying does not communicate.
+``copy.deepcopy`` walks the modules. States and handles are copied before, so that hooks, registries
+and optimizers on its way find the copies in its memo. A copy shares meshes and process groups with
+the original and nothing else. It decides its root, and connects to a transport, at its own first
+forward. Copying does not communicate.
 """
 
 import copy
@@ -26,20 +26,20 @@ __all__ = ["AnnotatedPart", "copy_module"]
 
 
 class AnnotatedPart:
-    """What ``fully_shard`` manages among some modules.
+    """A part of a model: some modules, with their handles and states of ``fully_shard``.
 
     Args:
         modules: All modules of the part.
-        verb: What is about to happen, for errors: "copied".
-        fix: What to do about a handle that reaches out; ``{names}`` stands for its modules.
+        verb: The operation, as a word for errors: "copied".
+        fix: The fix for a handle with modules outside of the part; ``{names}`` stands for its modules.
 
     Attributes:
         modules: The modules, as a set that keeps order.
-        handles: Of every fully sharded module among them, in their order.
-        states: That manage any of them.
+        handles: The handles of all fully sharded modules among them, in their order.
+        states: The states that manage any of the modules.
 
     Raises:
-        UsageError: A handle lies in the part, but not wholly; names the modules to take instead. Or
+        UsageError: A handle has modules in the part and outside; names the modules to take instead. Or
             ``unshard_params`` shows the parameters.
     """
 
@@ -70,7 +70,7 @@ class AnnotatedPart:
         self.handles = list(handles)
 
     def handles_of(self, state: FullyShardState) -> list[Handle]:
-        """Return those of the state's handles that lie in the part."""
+        """Return the handles of ``state`` that lie in the part."""
         inside = set(self.handles)
         return [handle for handle in state._handles if handle in inside]
 
@@ -88,11 +88,11 @@ def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any,
     Args:
         module: The module.
         plain_class: Its class before it was annotated.
-        memo: Of the running ``copy.deepcopy``.
+        memo: The memo of the running ``copy.deepcopy``.
 
     Raises:
-        UsageError: Inside a backward; the module where forward starts is not copied; or the class has a way of its own
-            to be copied.
+        UsageError: A backward is running; gradients wait for the last backward; the root module is not copied too; or
+            the class defines its own way to be copied.
     """
     _check(module, plain_class)
     session: _Session | None = memo.get(_SESSION)
@@ -126,7 +126,7 @@ def _refused(module: nn.Module, what: str, fix: str) -> UsageError:
 
 
 class _Session:
-    """States and handles of one root in one ``copy.deepcopy``."""
+    """The copies of one root's states and handles in one ``copy.deepcopy``."""
 
     def __init__(self, module: nn.Module, memo: dict[Any, Any]) -> None:
         state = sharded_state_of(module)
@@ -137,7 +137,7 @@ class _Session:
             names = " and ".join(map(describe_module, roots))
             raise _refused(module, "a part of a sharded model cannot be copied", FIX_COPY.format(names=names))
         self.part = AnnotatedPart((below for root in roots for below in root.modules()), "copied", FIX_COPY)
-        # A root inside of this one, below a replicated module, may have come first: one copy of it is enough.
+        # A root inside of this one, below a replicated module, may have been copied already: one copy is enough.
         self.part.handles = [handle for handle in self.part.handles if id(handle) not in memo]
         self.part.states = [state for state in self.part.states if id(state) not in memo]
         self._memo = memo
@@ -166,7 +166,7 @@ class _Session:
         return twin
 
     def _complete(self) -> None:
-        """Let states and handles know the copied modules, also those that the walk has yet to meet."""
+        """Put the copied modules into states and handles, also modules that the walk has not reached yet."""
         memo = self._memo
         for handle in self.part.handles:
             _adopt_modules(memo[id(handle)], memo)
@@ -190,13 +190,13 @@ class _Session:
 
 
 def _copied(handle: Handle, memo: dict[int, Any]) -> None:
-    """Make a deep copy with shards of its own; ``_adopt_modules`` completes it."""
+    """Put a deep copy of ``handle``, with shards of its own, into ``memo``; ``_adopt_modules`` completes it."""
     if handle.accumulated.awaits_copies:
         raise waits_for_copies("deepcopy", handle.described)
     attach(handle)
     twin = memo[id(handle)] = copy.copy(handle)
     if handle.sync_after_context is not None:
-        # The context that runs ends for this handle only.
+        # The context that is running ends for the original handle only.
         twin.requires_gradient_sync, twin.sync_after_context = handle.sync_after_context, None
     kept = handle.accumulated
     twin.settings = copy.copy(handle.settings)
@@ -211,7 +211,7 @@ def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
     handle.modules = copy.deepcopy(handle.modules, memo)
     for param in handle.params:
         param.owners = copy.deepcopy(param.owners, memo)
-        # Not before: it may refer to modules.
+        # Only now: a form may refer to modules.
         param.form = copy.deepcopy(param.form, memo)
     handle.start_sharded()
     for one in handle.comm_hooks:

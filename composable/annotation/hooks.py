@@ -62,7 +62,7 @@ def register_fully_shard_hooks(
 
 
 def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """Return ``function(*args, **kwargs)``, around which a module does what it does around its forward."""
+    """Return ``function(*args, **kwargs)``, run between the forward hooks of ``module``."""
     state = sharded_state_of(module)
     if state is None:
         return function(*args, **kwargs)
@@ -82,7 +82,7 @@ def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[A
 
 
 class _ModuleHooks:
-    """The hooks of one module. A deep copy belongs to the copied state and handle; closures would stay."""
+    """The hooks of one module. A deep copy refers to the copied state and handle; a closure would not."""
 
     __slots__ = ("_handle", "_state")
 
@@ -133,7 +133,7 @@ class _ModuleHooks:
         if output is None and (error := sys.exc_info()[1]) is not None:
             forwards.note_failure(error, handle)
             if isinstance(error, DesyncError):
-                # Nothing that is under way will arrive: what the forward has raised already says why.
+                # No message that is under way will arrive: the error of the forward already says why.
                 with suppress(DesyncError):
                     if handle is not None:
                         forwards.post_forward(handle, module, is_differentiable=False)
@@ -143,7 +143,7 @@ class _ModuleHooks:
             has_failed = True
         changed = None
         if handle is not None:
-            # What an operation made is neither a view nor a leaf: the common case, at once.
+            # In the common case the output of an operation is neither a view nor a leaf, and needs no search.
             if type(output) is not torch.Tensor or output.grad_fn is None or output._base is not None:
                 changed = _without_own_memory(output, handle)
             _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
@@ -206,13 +206,13 @@ class _CastingHooks(_ModuleHooks):
         return None if found is output else found
 
     def _shows_full(self, module: nn.Module) -> bool:
-        """Inside ``unshard_params`` a module is the plain one."""
+        """Say whether ``unshard_params`` shows the full parameters: then the module runs like a plain one."""
         if self._handle is not None:
             return self._handle.held_with is not None
         root = self._state.root
         if root is None or all(handle.held_with is None for handle in root.handles):
             return False
-        # Without parameters of its own it is as what is below: shown as a whole, or not.
+        # A module without parameters of its own counts as shown if all handles below it are shown.
         below = [handle for inner in module.modules() if (handle := handle_of_module(inner)) is not None]
         return bool(below) and all(handle.held_with is not None for handle in below)
 
@@ -225,7 +225,7 @@ def _hooks_of(module: nn.Module, state: FullyShardState, handle: Handle | None) 
 class _OutputHook(GradientHook):
     """Runs when the gradient of an output of one forward call arrives.
 
-    A call may have several outputs, and an output may also be one of another module's;
+    A call may have several outputs, and another module may return the same output;
     only the first gradient in a backward counts.
     """
 
@@ -236,7 +236,7 @@ class _OutputHook(GradientHook):
         self._step = scheduler.step
         self._handle = handle
         self._clock = clock
-        # As it was in forward: what is saved by now may be parameters.
+        # The setting of the forward counts: autograd may have saved parameters since then.
         self._gathers = handle.settings.unshard_in_backward
         self._version = handle.version
         self._backward_id = -1
@@ -255,9 +255,9 @@ class _OutputHook(GradientHook):
 
 
 class _LeafHook(_OutputHook):
-    """The hook of an output that is a leaf, which lives on: one for all calls.
+    """The hook of an output that is a leaf: a leaf outlives the call, so one hook serves all calls.
 
-    Autograd accumulates the gradient of a leaf as soon as it can, so that says nothing about what has run.
+    Autograd accumulates the gradient of a leaf as soon as it can, so it does not show how far backward is.
     """
 
     __slots__ = ()
@@ -274,15 +274,15 @@ class _LeafHook(_OutputHook):
 
 
 def _is_in_place(handle: Handle) -> bool:
-    """Say whether modules hold the face that the handle gave them; inside a context, whatever they hold."""
+    """Say whether modules hold the parameters that the handle gave them; inside ``unshard_params``, always true."""
     return (handle.view is not ParamView.UNSHARDED and handle.faces.are_sharded()) or not misplaced(handle)
 
 
 def _put_right(handle: Handle, scheduler: Scheduler) -> None:
-    """Make parameters that were assigned since the last forward, say by a load of a part, values of the shards.
+    """Copy parameters that were assigned since the last forward, such as by a load of a part, into the shards.
 
     Raises:
-        UsageError: They have another shape or dtype, or ``check_held`` raises.
+        UsageError: A parameter has another shape or dtype, or ``check_held`` raises.
     """
     check_held(handle)
     assigned = [found for found in misplaced(handle) if found.is_stranger]
@@ -296,9 +296,9 @@ def _put_right(handle: Handle, scheduler: Scheduler) -> None:
 
 
 def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
-    """Refuse to record a graph of a forward that gathers: it would hold the messages of this run, if anything."""
+    """Refuse to trace or export a forward that gathers: a graph would hold the messages of this run, or none."""
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call,attr-defined]
-    # What `unshard_params` holds needs no gather, but is no parameter of the module that is exported.
+    # Parameters inside `unshard_params` need no gather, but an export would not find them in the module.
     if torch.compiler.is_exporting() or (is_tracing and all(handle.held_with is None for handle in handles)):
         raise UsageError(
             "a sharded module is traced or exported, and a graph cannot hold its gathers",
@@ -320,7 +320,7 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
     if first_node < 0:
         forwards.post_forward(handle, module, is_differentiable=bool(tensors))
         return
-    # What a forward leaves in attributes of its module, such as a loss, leaves it as outputs do.
+    # Tensors that a forward puts into attributes of its module, such as a loss, count as outputs.
     if torch.Tensor in map(type, module.__dict__.values()):
         tensors += _made_since(first_node, module.__dict__.values())
     clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
@@ -332,18 +332,18 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
 
 
 def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among ``values`` whose node of autograd is not older than a number."""
+    """Return the tensors among ``values`` whose autograd node has the number ``first_node``, or a later one."""
     tensors = [value for value in values if type(value) is torch.Tensor and value.grad_fn is not None]
     return [tensor for tensor in tensors if tensor.grad_fn._sequence_nr() >= first_node]  # type: ignore[union-attr]
 
 
 def _leaks(outputs: Iterable[torch.Tensor], first_node: int) -> bool:
-    """Say whether a call made nodes of autograd that are younger than its outputs.
+    """Say whether a call made autograd nodes that are younger than its outputs.
 
-    They belong to what left the call by another way, such as an attribute, and run before an output's hook does.
+    They belong to tensors that left the call in another way, such as an attribute; they run before an output's hook.
 
     Args:
-        outputs: Of the call.
+        outputs: The outputs of the call.
         first_node: Number of the first node that the call could make.
     """
     youngest = next_node_number() - 1
@@ -362,7 +362,7 @@ def _without_own_memory(output: Any, handle: Handle) -> Any:
     A module that returns a parameter, or part of one, would return memory that is freed and filled again.
 
     Raises:
-        UsageError: They lie in an object of a class that is not known.
+        UsageError: Such a tensor lies in an object of an unknown class.
     """
     if isinstance(output, torch.Tensor):
         tensors = [output]

@@ -55,7 +55,7 @@ __all__ = ["FullyShardState", "Root", "find_companions", "handle_of_module", "mo
 
 
 def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]:
-    """Return those below a root's modules, in an order equal on all ranks that share them."""
+    """Return the companions below a root's modules, in the same order on all ranks that share them."""
     states = dict.fromkeys(state for _, state in annotated_below(modules) if isinstance(state, Companion))
     found = [state for state in states if state.grid.everyone.size < grid.everyone.size]
     return sorted(found, key=lambda state: state.grid.everyone.order)
@@ -73,17 +73,17 @@ class FullyShardState:
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
         grid: The ranks of the mesh, and those of its replicas.
-        transport_choice: How the handles' bytes shall travel, as the user said.
-        ignored_modules: What the annotation leaves alone, with all below.
-        ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
-        skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
-        follows_parent: Handles go with the one around; ``None``: if they are on fewer ranks than the root.
+        transport_choice: The transport of the handles that the user chose.
+        ignored_modules: Modules that the annotation ignores, with all modules below.
+        ignored_slots: (module, name) of the ignored parameters in other modules.
+        skipped_modules: Modules that keep their dtype under the mixed precision policy, each with the outermost around.
+        follows_parent: Handles follow the handle around them; ``None``: if they are on fewer ranks than the root.
         _handles: Handles of this annotation, left to right, depth first.
-        hook_handles: Remove them, and the modules run as plain ones again.
-        settings: Of the root, should this be its state.
-        root: What runs the tree that this state is in; ``None`` until lazy init.
-        kept_with: Ends what other annotations keep, at the next backward that synchronises; ``None``: nothing is known.
-        around: States of modules annotated around these ones, later and so further out.
+        hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
+        settings: The settings of the root, used if this is the root's state.
+        root: The root of the tree that this state is in; ``None`` until lazy init.
+        kept_with: Lets other annotations average kept gradients in the next backward that synchronises; ``None``: none.
+        around: States of modules annotated around these modules: a later one is further out.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class FullyShardState:
 
     @property
     def is_joined(self) -> bool:
-        """The model is inside of a ``Join``: ranks without inputs follow it as it was when that was made."""
+        """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
         return self.root is not None and self.root.join is not None and self.root.join.is_live()
 
     @property
@@ -130,9 +130,9 @@ class FullyShardState:
         return self.root
 
     def modules_around(self, module: nn.Module) -> list[nn.Module]:
-        """Return what a fully sharded module runs: itself and what is below, but for other fully sharded modules.
+        """Return the modules that a fully sharded module runs: itself and the modules below it.
 
-        Nor those that the annotation ignores or skips, with what is below them.
+        Left out, with all below them: other fully sharded modules, and modules that the annotation ignores or skips.
         """
         found: dict[nn.Module, None] = {}
         stack = [module]
@@ -149,9 +149,9 @@ class FullyShardState:
     def lazy_init(self) -> "Root":
         """Decide the root, on the first forward or the first call that needs it.
 
-        The outermost module annotated on the same ranks is the root, whichever part of it runs first: were it the
-        part, forwards and gradients of before the first call of the whole would belong to another scheduler.
-        Collective over the shard group when no root is known yet: ranks compare their plans.
+        The outermost module annotated on the same ranks is the root, even if a part of it runs first: otherwise the
+        forwards and gradients before the first call of the whole module would belong to another scheduler.
+        Collective over the shard group if there is no root yet: ranks compare their plans.
 
         Raises:
             DesyncError: The ranks annotated different plans.
@@ -162,13 +162,13 @@ class FullyShardState:
         return Root.adopt(self.outermost())
 
     def enclose(self) -> None:
-        """Let the annotations below know this one, which was made around them."""
+        """Register this annotation with the annotations below it, which were made before."""
         for state in _states_below(self.modules):
             if state is not self:
                 state.around.append(weakref.ref(self))
 
     def outermost(self) -> "FullyShardState":
-        """Return the state that is the root's, or will be as things are. Not collective."""
+        """Return the state of the root, or the state that will be the root's if nothing changes. Not collective."""
         if self.root is not None:
             return self.root.state
         for around in reversed(self.around):
@@ -181,7 +181,7 @@ class FullyShardState:
         return self
 
     def connect(self, replicas: dict[tuple[Ranks, str], Replicas]) -> None:
-        """Choose who moves the bytes of the handles; ``replicas`` grows. Collective, after plans were compared."""
+        """Connect the handles to their transports; adds to ``replicas``. Collective, after plans were compared."""
         shard, copies = self.grid.shard, self.grid.replicas
         name = settle_transport_for(shard, self.transport_choice)
         if name != self.plan.transport:
@@ -194,7 +194,7 @@ class FullyShardState:
             between = replicas[copies, name]
         parts: dict[int | None, Transport | None] = {None: None}
         for handle in self._handles:
-            # As planned, which all ranks have compared, and not as it was set since.
+            # The size in the plan, which all ranks have compared, and not a setting made since.
             size = handle.plan.secondary_ranks
             if size is not None and size not in parts:
                 part = part_of(shard, size)
@@ -209,16 +209,16 @@ class FullyShardState:
 
 
 class Root:
-    """A tree of annotated modules, whichever of them runs first.
+    """A tree of annotated modules, with the scheduler that runs its handles.
 
     Attributes:
-        state: Of the outermost annotation.
+        state: The state of the outermost annotation.
         handles: Every handle of the tree, left to right, depth first.
         states: Every state of the tree, in the same order.
         scheduler: Runs the handles.
-        additions: Notices parameters that come after the annotation.
-        lent_buffers: What modules hold in place of their buffers while they run.
-        join: What says whether ranks without inputs follow; ``None``: none do.
+        additions: Notices parameters that are added after the annotation.
+        lent_buffers: The copies that modules hold in place of their buffers while they run.
+        join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Root:
         self.additions = Additions()
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
-        # What ranks that wait ask for, from another thread; empty once this is closed.
+        # Read from another thread, for ranks that wait; empty once the root is closed.
         self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
         notice_tree(self)
 
@@ -254,14 +254,14 @@ class Root:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
                 for handle in found._handles:
-                    # Graphs of forwards below either root may read them: nobody knows when the last one is gone.
+                    # Graphs of forwards below either root may read the parameters: the last graph's end is unknown.
                     handle.is_shared |= found.root.state not in states
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
             found.connect(replicas)
             put_outermost(found.hook_handles)
             if any(handle.rests_elsewhere for handle in found._handles):
-                # ``to_empty`` has made them where the parameters rest.
+                # ``to_empty`` has made the buffers where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
                 move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         streams = state.settings.streams or streams_for(state.grid.shard.device)
@@ -283,21 +283,21 @@ class Root:
         for handle in handles:
             option = handle.settings.reshard_option
             handle.settings.reshard_after_forward = handle is not own if option is None else bool(option)
-        # Last, and where forward starts after all others: what was cut short is done again.
+        # Set last, the root's own state after all others: if this is cut short, the next forward does it again.
         for found in states:
             if found is not state:
                 found.root = root
         state.root = root
         if state.grid.everyone.rank == 0 and state.grid.everyone.size > 1:
-            # Of a root only: of an annotation it is not known whether another one comes around it.
+            # Warn for a root only: a later annotation may still come around any other.
             for warning in state.plan.warnings:
                 warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(state.plan.class_names)}")
         return root
 
-    # Where it is, as ranks that wait are told; read from another thread, so nothing is noted for it
+    # Progress, for ranks that wait; read from another thread, so no record is kept for it
 
     def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
-        """Return where the modules are; ``None`` where nothing is sharded."""
+        """Return how far the modules are in their step; ``None`` where nothing is sharded."""
         if not self._flats:
             return None
         path, step = self._flats[0][1].routes.gather_path, self.scheduler.step
@@ -319,7 +319,7 @@ class Root:
         return AnnotationStatus(key, tree, path.transport, tuple(groups))
 
     def name_of(self, started: Started) -> str | None:
-        """Return what a collective does for whom; ``None``: it is none of the root's."""
+        """Return a text that names a collective and its handle; ``None``: the collective is not this root's."""
         for handle, flat in self._flats:
             what = flat.routes.name_of(started)
             if what is not None:
@@ -338,7 +338,7 @@ class Root:
 
 
 def _note_parts(root: FullyShardState, handles: Sequence[Handle]) -> None:
-    """Let the handles on all ranks of the root know whether modules lie on a part of these, on any. Collective."""
+    """Set ``has_parts`` of handles on all the root's ranks: if some rank has modules on a part of these. Collective."""
     everyone = root.grid.everyone
     grids = {getattr(state, "grid", root.grid) for _, state in annotated_below(root.modules)}
     own = any(grid.everyone.size < everyone.size for grid in grids)
@@ -349,12 +349,12 @@ def _note_parts(root: FullyShardState, handles: Sequence[Handle]) -> None:
 
 
 def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
-    """Return, for the ranks of each handle, these with the ranks of tensor parallelism beside them.
+    """Return, for the ranks of each handle, the same ranks together with the ranks of tensor parallelism.
 
-    Collective over all of them where there are some beside.
+    Collective over all of these ranks, if there is tensor parallelism.
 
     Raises:
-        ConfigError: On every rank: they are no grid.
+        ConfigError: On every rank: the ranks form no grid.
     """
     beside: dict[Ranks, dict[tuple[int, ...], Ranks]] = {}
     seen: set[tuple[Ranks, DeviceMesh]] = set()
@@ -373,7 +373,7 @@ def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
 def _make_agreements(
     states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], steps: Mapping[Handle, HandleStep]
 ) -> list[Agreement]:
-    """Return one agreement for each group of ranks that shares handles. Collective over them."""
+    """Return one agreement for each group of ranks that shares handles. Collective over these ranks."""
     found: dict[Ranks, tuple[str, list[Handle]]] = {}
     for state in states:
         # Modules may have been taken out of the tree since.
@@ -390,9 +390,9 @@ def _make_agreements(
 
 
 def _find_leaders(root: FullyShardState, states: Sequence[FullyShardState]) -> dict[Handle, list[Handle]]:
-    """Return whom handles go with: the nearest ones around on the root's ranks that go their own way.
+    """Return the leaders of handles that follow: the nearest handles around, on the root's ranks, that do not follow.
 
-    Where no module around has parameters of its own, a handle goes its own way too.
+    If no module around has parameters of its own, a handle has no leader.
     """
     everyone = root.grid.everyone
     follows = {
@@ -444,7 +444,7 @@ def _compare_plans(
 ) -> None:
     """Raise on every rank unless all ranks annotated the same plans, and none has a failure.
 
-    Ranks with other blocks, of tensor parallelism, have other plans and hear of failures.
+    Ranks of tensor parallelism with other blocks have other plans: they only share failures.
 
     Raises:
         DesyncError: With the first line in which a rank differs.
@@ -471,7 +471,7 @@ def _compare_plans(
                 "modules that differ by rank, such as experts, on the ranks that share them",
             )
         except ComposableError as error:
-            # Of some experts: those around tell the ranks of all others.
+            # It may be of some experts: the groups around them pass it on to all other ranks.
             found = error
     if found is not None:
         raise found
@@ -480,7 +480,7 @@ def _compare_plans(
 def _find_failure(
     root: FullyShardState, states: Sequence[FullyShardState], names: Mapping[nn.Module, str]
 ) -> UsageError | None:
-    """Return what keeps this rank from training: parameters or buffers without values, settings of another root."""
+    """Return the error that keeps this rank from training: tensors without values, or settings of another root."""
     try:
         with located(place_of_rank()):
             for state in states:
