@@ -1,8 +1,8 @@
-"""The buckets, and the order of gradients.
+"""The buckets of gradients, and the order in which gradients arrive.
 
-Until a backward has shown in which order gradients arrive there is one bucket for each dtype and device, or, where
-an optimizer steps inside backward, the order is that of registration, from the last to the first; from then on
-buckets follow the order of arrival.
+In the first backward there is one bucket for each dtype and device; but if an optimizer steps inside backward, buckets
+follow the order of registration, from the last parameter to the first. The first backward shows in which order
+gradients arrive, and from then on buckets follow this order.
 
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
@@ -43,24 +43,24 @@ class Bucket:
 
     Args:
         index: Its place in the order of reduction.
-        members: Each parameter, with its place among all; none where all gradients are sparse.
+        members: (index among all parameters, parameter) pairs; none if all gradients are sparse.
         tail_numel: Elements behind the gradients.
         is_last: No bucket follows.
-        key: Of its all-reduce.
+        key: The transport's key for its all-reduce.
         is_lazy: Memory comes with the first gradients.
         like: An empty tensor of the dtype and device of the buffer.
 
     Attributes:
         param_indices: Which parameters it holds, in order.
         key: As given.
-        views: Where each gradient lies: the parameter's shape, and its strides if it is dense. Of a parameter that
-            tensor parallelism has split, a tensor that is split alike, on this rank's part.
-        arrivals: What has to arrive in a round until it is full: as a rule, a gradient of each parameter.
-        pending: What of it has not.
-        flat: All of it, the tail included; empty: there is no memory until the next gradients come.
+        views: The place of each gradient, with the parameter's shape, and its strides if it is dense. For a parameter
+            that tensor parallelism has split, a DTensor that is split alike, on this rank's part.
+        arrivals: How many gradients must arrive in a round until the bucket is full: usually one of each parameter.
+        pending: How many of these have not arrived yet.
+        flat: The whole buffer, with the tail; empty: there is no memory until the next gradients come.
         tail: ``tail_numel`` elements behind the gradients.
-        casts: Some gradients rest in another dtype than they travel in.
-        has_split: Of some parameters tensor parallelism has split this rank holds a part.
+        casts: Some gradients are kept in another dtype than they are sent in.
+        has_split: Tensor parallelism has split some of the parameters: this rank holds a part of them.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Bucket:
         starts_of_params = zip(self._starts, self._params, strict=True)
         self._views = [_view_for(flat, start, local_of(param)) for start, param in starts_of_params]
         self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
-        # Last: what was cut short is done again.
+        # Set last, so that an allocation that was cut short is done again.
         self.flat = flat
 
     def release(self) -> None:
-        """Free the memory until the next gradients come, but for what somebody else still holds of it."""
+        """Free the memory until the next gradients come; tensors that others still hold keep theirs."""
         self.flat = self._data = self.tail = self._hook_buffer = self.flat.new_empty(0)
         self._views = self.views = [self.flat] * len(self._params)
 
@@ -114,7 +114,7 @@ class Bucket:
 
     @property
     def sent_bytes(self) -> int:
-        """What travels, also while there is no memory for it."""
+        """The bytes that are sent, known also while the bucket has no memory."""
         return (self._stop + self._tail_numel) * self.flat.element_size()
 
     def index(self) -> int:
@@ -145,7 +145,7 @@ class Bucket:
         return self._is_last
 
     def pack(self, scale: float, *, grads_as_views: bool) -> None:
-        """Bring ``scale`` times every gradient into the buffer, zeros where there is none.
+        """Write ``scale`` times every gradient into the buffer, and zeros for a parameter without a gradient.
 
         Args:
             scale: Factor of the gradients.
@@ -174,7 +174,7 @@ class Bucket:
         if self.has_split:
             grads = [local_gradient(grad, param) for grad, param in zip(grads, params, strict=True)]
             for grad, param in zip(grads, params, strict=True):
-                # What was a sum still to be taken is one that was: `unpack` writes the average there.
+                # Partial sums have been added up: `unpack` writes the average to this gradient.
                 param.grad = wrapped_like(grad, param)
             local_views, in_place = [local_of(view) for view in views], [local_of(view) for view in in_place]
         try:
@@ -187,7 +187,7 @@ class Bucket:
             raise
         if grads_as_views:
             for param, view in zip(params, views, strict=True):
-                # One that rests in another dtype gets the average when all is reduced.
+                # A gradient that is kept in another dtype gets the average when all is reduced.
                 if param.grad is not None and param.grad.dtype is view.dtype:
                     param.grad = view
 
@@ -206,13 +206,13 @@ class Bucket:
             self._data.mul_(scale)
 
     def take_result(self, result: torch.Tensor) -> None:
-        """Make what a communication hook returned, [numel], the content of the buffer."""
+        """Make the result [numel] of a communication hook the content of the buffer."""
         if result.data_ptr() != self._data.data_ptr() or result.dtype != self._data.dtype:
             self._data.copy_(result.view(-1))
         self._hook_buffer = self._data
 
     def unpack(self) -> None:
-        """Copy the averages out to gradients that are tensors of their own."""
+        """Copy the averages to the gradients that have memory of their own."""
         pairs = [
             (local_of(param.grad), plain)
             for param, view, plain in zip(self._params, self.views, self._views, strict=True)
@@ -225,8 +225,8 @@ class Bucket:
         """Give parameters without a gradient the average, if another rank had a gradient.
 
         Args:
-            used: Of each parameter of the reducer, how many ranks had one.
-            is_view: It is the view in the bucket, where the dtype allows that.
+            used: For each parameter of the reducer, the number of ranks that had a gradient.
+            is_view: The gradient becomes a view of the bucket, if its dtype allows that.
         """
         for index, param, view in zip(self.param_indices, self._params, self.views, strict=True):
             if param.grad is None and used[index] > 0:
@@ -235,22 +235,22 @@ class Bucket:
 
 
 class Arrangement:
-    """The buckets of some parameters.
+    """The buckets of a list of parameters, and the order that they follow.
 
     Args:
-        params: What they hold. Sparse gradients lie in none; the last bucket waits for them, since it has the flags.
+        params: The parameters. Sparse gradients lie in no bucket; the last bucket waits for them: it has the flags.
         transport: Gives each bucket its key.
         options: What the user chose.
         tail_numel: Elements behind the gradients of the last bucket.
 
     Attributes:
         buckets: In order of reduction; the list is changed in place.
-        bucket_of: That of each parameter; the list is changed in place.
-        delayed: Those that wait for the gradient of a parameter in another one.
+        bucket_of: The bucket of each parameter; the list is changed in place.
+        delayed: The buckets that wait for the gradient of a parameter in another bucket.
         order: The order in which gradients are expected; ``None``: not known.
-        counts: How many gradients of each parameter are expected; ``None``: one, or not known.
+        counts: The expected number of gradients of each parameter; ``None``: one, or not known.
         is_rebuilt: The buckets of the last backward follow the order of arrival.
-        is_lazy: New buckets get memory with their first gradients, and lose it when those are stepped.
+        is_lazy: New buckets get memory with their first gradients, and lose it when their parameters are stepped.
     """
 
     def __init__(
@@ -270,12 +270,12 @@ class Arrangement:
         self._sparse = [index for index, item in enumerate(params) if item.is_sparse]
 
     def expect(self, order: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """Let the buckets of the next backward follow what is known, see ``order`` and ``counts``."""
+        """Set the order and the counts of gradients that the buckets of the next backward follow."""
         self.order, self.counts = list(order), counts or self.counts
         self.is_rebuilt = False
 
     def prepare(self) -> None:
-        """Have the buckets of the backward that begins."""
+        """Build the buckets of the backward that begins, if there are none or their order is new."""
         if self.order is None and self.buckets:
             return
         if not self.is_rebuilt:
@@ -285,7 +285,7 @@ class Arrangement:
             self.is_rebuilt = self.order is not None
 
     def next_buckets(self) -> Sequence[Bucket]:
-        """Return the buckets there are; before the first backward what they will be, without memory."""
+        """Return the buckets; before the first backward, the buckets that it will have, without memory."""
         if self.buckets or not self._params:
             return self.buckets
         groups = self._groups()
@@ -310,13 +310,13 @@ class Arrangement:
         ]
         order, sizes = self.order, [item.bucket_bytes for item in self._params]
         if order is None and self.is_lazy:
-            # Most gradients come in about this order, and the others cost memory in one backward.
+            # Most gradients come in about this order; the others cost memory, in the first backward only.
             order = [*range(len(keys))][::-1]
         elif order is None:
             order, sizes = [*range(len(keys))], [0] * len(keys)
         inside = [index for index in delay.order(order) if index not in self._sparse]
         groups = plan_buckets(inside, keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
-        return groups or [[]]  # The last one has the flags, whatever else it has.
+        return groups or [[]]  # The last bucket has the flags, even if it has nothing else.
 
     def _bucket(self, number: int, groups: Sequence[Sequence[int]], *, key: int, is_lazy: bool) -> Bucket:
         group, is_last = groups[number], number == len(groups) - 1
@@ -343,8 +343,8 @@ class Arrangement:
                 bucket.arrivals += 1
                 self.delayed.append(bucket)
             if self._options.static_graph and (bucket.is_last() or self.counts is None):
-                # In a graph that nobody has seen a parameter may get another gradient, and in one that was to be
-                # the same too, also parameters of which this rank had none: the end of backward tells.
+                # A parameter may get one more gradient in a graph that is new, or that differs from the first, also
+                # a parameter that had none on this rank: so only the end of backward shows that all have arrived.
                 bucket.arrivals += 1 + len(self._params)
             buckets.append(bucket)
         holder = dict.fromkeys(self._sparse, buckets[-1])
@@ -365,7 +365,7 @@ def plan_buckets(
 
     Args:
         order: Every parameter once, in order of arrival.
-        keys: What the parameters of a bucket must have in common, by parameter.
+        keys: A key for each parameter; the parameters of a bucket have equal keys.
         param_bytes: Bytes of each parameter.
         first_cap_bytes: Limit of the first bucket of each key: a small one starts early.
         cap_bytes: Limit of the others. A parameter above the limit is a bucket of its own.

@@ -1,12 +1,11 @@
 """Messages of a reducer: buckets, and flags for errors.
 
-A bucket travels as an all-reduce, or as a communication hook lets it. Ranks that wait know this file by its name: a
-wait in torch.distributed in a call from here is one in code of the user's.
+A bucket is averaged by an all-reduce, or by a communication hook.
 
 Behind the gradients of the last bucket lie *flags*: one per parameter, set by the ranks that have a gradient for it;
-for each rank one number that is not zero if the rank complains, and how often it ran the modules since the last
-average. The all-reduce adds them up, so every rank knows which parameters were unused everywhere, and of errors
-elsewhere, without a collective more.
+and for each rank two numbers: its complaint, zero if it has none, and how often it ran the modules since the last
+average. The all-reduce adds the flags up. So, without one more collective, every rank learns which parameters no rank
+used, and of errors on other ranks.
 """
 
 import logging
@@ -35,7 +34,7 @@ __all__ = ["GRAPH_CHANGED", "STOPPED", "BucketExchange", "FlagBlock", "Report"]
 
 _LOG = logging.getLogger("composable")
 
-# What a rank tells the others besides how many parameters have no gradient.
+# Complaints that a rank may send in place of its number of parameters without a gradient.
 STOPPED = -1
 HOOK_FAILED = -2
 GRAPH_CHANGED = -3
@@ -49,12 +48,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
 
 
 class Report(NamedTuple):
-    """What the flags said.
+    """The flags of all ranks after a round.
 
     Attributes:
-        used: Of each parameter, how many ranks had a gradient.
-        complaints: Of each rank, its number.
-        runs: Of each rank, how often it ran the modules since the last average; 0: it follows others.
+        used: For each parameter, the number of ranks that had a gradient.
+        complaints: For each rank, its complaint; 0: it has none.
+        runs: For each rank, how often it ran the modules since the last average; 0: it follows other ranks.
     """
 
     used: Sequence[float] = ()
@@ -63,12 +62,12 @@ class Report(NamedTuple):
 
     @property
     def is_out_of_step(self) -> bool:
-        """Ranks ran the modules different numbers of times since the last average, which need not be wrong."""
+        """Ranks ran the modules different numbers of times since the last average, which is not always wrong."""
         return len({*self.runs} - {0}) > 1
 
 
 class FlagBlock:
-    """Writes and reads the elements behind the gradients of every round.
+    """Writes and reads the flags of every round, behind the gradients of the last bucket.
 
     Args:
         count: How many parameters there are.
@@ -83,17 +82,17 @@ class FlagBlock:
         self._count = count
         self._rank = rank
         self._world_size = world_size
-        self._plain: torch.Tensor | None = None  # All of it, where this rank does not complain and ran once.
+        self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
         self._late: tuple[torch.Tensor, torch.Event] | None = None
 
     def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
         """Fill ``block`` [numel] before it is sent.
 
         Args:
-            block: Of the last bucket.
-            used: Of each parameter, whether this rank has a gradient; ``None``: all arrived, and there is no complaint.
-            complaint: This rank's number.
-            runs: How often this rank ran the modules since the last average; 0: it follows others.
+            block: The tail of the last bucket.
+            used: For each parameter, whether this rank has a gradient; ``None``: all have one; there is no complaint.
+            complaint: This rank's complaint.
+            runs: How often this rank ran the modules since the last average; 0: it follows other ranks.
         """
         count, own_run = self._count, self._count + self._world_size + self._rank
         if self._plain is None or self._plain.dtype != block.dtype or self._plain.device != block.device:
@@ -107,27 +106,27 @@ class FlagBlock:
             block[count + self._rank] = complaint
 
     def report(self, values: Sequence[float]) -> Report:
-        """Return what a block says whose elements have these values after the all-reduce."""
+        """Return the report of a block whose elements have these ``values`` after the all-reduce."""
         count, size = self._count, self._world_size
         return Report(values[:count], values[count : count + size], values[count + size :])
 
     def read(self, block: torch.Tensor) -> Report | None:
-        """Return what the ranks say in ``block`` [numel], if one complains or ran the modules another number of times.
+        """Return the report of ``block`` [numel], if a rank complains, or ranks differ in how often they ran modules.
 
         On a device other than the CPU, where reading would stop this thread until the device is
-        idle, return that of the round before, if any.
+        idle, return the report of the round before, if any.
         """
         if block.device.type == "cpu":
             told = block[self._count :].tolist()
-            # As a rule no complaint, and equal numbers.
+            # The usual case: no complaint, and equal numbers.
             is_plain = not any(told[: self._world_size]) and told.count(told[-1]) == self._world_size
             return None if is_plain else self._notable(block.tolist())
         report = None
         if self._late is not None:
             host, event = self._late
-            event.synchronize()  # Of the round before; long done.
+            event.synchronize()  # The copy of the round before: long done.
             values = host.tolist()
-            values[self._count + self._rank] = 0  # This rank has raised it by itself.
+            values[self._count + self._rank] = 0  # This rank has raised its own complaint already.
             report = self._notable(values)
         host = torch.empty(block.shape, dtype=block.dtype, pin_memory=block.device.type == "cuda")
         host.copy_(block, non_blocking=True)
@@ -142,14 +141,14 @@ class FlagBlock:
 
 
 class DebugNotes:
-    """Writes notes on the buckets of one reducer, at the levels of ``torch.distributed.get_debug_level()``.
+    """Logs the buckets of one reducer, at the levels of ``torch.distributed.get_debug_level()``.
 
-    OFF: nothing. INFO: its buckets, each time they are made. DETAIL: also each bucket that is sent, after the ranks
-    have made sure that all send the same one.
+    OFF: nothing. INFO: the buckets, each time they are made. DETAIL: also each bucket that is sent, after the ranks
+    have compared it.
 
     Attributes:
-        is_off: Nothing is noted.
-        checks: Compare the ranks before each bucket.
+        is_off: Nothing is logged.
+        checks: The ranks compare each bucket before it is sent.
     """
 
     def __init__(self, params: Sequence[ReducedParam], grid: Grid) -> None:
@@ -161,7 +160,7 @@ class DebugNotes:
         self._first: Bucket | None = None
 
     def begin(self, buckets: Sequence[Bucket], number: int) -> None:
-        """Note the buckets of backward ``number``, if they are new."""
+        """Log the buckets of backward ``number``, if they are new."""
         if self._first is not buckets[0]:
             self._first = buckets[0]
             ranks = [*self._ranks.numbers]
@@ -170,10 +169,10 @@ class DebugNotes:
                 _LOG.info("replicate: %s", self._text(bucket))
 
     def before_send(self, bucket: Bucket) -> None:
-        """Note a bucket that is sent next, and make sure that all ranks send it. Collective.
+        """Check that all ranks send the same bucket next, and log it. Collective.
 
         Raises:
-            DesyncError: Another rank is about to send another one.
+            DesyncError: Another rank is about to send another bucket.
         """
         text = self._text(bucket)
         self._ranks.compare(
@@ -202,7 +201,7 @@ class _HookPending:
         try:
             result = self.future.wait()
         except RuntimeError as error:
-            # What a callback has raised: the ranks may have met, so this one goes on, and they are told with the flags.
+            # A callback has raised. The collective may be done, so this rank goes on; the flags tell the other ranks.
             text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
             what = f"the future of the communication hook {self.name} raised {text}"
             self.exchange.note_failure(ConfigError(what, fix="read the error that the future raised"), error)
@@ -218,21 +217,21 @@ class BucketExchange:
 
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
-        transport: Of these ranks; used for nothing else, since its calls must keep their order.
+        transport: Between these ranks; used for nothing else, since its calls must keep their order.
         grid: These ranks.
-        options: What the user chose.
+        options: The options of the user.
         own_round: The running backward, or the last one.
         stopwatch: Measures some backwards.
 
     Attributes:
         transport: As given.
-        scale: Of a gradient before it is added to those of the other ranks.
-        group_name: Of the process group that averages in a graph; "": one rank.
+        scale: The factor of a gradient before it is added to the gradients of the other ranks.
+        group_name: Name of the process group that averages in a compiled graph; "": there is one rank.
         arrangement: The buckets.
-        notes: Written about each backward.
-        running: The ranks that have gradients, as the transport has them; ``None``: all.
+        notes: Logs the buckets of each backward.
+        running: The ranks that have gradients, as the transport counts them; ``None``: all.
         hook: The communication hook; ``None``: an all-reduce per bucket.
-        sparse: Averages what lies in no bucket.
+        sparse: Averages the sparse gradients, which lie in no bucket.
     """
 
     def __init__(
@@ -251,7 +250,7 @@ class BucketExchange:
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self.hook: Registration | None = None
         self._params = params
-        self._numbers = sorted(ranks.numbers)  # As the transport has them.
+        self._numbers = sorted(ranks.numbers)  # In the order of the transport.
         self._options = options
         self._round = own_round
         self._stopwatch = stopwatch
@@ -264,13 +263,13 @@ class BucketExchange:
         self.arrangement = Arrangement(params, transport, options, tail_numel=self._flags.numel)
         self.notes = DebugNotes(params, grid)
         self._pendings: list[Pending] = []
-        # What is wrong with what the hook gave in this round; it has met the other ranks all the same.
+        # The error of the hook in this round; this rank has taken part in the collectives all the same.
         self._failure: ConfigError | None = None
-        self._interruption: BaseException | None = None  # Of a wait before the flags were sent, which others wait for.
+        self._interruption: BaseException | None = None  # Raised after the flags are sent: other ranks wait for them.
         self._wait_s = _LONGEST_WAIT_S
 
     def name_of(self, key: int) -> str:
-        """Return what is exchanged under ``key``, for messages."""
+        """Return a name, for messages, of the tensors that are exchanged under ``key``."""
         buckets = list(self.arrangement.buckets)
         for bucket in buckets:
             if bucket.key == key:
@@ -283,15 +282,15 @@ class BucketExchange:
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket.
 
-        Streams: gradients are copied on the current one, which the collective waits for.
+        Streams: gradients are copied on the current stream, which the collective waits for.
         """
-        # A communication hook averages by itself. What is stepped inside backward is dropped there: no copy then.
+        # A communication hook averages by itself. A gradient that is stepped inside backward is dropped: no copy then.
         is_view = self._options.gradient_as_bucket_view or self.arrangement.is_lazy
         bucket.pack(self.scale if self.hook is None else 1.0, grads_as_views=is_view)
         self._send(bucket)
 
     def send_zeros(self, most: int | None = None) -> None:
-        """Start the reduction of every bucket that was not started, or of ``most``, with zeros for gradients."""
+        """Start the reduction of every bucket that was not started, or of ``most`` of them, with zeros as gradients."""
         buckets = self.arrangement.buckets[self._round.sent :]
         for bucket in buckets[:most]:
             bucket.clear()
@@ -316,7 +315,7 @@ class BucketExchange:
             self._pendings.append(self.transport.begin_all_reduce(bucket.flat, bucket.key))
 
     def _start_hook(self, hook: Registration, bucket: Bucket) -> None:
-        """Let the hook reduce ``bucket``; it leaves the flags alone, which travel by themselves."""
+        """Let the hook reduce ``bucket`` without the flags, which are sent in an all-reduce of their own."""
         is_on_host = bucket.flat.device.type == "cpu"
         if is_on_host:
             # Hooks such as PowerSGD start collectives when others complete. Two buckets in flight
@@ -336,20 +335,20 @@ class BucketExchange:
         if bucket.is_last():
             if is_on_host:
                 try:
-                    self.finish()  # The flags tell what was raised.
+                    self.finish()  # The flags report errors of the hook.
                 except BaseException as error:  # Ctrl-C
                     self._interruption = error
             self._write_flags(bucket.tail)
             self._pendings.append(self.transport.begin_all_reduce(bucket.tail, self._flags_key))
 
     def note_failure(self, failure: ConfigError | None, cause: Exception | None = None) -> None:
-        """Note what the communication hook did wrong, to be raised when the round has ended."""
+        """Keep the first error of the communication hook, to be raised when the round has ended."""
         if failure is not None and self._failure is None:
             failure.__cause__ = cause
             self._failure = failure
 
     def raise_failure(self) -> None:
-        """Raise what the hook did wrong in the round that has ended, if anything."""
+        """Raise the error of the hook in the round that has ended, if there is one."""
         failure, self._failure = self._failure, None
         if failure is not None:
             failure.at = f"{place_of_rank()}, bucket of a module with parameter {self._params[0].fqn!r}"
@@ -362,19 +361,19 @@ class BucketExchange:
             complaint = HOOK_FAILED
         used = None
         if complaint or not own_round.is_complete:
-            stepped = own_round.stepped  # and their gradients dropped
+            stepped = own_round.stepped  # The gradients of these buckets were dropped.
             used = [
                 item.param.grad is not None or bucket.index() < stepped
                 for item, bucket in zip(self._params, self.arrangement.bucket_of, strict=True)
             ]
-        # Experts are called as their ranks like, and a module around synchronises all.
+        # Each rank calls experts as often as it likes, and a module around synchronises all of them.
         runs = 0 if own_round.is_led else own_round.forwards or own_round.kept + 1
         self._flags.write(block, used, complaint, runs)
 
     # The end of a round
 
     def finish(self) -> None:
-        """Wait for all that was started."""
+        """Wait for all reductions that were started."""
         if self._stopwatch.is_on:
             self._stopwatch.mark("waiting")
         if autograd_profiler._is_profiler_enabled:
@@ -393,10 +392,10 @@ class BucketExchange:
         self._pendings.clear()
 
     def finish_first(self) -> bool:
-        """Wait a while for the first bucket that nobody has waited for; say whether it is averaged. No hook runs.
+        """Wait a short time for the oldest bucket on its way; say whether it is averaged. There is no hook then.
 
-        The other ranks may be waiting for this one, elsewhere in its backward: then the wait is in vain, and the next
-        one is shorter. Where it is not, the end of backward would have waited as long.
+        Other ranks may wait for this rank at another place in its backward: then the wait is in vain, and the next
+        wait is shorter. If it is not in vain, the end of backward would have waited as long.
         """
         if self._pendings:
             pending = self._pendings[0]
@@ -412,7 +411,7 @@ class BucketExchange:
         return True
 
     def forget(self) -> None:
-        """Forget what was started and is over."""
+        """Forget the reductions and the errors of a round that is over."""
         self._pendings.clear()
         self._failure = self._interruption = None
 
@@ -420,11 +419,11 @@ class BucketExchange:
         """Wait for all buckets, and put every average where its gradient was.
 
         Returns:
-            What ``FlagBlock.read`` does; and of each parameter, how many ranks had a gradient, ``None``: all had one.
+            The result of ``FlagBlock.read``; and for each parameter how many ranks had a gradient, ``None``: all had.
         """
         self.finish()
         self.sparse.average(self.scale)
-        # What an optimizer steps inside backward gets its gradients there.
+        # A parameter that an optimizer steps inside backward gets its gradient there.
         is_view = self._options.gradient_as_bucket_view
         buckets = [] if self.arrangement.is_lazy else self.arrangement.buckets
         for bucket in buckets:
@@ -440,15 +439,15 @@ class BucketExchange:
 
     @property
     def flags(self) -> torch.Tensor:
-        """What the ranks said with the last bucket [flags], in its dtype."""
+        """The flags behind the last bucket [flags], in its dtype."""
         return self.arrangement.buckets[-1].tail
 
     def report_of(self, flags: torch.Tensor) -> Report:
-        """Return what the ranks said in flags [flags]; waits for the device."""
+        """Return the report of ``flags`` [flags]; waits for the device."""
         return self._flags.report(flags.tolist())
 
     def agree_on_order(self) -> list[int]:
-        """Return the order in which gradients arrived on the first rank, the others at the end. Collective."""
+        """Return the order of arrival on the first rank, with parameters without a gradient at the end. Collective."""
         # An exception may have come between the notes in `seen` and `order`.
         order = list(dict.fromkeys([*self._round.order, *range(len(self._params))]))
         if self.transport.world_size == 1:
@@ -458,10 +457,10 @@ class BucketExchange:
         agreed: list[int] = sent.tolist()
         return agreed
 
-    # What went wrong
+    # Warnings and errors
 
     def warn_of(self, report: Report) -> None:
-        """Log, once, that ranks ran the modules different numbers of times: one may have left out a backward."""
+        """Log, once, that ranks ran the modules different numbers of times: a rank may have left out a backward."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -473,18 +472,18 @@ class BucketExchange:
             "\n".join(lines),
             place_of_rank(),
             self._params[0].fqn,
-            "none if these forwards belong to this backward, or to no backward; but if a rank left out a backward, "
-            "or was alone in no_sync, ranks now average gradients of different steps: run the same backwards on every "
-            "rank, and run forwards without a backward under torch.no_grad()",
+            "none is needed if these forwards belong to this backward, or to no backward; but if a rank left out a "
+            "backward, or was alone in no_sync, ranks now average gradients of different steps: run the same backwards "
+            "on every rank, and run forwards without a backward under torch.no_grad()",
         )
 
     def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> UsageError:
-        """Return the error for what went wrong in a backward, here or on another rank.
+        """Return the error of a backward that failed, on this rank or on another one.
 
         Args:
-            missing: Which parameters got no gradient on this rank, and should have.
-            report: What the ranks said.
-            static: What all backwards were to be like; ``None``: nothing.
+            missing: The parameters that should have got a gradient on this rank, and got none.
+            report: The flags of all ranks.
+            static: The graph that all backwards were promised to have; ``None``: there is no promise.
         """
         fqns, own_rank = [item.fqn for item in self._params], self._numbers[self.transport.rank]
         told = {rank: value for rank, value in zip(self._numbers, report.complaints, strict=False) if rank != own_rank}
@@ -501,8 +500,8 @@ class BucketExchange:
             if others:
                 lines.append(f"    so did {ranks_text(others)}, perhaps for other parameters")
         elif others:
-            # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost. Gradients
-            # of backwards before, which were not dropped, hide them too.
+            # Flags are added up over the ranks; in bfloat16 the sum may not show a few ranks among many. Gradients of
+            # earlier backwards that were not dropped hide these ranks too.
             full = len(self._numbers if self.running is None else self.running) - 0.5
             unused = [fqn for fqn, used in zip(fqns, report.used, strict=False) if used < full]
             names = list_text(unused, _MAX_NAMES_SHOWN) if unused else "some parameters"

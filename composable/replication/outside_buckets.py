@@ -1,10 +1,10 @@
-"""Messages outside of buckets.
+"""Messages outside of buckets: broadcasts, and averages in a compiled backward.
 
-Under compiled autograd a backward is a graph, which nothing tells of its end. So there are no rounds: a gradient is
-averaged where it is accumulated, and a backend of the compiler may join the all-reduces. It knows them by what they
-are: the sum over a group of a scaled gradient, copied back into it. So other collectives, of tensor parallelism say,
-stay as they are.
-What a bucket waits for goes to the end of the graph, or before the first that reads one of its gradients.
+Under compiled autograd a backward is a graph, at whose end no callback runs. So there are no rounds: a gradient is
+averaged where it is accumulated, and a backend of the compiler may join the all-reduces. The backend finds them by
+their form: a scaled gradient is summed over a group, and the sum is copied back to it. Other collectives, such as those
+of tensor parallelism, stay as they are.
+The wait for a bucket goes to the end of the graph, or before the first node that reads one of its gradients.
 Every rank must run the same graph.
 
 Source: bucketing, PyTorch Distributed, arXiv 2006.15704.
@@ -28,13 +28,13 @@ __all__ = ["FORMS", "BufferSync", "broadcast_params", "join_all_reduces", "trace
 
 
 class BufferSync:
-    """Gives every rank the buffers of the first one, all in one broadcast.
+    """Gives every rank the buffers of the first rank, all in one broadcast.
 
     Args:
-        slots: Where each buffer hangs: the module's buffers and the name in them. A module may
-            put another tensor there between two forwards.
-        transport: Of the ranks.
-        device: Of the transport's tensors.
+        slots: (dict of a module's buffers, name in it) of each buffer. A module may put another tensor there between
+            two forwards.
+        transport: The transport between the ranks.
+        device: The device of the tensors that are sent.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BufferSync:
         self._views: list[torch.Tensor] = []
 
     def broadcast(self, source_rank: int = 0) -> None:
-        """Overwrite the buffers with those of one rank. Collective."""
+        """Overwrite the buffers with the buffers of rank ``source_rank``. Collective."""
         # Through `data`, since a backward may still need what a buffer was saved for.
         tensors = [buffer.data for owner, name in self.slots if (buffer := owner[name]) is not None]
         if self._transport.world_size == 1 or not tensors:
@@ -62,7 +62,7 @@ class BufferSync:
             foreach_copy_(tensors, self._views)
 
     def _pack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have memory for the tensors, of any dtypes, as bytes back to back."""
+        """Allocate one memory for the tensors, of any dtypes, as bytes one after the other."""
         *starts, stop = accumulate((-(-tensor.nbytes // 16) * 16 for tensor in tensors), initial=0)
         self._flat = torch.zeros(stop, dtype=torch.uint8, device=self._device)
         self._views = [
@@ -73,7 +73,7 @@ class BufferSync:
 
 @torch.no_grad()
 def broadcast_params(params: Iterable[nn.Parameter], ranks: Ranks, source: int) -> None:
-    """Overwrite ``params``, of any shapes and dtypes, with those of the rank of that global number. Collective."""
+    """Overwrite ``params``, of any shapes and dtypes, with the values of global rank ``source``. Collective."""
     for param in params:
         local = local_of(param)
         sent = local.to(ranks.device).contiguous()
@@ -83,9 +83,9 @@ def broadcast_params(params: Iterable[nn.Parameter], ranks: Ranks, source: int) 
 
 
 def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch.Tensor], None]:
-    """Return what a graph does once the ``grad`` of a parameter, of any shape, has this backward's gradient.
+    """Return the function that averages ``param.grad``, of any shape, in a graph, once it has this backward's gradient.
 
-    The compiler makes another graph where one of the reducer's attributes that are read here changes.
+    The compiler makes another graph if one of the reducer's attributes that are read here changes.
     """
 
     def arrive(param: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch
 
 
 def _average_in_graph(grad: torch.Tensor, scale: float, group_name: str) -> None:
-    """Make ``grad`` its mean over the ranks of a group; ``join_all_reduces`` knows these operations again."""
+    """Make ``grad`` its mean over the ranks of a group; ``join_all_reduces`` looks for these operations."""
     real = torch.view_as_real(grad) if grad.is_complex() else grad
     real.copy_(graph_collectives.wait_tensor(graph_collectives.all_reduce(real * scale, "sum", group_name)))
 
@@ -129,7 +129,7 @@ class _Average:
 
     @property
     def key(self) -> object:
-        """What the averages of one bucket have in common: group, scale, dtype, device."""
+        """Group, scale, dtype and device, which are equal for all averages of one bucket."""
         return self.reduced.args[2], self.scaled.args[1], self._like.dtype, self._like.device
 
     @property
@@ -143,14 +143,14 @@ class _Average:
 
     @property
     def gives(self) -> set[fx.Node]:
-        """Nodes whose value the average is."""
+        """Nodes whose value is the average."""
         viewed = _made_by(self.grad, torch.view_as_real)
         return {self.grad, self.copied, *(viewed.all_input_nodes if viewed is not None else ())}
 
 
 @dataclass
 class _Bucket:
-    """Averages that travel together."""
+    """Averages that are sent together."""
 
     averages: list[_Average] = field(default_factory=list)
     numel_bytes: int = 0
@@ -163,11 +163,11 @@ class _Bucket:
 
 
 def join_all_reduces(graph: fx.Graph, cap_bytes: int, form: str) -> int:
-    """Join the averages of gradients in ``graph``; returns how many all-reduces there are now.
+    """Join the averages of gradients in ``graph``; returns how many all-reduces the graph has now.
 
     Args:
         graph: As the compiler hands it to a backend.
-        cap_bytes: Most bytes of gradients in one bucket that holds more than one.
+        cap_bytes: The most bytes of gradients in a bucket that holds more than one gradient.
         form: A key of ``FORMS``.
     """
     averages = {average.copied: average for average in _averages(graph)}
@@ -176,7 +176,7 @@ def join_all_reduces(graph: fx.Graph, cap_bytes: int, form: str) -> int:
     filling: dict[object, _Bucket] = {}
     for node in graph.nodes:
         if node not in own:
-            # What reads an average waits for its bucket: nothing that comes later can be in that.
+            # A node that reads an average waits for its bucket: later averages cannot be in that bucket.
             filling = {key: one for key, one in filling.items() if one.gives.isdisjoint(node.all_input_nodes)}
         average = averages.get(node)
         if average is not None:
@@ -234,13 +234,13 @@ def _join(graph: fx.Graph, bucket: _Bucket, start: _Start, end: _End) -> None:
     with graph.inserting_before(reader):
         graph.call_function(end, (grads, started))
     for average in bucket.averages:
-        # Who reads the result of the copy reads the gradient.
+        # Nodes that read the result of the copy read the gradient now.
         average.copied.replace_all_uses_with(average.grad)
         for node in (average.copied, average.waited, average.reduced, average.scaled):
             graph.erase_node(node)
 
 
-# As functions, which the compiler traces in its turn.
+# The forms of a bucket, as functions, which the compiler traces in turn.
 
 
 def _sum_of_concatenated(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> torch.Tensor:
@@ -267,7 +267,7 @@ def _take_each(grads: Sequence[torch.Tensor], summed: Sequence[torch.Tensor]) ->
         grad.copy_(graph_collectives.wait_tensor(part))
 
 
-# How a bucket travels: what starts it, and what ends it.
+# For each form of a bucket: the function that starts its all-reduce, and the function that ends it.
 FORMS: dict[str, tuple[_Start, _End]] = {
     "concatenated": (_sum_of_concatenated, _take_apart),
     "coalesced": (_sums_of_coalesced, _take_each),

@@ -28,12 +28,12 @@ __all__ = ["Precision", "PrecisionPlan", "plan_precision"]
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """What a policy asks of the modules of one annotation.
+    """The dtypes that a mixed precision policy gives to the modules of one annotation.
 
     Attributes:
-        policy: The user's.
-        params: What is used, of this annotation and of those inside, of any shapes, with its dtypes.
-        skipped: Modules that keep their dtype, each with the outermost of them around it.
+        policy: The user's policy.
+        params: The parameters in use, of this annotation and of annotations inside, of any shapes, with their dtypes.
+        skipped: Modules that keep their dtype, each with the outermost such module around it.
         lines: The policy, and one text for each parameter that is cast, to compare between ranks.
     """
 
@@ -43,7 +43,7 @@ class PrecisionPlan:
     lines: Sequence[str] = ()
 
     def reduce_dtype(self, param: nn.Parameter) -> torch.dtype | None:
-        """Return the dtype in which the gradient of ``param``, of any shape, travels, if it is not the parameter's."""
+        """Return the dtype in which the gradient of ``param``, of any shape, is sent; ``None``: the parameter's."""
         found = self.params[param].reduce
         return None if found is param.dtype else found
 
@@ -51,7 +51,7 @@ class PrecisionPlan:
 def plan_precision(
     roots: Sequence[nn.Module], ignored: Iterable[nn.Module], managed: ManagedTensors, policy: MixedPrecisionPolicy
 ) -> PrecisionPlan | None:
-    """Return what ``policy`` asks of what is managed, and of what annotations inside manage that is used here too.
+    """Return the dtypes under ``policy`` of managed parameters, and of used parameters of annotations inside.
 
     Raises:
         ConfigError: ``param_dtype_override_fn`` raised or returned no dtype.
@@ -78,13 +78,13 @@ def plan_precision(
 
 
 class Precision:
-    """What the modules of one annotation do in mixed precision.
+    """The mixed precision of one annotation: the copies that modules are lent, and the dtypes of gradients.
 
     Args:
-        policy: What is asked.
+        policy: The user's policy.
         skipped: The outermost modules that keep their dtype.
-        parts: What is lent, for each annotated module.
-        params: Whose gradients are averaged.
+        parts: The tensors to lend, for each annotated module.
+        params: The parameters whose gradients are averaged.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class Precision:
     def of(
         plan: PrecisionPlan, roots: Sequence[nn.Module], ignored: frozenset[nn.Module], params: Sequence[ReducedParam]
     ) -> "Precision":
-        """Return what annotated modules do that were planned for just now."""
+        """Return the mixed precision of the annotated modules ``roots``, made from their plan."""
         skipped = list(dict.fromkeys(plan.skipped.values()))
         return Precision(plan.policy, skipped, [_part_of(plan, root, ignored) for root in roots], params)
 
     def copied(self, params: Sequence[ReducedParam], memo: dict[int, Any]) -> "Precision":
-        """Return the same of a deep copy of the modules, whose parameters are ``params``."""
+        """Return the mixed precision of a deep copy of the modules, whose parameters are ``params``."""
         skipped = [copy.deepcopy(module, memo) for module in self.skipped]
         return Precision(self.policy, skipped, [part.copied(memo) for part in self.parts], params)
 
     def put_back(self) -> None:
-        """Let modules hold their own after a forward that was cut short."""
+        """Give the modules their own tensors back after a forward that was cut short."""
         for part in self.parts:
             part.put_back()
 
     def close(self) -> None:
-        """Let gradients rest in their parameters' dtypes, as those of plain parameters."""
+        """Keep gradients in the dtypes of their parameters again, as plain modules do."""
         self.put_back()
         for item in self._params:
             _rest_grad_in(item.param, item.param.dtype)
@@ -133,20 +133,20 @@ def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module]
         for name, param in module._parameters.items():
             if param is not None and param in plan.params:
                 dtype = plan.params[param].compute
-                # One that has the dtype is cast once `module.to(dtype)` has given it another one.
+                # A parameter that has the dtype now is cast after `module.to(dtype)` gives it another one.
                 if dtype is not param.dtype or dtype is plan.policy.param_dtype:
                     slots.append(ParamSlot(module, name, dtype))
     return LentPart(root, modules, slots, plan.policy.buffer_dtype)
 
 
 class LentPart:
-    """What is lent while one annotated module runs, forward or backward.
+    """The cast tensors that one annotated module is lent while it runs, forward or backward.
 
     Args:
         root: The annotated module.
-        modules: Those of it whose buffers are lent.
-        slots: The places of parameters that are lent.
-        buffer_dtype: Of buffers meanwhile; ``None``: their own.
+        modules: The modules in it that are lent buffers.
+        slots: The places of the parameters that are lent copies.
+        buffer_dtype: The dtype of buffers while the module runs; ``None``: their own.
 
     Attributes:
         params: Lends the copies of parameters.
@@ -168,18 +168,18 @@ class LentPart:
         self._calls = 0
 
     def copied(self, memo: dict[int, Any]) -> "LentPart":
-        """Return the same of a deep copy of the module."""
+        """Return the part of a deep copy of the annotated module."""
         slots = [ParamSlot(copy.deepcopy(module, memo), name, dtype) for module, name, dtype in self._slots]
         modules = [copy.deepcopy(module, memo) for module in self._modules]
         return LentPart(copy.deepcopy(self._module, memo), modules, slots, self._buffer_dtype)
 
     @property
     def is_root(self) -> bool:
-        """The running call of the module is in none of another annotated module."""
+        """The module's running call is not inside the call of another annotated module."""
         return not any(get_registry(other) for other in modules_in_call() if other is not self._module)
 
     def enter(self) -> None:
-        """Lend for a call."""
+        """Lend the cast tensors for one call of the module."""
         is_outermost = not self._calls or not is_called_again(self._module)
         self._calls = 1 if is_outermost else self._calls + 1
         for lending in self._lendings:
@@ -193,10 +193,10 @@ class LentPart:
                 lending.leave()
 
     def check_not_written(self) -> None:
-        """Refuse what a forward wrote to a copy.
+        """Refuse a forward that wrote to the copy of a parameter.
 
         Raises:
-            UsageError: It would be lost.
+            UsageError: A forward did; the values would be lost.
         """
         slot = self.params.written()
         if slot is not None:
@@ -207,12 +207,12 @@ class LentPart:
             )
 
     def enter_backward(self) -> None:
-        """Lend for the running backward, in which parts of forward may run again."""
+        """Lend the cast tensors for the running backward, in which parts of forward may run again."""
         for lending in self._lendings:
             lending.enter_backward(self._modules)
 
     def put_back(self) -> None:
-        """Let the modules hold their own, unless the module is running."""
+        """Give the modules their own tensors back, unless the annotated module is running."""
         if self._module not in modules_in_call():
             self._calls = 0
             for lending in self._lendings:

@@ -2,13 +2,13 @@
 
 A *round* is one backward that synchronises. In it every rank starts the all-reduce of every
 bucket exactly once and in the same order: a bucket is started when its own gradients are
-there and the bucket before it was started, and whatever is left is started when backward
-ends. So ranks whose gradients arrive in another order, or not at all, never wait for each
+there and the bucket before it was started; the buckets that are left start when backward
+ends. So ranks whose gradients arrive in different orders, or not at all, never wait for each
 other in vain. The last bucket ends with flags and complaints.
 
-What is averaged is the whole ``param.grad``: gradients that backwards without
-synchronisation left there, and ones averaged before (equal on all ranks, so averaging them
-again changes nothing) need no bookkeeping.
+The whole ``param.grad`` is averaged. So gradients that backwards without synchronisation left
+there need no bookkeeping, and neither do gradients that were averaged before: they are equal
+on all ranks, and a second average does not change them.
 
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
@@ -46,23 +46,23 @@ class GradientAverager:
 
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
-        transport: Of these ranks; used for nothing else, since its calls must keep their order.
+        transport: Between these ranks; used for nothing else, since its calls must keep their order.
         grid: These ranks.
-        options: What the user chose.
+        options: The options of the user.
 
     Attributes:
-        number: Its place among all that end a backward.
+        number: Its place in the order of all objects that end a backward.
         requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
-        is_last_backward: If not, backward is no round either.
-        sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
+        is_last_backward: If false, the next backward is no round either.
+        sync_after_context: The ``requires_gradient_sync`` after the ``no_sync`` that runs; ``None``: none runs.
         round: The running backward, or the last one.
         rounds: How many backwards there were, the running one included.
         exchange: Averages buckets over the ranks.
-        comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
+        comm_hooks: Registrations of communication hooks that reach the parameters; the nearest one is used.
         stopwatch: Measures some backwards.
-        kept_with: Ends what others keep, at the next backward that averages; ``None``: nothing is known of others.
-        join: Told of what starts before it does, while ranks may run out of inputs; ``None``: they do not.
-        steppers: Get parameters that have their averages, and step them inside backward.
+        kept_with: Lets other annotations average kept gradients in the next backward that averages; ``None``: none do.
+        join: Hears of each message before it starts, while ranks may run out of inputs; ``None``: they do not.
+        steppers: Functions that step parameters inside backward, as soon as these have their averages.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class GradientAverager:
         self.steppers: tuple[Stepper, ...] = ()
         self._lock = threading.RLock()
         self._is_closed = False
-        self._missing: list[int] | None = None  # Of the round that is ending; None: none is.
-        self._kept = bytearray(len(params))  # Arrived since the last round, without synchronisation.
+        self._missing: list[int] | None = None  # Of the round that is ending; None: no round is ending.
+        self._kept = bytearray(len(params))  # 1: a gradient came since the last round, without synchronisation.
         self._connect(transport, grid)
 
     def _connect(self, transport: Transport, grid: Grid) -> None:
-        """Have what depends on the ranks, as it is before the first backward."""
+        """Create the attributes that depend on the ranks, as they are before the first backward."""
         self._grid = grid
         self._static = StaticGraph() if self.options.static_graph else None
         self.exchange = BucketExchange(self.params, transport, grid, self.options, self.round, self.stopwatch)
@@ -107,45 +107,45 @@ class GradientAverager:
     # What forward and backward call, in this order
 
     def prepare(self) -> None:
-        """Put things right before a forward, if the last backward was stopped by an exception.
+        """Recover before a forward, if an exception stopped the last backward.
 
-        Collective if that backward had started an all-reduce: the ranks that wait for the rest get it.
+        Collective if that backward had started an all-reduce: ranks that wait for the other buckets get them.
         """
-        # Nothing is in flight but what was cut short, a broadcast of buffers say.
+        # Only a message that was cut short, such as a broadcast of buffers, can be in flight.
         self.exchange.transport.settle()
-        # A backward that is running is none of the forward's business: so this one was stopped.
+        # This is not called inside a backward: so one that has not ended was stopped.
         if self.round.phase is not Phase.AT_REST:
             self._recover()
         if self.round.kept and all(item.param.grad is None for item in self.params):
-            self._forget_kept()  # Dropped.
+            self._forget_kept()  # The user has dropped the gradients.
 
     def arm(self, module_index: int) -> None:
         """Note that the gradient of an output of an annotated module arrives."""
-        if self.params:  # Else other annotations below average everything.
+        if self.params:  # If there are none, annotations below average everything.
             if self.round.phase is not _OPEN:
                 self._open()
             self.round.arm(module_index, self.params)
 
     def follow(self) -> None:
-        """Take part in the running backward, which all ranks run: whether gradients arrive here or not."""
+        """Take part in the running backward, which all ranks run, also if no gradient arrives here."""
         if self.params:
             if self.round.phase is not _OPEN:
                 self._open()
             self.round.follow()
 
     def end_kept(self) -> None:
-        """Average at the end of the running backward what those without synchronisation left on some rank."""
+        """Average, at the end of the running backward, gradients that some rank kept without synchronisation."""
         if self.params and self.round.phase is not _OPEN:
             self._open()
             self.round.ends_kept = True
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Yield what each parameter calls with itself, of any shape, once its ``grad`` has this backward's gradient."""
+        """Yield a hook for each parameter, called with it, of any shape, once ``grad`` has this backward's gradient."""
         return map(self._make_arrival, range(len(self.params)))
 
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Runs once per parameter and backward: what it reads most is a local of this call. What leads to the
-        # parameters is held weakly: Python's collector does not see that a parameter holds its hooks.
+        # The hook runs once per parameter and backward: values that it reads often are local variables here. It holds
+        # the reducer weakly: Python's collector does not see that a parameter holds its hooks.
         own_round, find_reducer = self.round, weakref.ref(self)
         seen, order, is_trigger = own_round.seen, own_round.order, index == self.options.delay.trigger
 
@@ -173,10 +173,10 @@ class GradientAverager:
         return arrive
 
     def _arrive_again(self, index: int) -> None:
-        """Accept another gradient in one backward as long as the first has not been sent.
+        """Accept another gradient of a parameter in one backward, as long as the first was not sent.
 
         Raises:
-            UsageError: It has been.
+            UsageError: The first gradient was sent.
         """
         self.round.seen[index] += 1
         bucket, static = self._bucket_of[index], self._static
@@ -224,13 +224,13 @@ class GradientAverager:
     def _launch_full(self) -> None:
         buckets, own_round = self.buckets, self.round
         if not own_round.synchronises or own_round.is_led:
-            # In which order the gradients of several modules come is each rank's own business.
+            # The gradients of several modules may come in another order on each rank.
             return
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
                 self._launch(buckets[own_round.sent])
                 if self.steppers:
-                    # One is on its way while the next one fills.
+                    # One bucket is on its way while the next one fills.
                     self._step_sent()
 
     def _launch(self, bucket: Bucket) -> None:
@@ -239,7 +239,7 @@ class GradientAverager:
         self.exchange.launch(bucket)
 
     def start(self) -> None:
-        """End a backward: start the reduction of what is left."""
+        """End a backward: start the reduction of the buckets that are left."""
         own_round, static = self.round, self._static
         self._missing = None
         if self.stopwatch.is_on:
@@ -265,7 +265,7 @@ class GradientAverager:
             self.kept_with.end()
 
     def finish(self) -> None:
-        """Wait for the averages, and complain about what is missing.
+        """Wait for the averages, and raise an error if gradients are missing.
 
         Raises:
             UsageError: On this or another rank, parameters got no gradient.
@@ -282,7 +282,7 @@ class GradientAverager:
 
     @torch.no_grad()
     def _finish_round(self) -> Report | None:
-        """Wait for all buckets, and give every parameter its average; returns complaints of ranks."""
+        """Wait for all buckets, and give every parameter its average; returns the complaints of ranks."""
         report, used = self.exchange.wait()
         self._end_round(self.exchange.flags)
         if self.steppers:
@@ -293,14 +293,14 @@ class GradientAverager:
         return report
 
     def _conclude(self, missing: Sequence[int], report: Report | None) -> None:
-        """Close the round, and raise what went wrong in it."""
+        """Close the round, and raise its error, if there is one."""
         self.round.close()
         self.exchange.raise_failure()
         if missing or self.round.complaint or report is not None:
             raise self.exchange.error_of(missing, report or Report(), self._static)
 
     def _end_round(self, flags: torch.Tensor) -> None:
-        """Take from a round what is to hold for all later ones; ``flags`` is what the ranks said."""
+        """Keep the order and the counts of the first round for all later ones; ``flags``: of all ranks."""
         self._forget_kept()
         arrangement, static = self.exchange.arrangement, self._static
         if arrangement.order is None:
@@ -320,11 +320,11 @@ class GradientAverager:
     def _recover(self) -> None:
         """Complete the round of a backward that was stopped, so that no rank waits for this one.
 
-        The gradients in the buckets become zero: what a round that was stopped leaves there is
-        of no use, and the user may have set it to zero while it was on its way.
+        The gradients in the buckets become zero: after a round that was stopped they are of no
+        use, and the user may have set them to zero while they were on their way.
         """
         self.exchange.transport.settle()
-        # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
+        # `order` alone is not enough: if ranks use different parameters, it differs though all were stopped alike.
         if self.round.synchronises and (self.round.accumulates or self.round.order):
             self.round.complaint = STOPPED
             if self.join is not None:
@@ -336,7 +336,7 @@ class GradientAverager:
 
     @torch.no_grad()
     def recover_shadow(self) -> None:
-        """Send zeros for all buckets that were not sent, which ranks wait for, and wait for them. Collective."""
+        """Send zeros for the buckets that were not sent, for which ranks wait, and wait for all sums. Collective."""
         self.exchange.send_zeros()
         self.exchange.finish()
         self.exchange.sparse.average(self.exchange.scale, is_stopped=True)
@@ -347,7 +347,7 @@ class GradientAverager:
         self._end_round(flags)
         self._forget_round()
         if self.steppers:
-            # As the other ranks have done, or do when they hear of this: else parameters would differ.
+            # The other ranks step too, before or after they hear of the stop: otherwise parameters would differ.
             self._step_rest(flags.tolist())
 
     def _forget_round(self) -> None:
@@ -358,10 +358,10 @@ class GradientAverager:
     # Steps inside backward
 
     def _step_sent(self) -> None:
-        """Step the buckets before the one that was sent last, and free them, as far as their averages come in time.
+        """Step and free the buckets before the last one that was sent, as far as their averages come in time.
 
-        Another rank may have other gradients first, and wait for this one elsewhere in its backward, say for a module
-        that is sharded: so no wait here may be without end, and the end of backward steps the rest.
+        Another rank may get other gradients first, and wait for this rank at another place of its backward, such as a
+        sharded module. So every wait here has a limit, and the end of backward steps the buckets that are left.
         """
         own_round = self.round
         while own_round.stepped < own_round.sent - 1:
@@ -378,10 +378,10 @@ class GradientAverager:
                 bucket.release()
 
     def _step_rest(self, used: Sequence[float] | None) -> None:
-        """Step the others, by averages that are there, and free all buckets.
+        """Step the buckets that are left, whose averages are there, and free them.
 
         Args:
-            used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
+            used: For each parameter, the number of ranks that had a gradient; ``None``: all had one.
         """
         for bucket in self.buckets[self.round.stepped :]:
             if bucket.casts:
@@ -394,7 +394,7 @@ class GradientAverager:
                     param.grad = view
                 elif param.grad is None:
                     param.grad = view.to(grad_dtype_of(param))
-            # What is cut short goes on here: the other ranks step all buckets.
+            # Counted first: after an exception the next bucket follows, since the other ranks step all buckets.
             self.round.stepped += 1
             self._step(params)
             bucket.release()
@@ -405,16 +405,16 @@ class GradientAverager:
             step(complete)
 
     def count_anew(self) -> None:
-        """Count backwards from here on: ranks may have kept different numbers."""
+        """Restart the counts of forwards and backwards: ranks may have counted different numbers."""
         self.round.kept = self.round.forwards = 0
 
 
 class Reducer(GradientAverager):
-    """Averages gradients: what users ask of it and choose for it, and how it is copied, moved and closed."""
+    """Averages gradients, answers users and takes their settings; can be copied, moved to other ranks and closed."""
 
     @property
     def next_buckets(self) -> Sequence[Bucket]:
-        """The buckets, or what they will be in the first backward."""
+        """The buckets; before the first backward, the buckets that it will have."""
         return self.exchange.arrangement.next_buckets()
 
     @property
@@ -429,7 +429,7 @@ class Reducer(GradientAverager):
 
     @property
     def hook(self) -> Registration | None:
-        """The communication hook that holds."""
+        """The communication hook that is used; ``None``: there is none."""
         return self.exchange.hook
 
     @property
@@ -454,7 +454,7 @@ class Reducer(GradientAverager):
         }
         return next((why for why, holds in found.items() if holds), "")
 
-    # What users choose, between two backwards
+    # Settings that users change between two backwards
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return the nearest of ``registrations``.
@@ -478,21 +478,21 @@ class Reducer(GradientAverager):
         self.comm_hooks = tuple(registrations)
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
-        """Let these step the parameters, from the next backward on."""
+        """Let ``steppers`` step the parameters, from the next backward on."""
         self.steppers = tuple(steppers)
         self.exchange.arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
             bucket.release()  # Gradients in it keep their memory, and are copied.
 
-    # A life: copies, other ranks, the end
+    # Copies, other ranks, the end
 
     def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
         """Return a reducer of copied parameters: the same options and hook; it learns the order of gradients anew.
 
         Args:
-            params: Copies of this one's, in the same order.
-            transport: For the copy alone.
-            memo: Of the running ``copy.deepcopy``.
+            params: Copies of this reducer's parameters, in the same order.
+            transport: A transport for the copy alone.
+            memo: The memo of the running ``copy.deepcopy``.
 
         Raises:
             UsageError: A backward is running.
@@ -513,7 +513,7 @@ class Reducer(GradientAverager):
         return twin
 
     def move_to(self, transport: Transport, grid: Grid) -> None:
-        """Talk to other ranks from now on, and forget what a backward that was stopped has left; none is running.
+        """Communicate with other ranks from now on, and forget a backward that was stopped; no backward is running.
 
         Hooks stay; the order of gradients is learned anew. Gradients get memory of their own.
         """
@@ -528,7 +528,7 @@ class Reducer(GradientAverager):
 
     @torch.no_grad()
     def average_kept_gradients(self) -> None:
-        """Average what backwards without synchronisation left, if they did on any rank. Collective."""
+        """Average gradients that backwards without synchronisation left, if any rank has some. Collective."""
         if not self.params:
             return
         self.prepare()
@@ -545,9 +545,9 @@ class Reducer(GradientAverager):
         self.exchange.raise_failure()
 
     def close(self) -> None:
-        """Average what backwards without synchronisation left, give every gradient memory of its own, free the buckets.
+        """Average gradients that were kept without synchronisation, give all memory of their own, free the buckets.
 
-        Collective. No backward is running; one that comes later, of a forward that ran before, is an error.
+        Collective. No backward is running; a later backward of a forward that ran before is an error.
         """
         self.average_kept_gradients()
         self.exchange.arrangement.dissolve()
@@ -557,7 +557,7 @@ class Reducer(GradientAverager):
     # Ranks that run out of inputs
 
     def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:
-        """Expect gradients of these ranks only, as the transport has them, and divide sums of gradients by a number.
+        """Expect gradients of the ranks ``running`` only, as the transport counts them; divide sums by ``divisor``.
 
         ``None``: all ranks, and their number.
         """
@@ -565,7 +565,7 @@ class Reducer(GradientAverager):
         self.exchange.scale = 1.0 / (divisor or self._grid.divisor)
 
     def put_aside(self) -> Callable[[], None]:
-        """Return what puts the gradients of now back: until then rounds of other ranks leave their averages here."""
+        """Return a function that restores the present gradients: until then rounds of other ranks leave averages."""
         grads = [item.param.grad for item in self.params]
         copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._kept)
 
@@ -577,7 +577,7 @@ class Reducer(GradientAverager):
         return put_back
 
     def begin_shadow(self) -> None:
-        """Do what a backward begins with."""
+        """Begin a round of other ranks on this rank, which has no gradients."""
         for item in self.params:
             item.param.grad = None
         self._clear(synchronises=True)
@@ -592,6 +592,6 @@ class Reducer(GradientAverager):
         """Wait for the averages. Collective.
 
         Raises:
-            UsageError: Of another rank.
+            UsageError: Another rank complains.
         """
         self._conclude([], self._finish_round())

@@ -1,4 +1,4 @@
-"""The record of one backward."""
+"""The state and the times of one backward of a replicated module."""
 
 import enum
 import time
@@ -29,10 +29,10 @@ __all__ = [
 
 
 class Phase(enum.Enum):
-    """How far a backward is.
+    """The phase of a backward.
 
-    AT_REST: none runs, and the last one ended well, or was put right. OPEN: a gradient arrived, or an exception
-    stopped it just now. STOPPED: an exception stopped it, and nobody has put things right since.
+    AT_REST: no backward runs; the last one ended well, or was recovered. OPEN: a gradient has arrived; or an exception
+    has stopped the backward just now. STOPPED: an exception has stopped the backward; it is not recovered yet.
     """
 
     AT_REST = enum.auto()
@@ -42,21 +42,21 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Round:
-    """The state of one backward, and after it of the next: what runs for each gradient holds ``seen`` and ``order``.
+    """The state of one backward, reused for the next one: gradient hooks hold the lists ``seen`` and ``order``.
 
     Attributes:
-        phase: How far it is.
-        is_led: A module around began it, on all ranks: nothing is started before its end.
-        ends_kept: It is for what earlier ones kept, as ranks have agreed at the end of the backward.
-        synchronises: It averages gradients.
-        accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
-        seen: For each parameter, how many gradients of it arrived.
-        order: Parameters in the order of arrival.
-        sent: How many buckets were started, which is the index of the next.
-        stepped: How many of them had their parameters stepped, inside backward.
-        complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
-        kept: How many backwards there were since the last that averaged; -1: this rank follows the others, with zeros.
-        forwards: How many forwards that record a graph there were since then; 0: they do not count.
+        phase: The phase of the backward.
+        is_led: A module around began the backward, on all ranks: no bucket is sent before the backward ends.
+        ends_kept: The round averages gradients that earlier backwards kept; ranks agreed on it when a backward ended.
+        synchronises: The backward averages gradients.
+        accumulates: The backward adds gradients to ``param.grad``, which ``torch.autograd.grad`` does not do.
+        seen: For each parameter, the number of its gradients that arrived.
+        order: Parameters in the order in which their gradients arrived.
+        sent: The number of buckets that were sent, which is the index of the next bucket.
+        stepped: The number of these buckets whose parameters an optimizer has stepped inside backward.
+        complaint: A number for other ranks: how many parameters have no gradient; -1: an exception stopped backward.
+        kept: The number of backwards since the last average; -1: this rank follows the others, with zeros.
+        forwards: The number of forwards with a graph since the last average; 0: forwards are not counted.
     """
 
     seen: list[int]
@@ -81,7 +81,7 @@ class Round:
         return len(self.order) == len(self.seen)
 
     def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
-        """Make this the state of a backward in which nothing has arrived."""
+        """Reset the state for a backward in which no gradient has arrived yet."""
         self.seen[:] = [0] * len(self.seen)
         self.order.clear()
         self._armed_modules.clear()
@@ -92,36 +92,36 @@ class Round:
         self.synchronises = synchronises
 
     def open(self, end: Callable[[], None]) -> None:
-        """Begin; ``end`` is what autograd frees when backward ends."""
+        """Begin a backward; autograd frees the callback ``end`` when the backward has ended or failed."""
         self._guard = weakref.ref(end, self._note_end)
         self.phase = Phase.OPEN
 
     def _note_end(self, guard: "weakref.ref[Callable[[], None]]") -> None:
-        """Notice a backward whose end did not come to an end: an exception stopped it."""
+        """Mark the backward as stopped if autograd freed ``end`` before the round was closed: an exception came."""
         if guard is self._guard and self.phase is Phase.OPEN:
             self.phase = Phase.STOPPED
             self._node = None
 
     def is_due(self) -> bool:
-        """Say, when a backward ends that was not stopped, whether gradients were due in it."""
+        """Say whether the backward that ends, and was not stopped, should have brought gradients to parameters."""
         node, self._node = self._node, None
-        # None are with torch.autograd.grad, say.
+        # With torch.autograd.grad, for example, it should not.
         return bool(self.order) or self.ends_kept or _is_whole_backward(node)
 
     def close(self) -> None:
-        """End: everybody has what the backward was for, or a backward that was stopped was put right."""
+        """End the backward: its work is done, or a backward that was stopped is recovered."""
         self.phase = Phase.AT_REST
 
     def reset(self) -> None:
-        """Be as before the first backward, whatever the last one left."""
+        """Restore the state before the first backward, whatever the last backward left."""
         self._node = self._guard = None
         self.clear((), synchronises=True)
         self.close()
 
     def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
-        """Note that the gradient of an output of an annotated module arrives; ``params`` are all of the round."""
+        """Note that the gradient of an output of an annotated module arrives; ``params``: all of the round."""
         if not self._armed_modules and not self.is_led:
-            # As a rule, the first of them says so; transforms of torch.func never do.
+            # Usually the first parameter decides it; transforms of torch.func never accumulate.
             self.accumulates = running_transform() is None and any(_accumulates(item.param) for item in params)
         if module_index not in self._armed_modules:
             self._armed_modules.add(module_index)
@@ -129,16 +129,16 @@ class Round:
                 self._node = current_autograd_node()
 
     def follow(self) -> None:
-        """Note that the backward is one of a module around, which is where all ranks of it are."""
+        """Note that a module around runs this backward, on all of its ranks."""
         self.is_led = self.accumulates = True
         self._node = current_autograd_node()
 
     def missing(self, params: Sequence[ReducedParam], kept: Sequence[int]) -> list[int]:
-        """Return the parameters of the modules in this backward that got no gradient since the last round.
+        """Return the indices of parameters without a gradient since the last round, of modules in this backward.
 
         Args:
-            params: All of them.
-            kept: Of each parameter, whether it got one before, without synchronisation.
+            params: All parameters of the round.
+            kept: For each parameter, whether an earlier backward, without synchronisation, gave it a gradient.
         """
         return [
             index
@@ -148,7 +148,7 @@ class Round:
 
 
 def _accumulates(leaf: torch.Tensor) -> bool:
-    """Say whether the running backward may add a gradient to that of ``leaf``."""
+    """Say whether the running backward may add a gradient to ``leaf.grad``."""
     try:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad, or frozen.
@@ -158,11 +158,11 @@ def _accumulates(leaf: torch.Tensor) -> bool:
 def _is_whole_backward(node: Any) -> bool:
     """Say whether the running backward goes all the way from ``node`` to the leaves, as ``loss.backward()`` does.
 
-    ``torch.autograd.grad`` runs only what leads to its inputs. Ask this inside the backward.
+    ``torch.autograd.grad`` runs only the nodes that lead to its inputs. Call this inside the backward.
     """
     if node is None:
         return False
-    # The node itself has begun. The engine would deny it of the only root of a backward, which it counts as no node.
+    # `node` itself has begun. The engine would say that it does not run, if it is the only root of the backward.
     seen = {node}
     stack = [node]
     while stack:
@@ -181,12 +181,12 @@ def _is_whole_backward(node: Any) -> bool:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StaticGraph:
-    """What a promise that every backward runs the same graph is worth: counts of the first one, for the next ones.
+    """The gradient counts of the first backward, which ``static_graph=True`` promises for all later ones.
 
     Attributes:
-        counts: How many gradients each parameter gets in a backward of this rank; ``None``: no backward has shown it.
-        used: Of each parameter, how many ranks had a gradient for it then.
-        changes: (parameter, gradients, gradients expected) for what was not as expected in the last backward.
+        counts: The number of gradients of each parameter in a backward of this rank; ``None``: not known yet.
+        used: For each parameter, the number of ranks that had a gradient for it in the first backward.
+        changes: (parameter, gradients, gradients expected) for each parameter that differed in the last backward.
     """
 
     counts: list[int] | None = None
@@ -194,66 +194,66 @@ class StaticGraph:
     changes: list[tuple[int, int, int]] = field(default_factory=list)
 
     def allows(self, index: int, seen: int) -> bool:
-        """Say whether the gradient number ``seen`` of a parameter in one backward is one of those expected."""
+        """Say whether the parameter ``index`` is expected to get ``seen`` gradients, or more, in one backward."""
         return self.counts is not None and seen <= self.counts[index]
 
     def holds(self, seen: Sequence[int]) -> bool:
-        """Say whether a backward with so many gradients of each parameter is like the first one; notes ``changes``."""
+        """Say whether each parameter got as many gradients as in the first backward; sets ``changes``."""
         expected = enumerate(zip(seen, self.counts or seen, strict=True))
         self.changes = [(index, now, then) for index, (now, then) in expected if now != then]
         return not self.changes
 
 
 class KeptWith(Protocol):
-    """Those that were told to synchronise again together with this one."""
+    """The annotations, this one included, that one call has set to synchronise again."""
 
     def end(self) -> None:
-        """Let all that keep gradients end with the running backward, called in it or not. Collective."""
+        """Let all annotations that keep gradients average them in the running backward, called or not. Collective."""
         ...
 
 
 class JoinListener(Protocol):
-    """Tells ranks without inputs what this one is about to start: forwards, rounds, buckets. Each is collective."""
+    """Messages to ranks without inputs about the forward, round or bucket that starts next. Each is collective."""
 
     def is_live(self) -> bool:
-        """Say whether the context lasts: it has not ended, also not by an exception."""
+        """Say whether the ``Join`` context still runs: it ends when it is left, or by an exception."""
         ...
 
     def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
-        """Tell of a forward of ``module`` that a backward may follow; ``broadcasts``: buffers are made equal."""
+        """Announce a forward of ``module`` that a backward may follow; ``broadcasts``: then broadcast the buffers."""
         ...
 
     def begin_round(self, synchronises: bool) -> None:
-        """Tell of a backward, and whether it averages."""
+        """Announce a backward; ``synchronises``: it averages gradients."""
         ...
 
     def send(self) -> None:
-        """Tell that the next bucket is started."""
+        """Announce that the next bucket is sent."""
         ...
 
     def finish(self) -> None:
-        """Tell that the round ends."""
+        """Announce the end of the round."""
         ...
 
     def recover(self) -> None:
-        """Tell that a round that was stopped ends: all buckets that were not started are."""
+        """Announce the end of a round that was stopped: every bucket that was not sent is sent."""
         ...
 
 
 # Times
 
-# As many first backwards are measured as are not like the others.
+# All of the first backwards are measured, since they differ from later ones.
 _FIRST = 10
 
 
 @dataclass(frozen=True)
 class BackwardTiming:
-    """One backward of this rank, in milliseconds.
+    """The times of one backward on this rank, in milliseconds.
 
     Attributes:
         compute_ms: From the first gradient to the last.
         reduce_ms: From the first bucket that was sent to the end of backward.
-        overlap_ms: What the two have in common.
+        overlap_ms: The time in which both ran, computation and reduction.
     """
 
     compute_ms: float
@@ -267,12 +267,12 @@ class BackwardTiming:
 
 
 class Stopwatch:
-    """Measures one backward in so many: by the clock, or by events where gradients live on a device.
+    """Measures some backwards: by the clock, or, if gradients are not on the CPU, by events of their device.
 
     Attributes:
-        every: Each backward of this number is measured, besides the first ten.
+        every: Every backward whose number this divides is measured, besides the first ten.
         is_on: The running backward is measured.
-        listeners: Called with the name of each mark of every backward, however often it comes in one.
+        listeners: Functions called with the name of each mark, in every backward, also when a mark comes again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -284,7 +284,7 @@ class Stopwatch:
         self._last: dict[str, Any] | None = None
 
     def begin(self, number: int) -> None:
-        """Start with backward ``number``, from 1 on, if it is one to measure."""
+        """Start to measure backward ``number``, counted from 1, if it is one of those to measure."""
         self.is_on = number <= _FIRST or number % self.every == 0 or bool(self.listeners)
         if self.is_on:
             self._marks = {}
@@ -298,13 +298,13 @@ class Stopwatch:
             self._marks[name] = moment(self._device)
 
     def end(self) -> None:
-        """Keep what was measured."""
+        """End the measurement, and keep it for ``read``."""
         self.mark("end")
         self._last = self._marks
         self.is_on = False
 
     def read(self) -> BackwardTiming | None:
-        """Return the last backward that was measured; waits until the device has come to its end."""
+        """Return the times of the last backward that was measured; waits until the device has finished it."""
         if self._last is None:
             return None
         begin, computed, sent, end = (self._last[name] for name in ("begin", "computed", "sent", "end"))
@@ -313,7 +313,7 @@ class Stopwatch:
 
 
 def moment(device: torch.device, stream: torch.Stream | None = None) -> Any:
-    """Return now, for ``ms_apart``: by the clock, or an event of the device in ``stream``, or in the current one."""
+    """Return the present moment for ``ms_apart``: a clock time, or an event in ``stream`` (default: current)."""
     if device.type == "cpu":
         return time.perf_counter() * 1000
     event = torch.Event(device.type, enable_timing=True)
@@ -322,7 +322,7 @@ def moment(device: torch.device, stream: torch.Stream | None = None) -> Any:
 
 
 def ms_apart(start: Any, stop: Any) -> float:
-    """Return the milliseconds between two moments; waits until the device has come to both."""
+    """Return the milliseconds between two moments; waits until the device has reached both."""
     if isinstance(stop, float):
         return float(stop - start)
     start.synchronize()

@@ -28,11 +28,11 @@ def check_steppable(params: Sequence[ReducedParam]) -> None:
 
 
 class SparseGradients:
-    """Averages the gradients of tables, of which each rank has some rows.
+    """Sparse gradients of embedding tables, averaged over ranks that each have some of the rows.
 
     Args:
-        params: Equal on all ranks.
-        transport: Of the ranks.
+        params: The tables, the same on all ranks.
+        transport: The transport between the ranks.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], transport: Transport) -> None:
@@ -42,20 +42,20 @@ class SparseGradients:
 
     @torch.no_grad()
     def average(self, scale: float, *, is_stopped: bool = False) -> None:
-        """Replace every gradient by its mean; ranks without one count as zero, and get it. Collective.
+        """Replace every gradient by its mean; a rank without a gradient adds zero, and gets the mean. Collective.
 
-        A gradient that no rank has stays ``None``. One that is dense on a rank, as where a layer shares the table,
-        is dense on all of them then.
+        A gradient that no rank has stays ``None``. If a gradient is dense on one rank, as when a layer shares the
+        table, the mean is dense on all ranks.
 
         Args:
-            scale: What sums are multiplied with.
-            is_stopped: Meet the other ranks, but take part without gradients, and leave them as they are.
+            scale: The factor of sums over the ranks.
+            is_stopped: Take part in the collectives without gradients, and leave this rank's gradients as they are.
         """
         if not self._params or self._transport.world_size == 1:
             return
         grads = [None if is_stopped else param.grad for param in self._params]
         tables = [None if grad is None else _as_table(grad) for grad in grads]
-        # Of each parameter: how many rows there are, -1 for no gradient, and whether it is dense.
+        # For each parameter: its number of rows, -1 for no gradient, and whether the gradient is dense.
         own = [
             (-1, 0) if grad is None or table is None else (table.indices().shape[1], grad.layout == torch.strided)
             for grad, table in zip(grads, tables, strict=True)
@@ -71,23 +71,23 @@ class SparseGradients:
     def _mean(
         self, param: nn.Parameter, table: torch.Tensor | None, counts: Sequence[int], scale: float
     ) -> torch.Tensor:
-        """Return the mean of ``table`` [shape of the parameter] over the ranks; ``counts``: how many rows each has."""
+        """Return the mean of ``table`` [shape of the parameter] over the ranks; ``counts``: rows on each rank."""
         numbers = torch.zeros(max(counts), dtype=torch.int64, device=param.device)
         values = torch.zeros(max(counts), *param.shape[1:], dtype=param.dtype, device=param.device)
         if table is not None:
             own = table.indices().shape[1]
             numbers[:own], values[:own] = table.indices()[0], table.values()
-        # Every rank adds up in the same order, so that the ranks stay equal.
+        # Every rank adds the rows up in the same order, so that the ranks stay equal.
         numbers, values = (
             torch.cat([part[:count] for part, count in zip(self._gather(one), counts, strict=True)])
             for one in (numbers, values)
         )
-        # An argument of `sparse_coo_tensor` that says the same is one that torch 2.11 warns of.
+        # `sparse_coo_tensor` has an argument for this too, but torch 2.11 warns of it.
         with torch.sparse.check_sparse_tensor_invariants(enable=False):
             return torch.sparse_coo_tensor(numbers[None], values * scale, param.shape).coalesce()
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's tensor, one after the other in a dim of their own."""
+        """Return the tensors of all ranks, stacked along a new first dim."""
         whole = tensor.new_empty(self._transport.world_size, *tensor.shape)
         if tensor.numel():
             as_bytes = (whole.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
@@ -96,6 +96,6 @@ class SparseGradients:
 
 
 def _as_table(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient [rows, ...] with rows that are sparse."""
+    """Return a gradient [rows, ...] as a sparse tensor of rows."""
     is_table = grad.layout == torch.sparse_coo and grad.sparse_dim() == 1
     return (grad if is_table else grad.to_dense().to_sparse(1)).detach().coalesce()

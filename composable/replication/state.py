@@ -51,11 +51,11 @@ __all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
 
 
 def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
-    """Do nothing: in a graph there are no rounds, and where parameters are lent its first gradient is refused."""
+    """Do nothing: a compiled graph has no rounds, and refuses the gradients of modules that are lent copies."""
 
 
 class _ReplicaOutputHook(GradientHook):
-    """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
+    """Runs when the gradient of an output arrives; equal to the hooks of the module's other calls."""
 
     __slots__ = ("_index", "_state")
 
@@ -76,22 +76,22 @@ class _ReplicaOutputHook(GradientHook):
 
 @dataclass(eq=False, repr=False)
 class ReplicateState:
-    """State of one ``replicate`` annotation; tells ranks that wait where its modules are, from another thread.
+    """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait.
 
     Attributes:
         modules: The annotated module, or the list of modules of one call.
         reducer: Averages the gradients.
-        ignored: What the annotation leaves alone.
-        buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
-        precision: What its mixed precision policy asks for; ``None``: nothing.
-        frozen: Parameters that did not require a gradient when they were last looked at, with their FQNs.
-        compared: What the annotation was given, as ranks compare it.
+        ignored: Modules and tensors that the annotation ignores.
+        buffers: Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
+        precision: The mixed precision of the modules; ``None``: they have no policy.
+        frozen: Parameters that did not require a gradient when they were last checked, with their FQNs.
+        compared: The arguments of the annotation, as a text that ranks compare.
         grid: The ranks, which all hold every parameter.
-        transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
-        hook_handles: Remove them, and the modules run as plain ones again.
-        view: What ``as_ddp`` has made.
-        follows: A sharded module around, on more ranks, says when ranks meet.
-        has_parts: On some of the ranks, modules inside are annotated on a part of them.
+        transport: In a group of its own; a copied state makes the group at its first forward with gradients enabled.
+        hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
+        view: The object that ``as_ddp`` has returned.
+        follows: A sharded module around, on more ranks, decides when the ranks communicate.
+        has_parts: On some of the ranks, modules inside are annotated on only a part of the ranks.
     """
 
     reducer: Reducer = field(init=False)
@@ -109,7 +109,7 @@ class ReplicateState:
     has_parts: bool = False
     _seen: tuple[int, int] = (-1, 0)
     _contents: dict[nn.Module, Contents] = field(default_factory=dict)
-    # For ranks that wait: forwards so far, backwards before the last one, whether it is running, what it raised.
+    # For ranks that wait: forwards so far; backwards before the last forward; whether that runs; what it raised.
     _forwards: int = 0
     _rounds_before: int = 0
     _is_forward: bool = False
@@ -117,13 +117,13 @@ class ReplicateState:
 
     @property
     def is_joined(self) -> bool:
-        """The modules are inside of a ``Join``: ranks without inputs follow them as they were when that was made."""
+        """A ``Join`` has the modules: ranks without inputs follow them, as they were when the ``Join`` was made."""
         return self.reducer.join is not None and self.reducer.join.is_live()
 
-    # What runs around forward and backward
+    # Hooks around forward and backward
 
     def register(self, device: torch.device) -> None:
-        """Run around the modules from now on; inputs that are tensors are moved to ``device``, unless it is the CPU."""
+        """Register hooks around the modules; one of them moves input tensors to ``device``, unless it is the CPU."""
         self.hook_handles = after_gradients([item.param for item in self.reducer.params], self.reducer.arrivals())
         for index, module in enumerate(self.modules):
             if self.precision is None:
@@ -131,7 +131,7 @@ class ReplicateState:
                 self.hook_handles += beside_forward(module, self.pre_forward, after)
             else:
                 before, after = partial(self.casting_pre_forward, index), partial(self.casting_post_forward, index)
-                # Outside of all others, which run between the casts.
+                # Outside of all other hooks, which run between the casts.
                 self.hook_handles += around_forward(module, before, after)
                 put_back = partial(self._put_back, index)
                 self.hook_handles += around_state_dict(module, before_save=[put_back], before_load=[put_back])
@@ -143,13 +143,13 @@ class ReplicateState:
 
     @opaque
     def pre_forward(self, module: nn.Module, *_: Any) -> None:
-        """Prepare a forward; activation checkpointing runs a module again inside backward, which is none."""
+        """Prepare a forward; when activation checkpointing runs a module again in backward, do nothing."""
         if not in_backward():
             self.before_forward(module)
 
     @opaque
     def post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that a forward of the annotated module ``index`` has ended, or what it raised."""
+        """Note the end of a forward of the annotated module ``index``, or its error; put hooks on its outputs."""
         if not in_backward():
             error = sys.exc_info()[1] if output is None else None
             self._is_forward, self._failure = False, "" if error is None else described(error)
@@ -160,9 +160,9 @@ class ReplicateState:
 
     @opaque
     def casting_pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Do what ``pre_forward`` does, and return the inputs as the policy wants them; modules get their copies."""
+        """Run ``pre_forward``, lend modules their copies, and return the inputs in the dtype of the policy."""
         precision = self.precision
-        if precision is None:  # It is registered with a policy only.
+        if precision is None:  # This hook is registered with a policy only.
             return None
         # Buffers are broadcast before they are cast.
         self.pre_forward(module)
@@ -174,13 +174,13 @@ class ReplicateState:
 
     @opaque
     def casting_post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
-        """Do what ``post_forward`` does, and return the output as the policy wants it.
+        """Run ``post_forward``, and return the output in the dtype of the policy.
 
         Raises:
-            UsageError: The forward wrote to a copy.
+            UsageError: The forward wrote to the copy of a parameter.
         """
         precision = self.precision
-        if precision is None:  # It is registered with a policy only.
+        if precision is None:  # This hook is registered with a policy only.
             return None
         part = precision.parts[index]
         part.leave()
@@ -190,7 +190,7 @@ class ReplicateState:
             try:
                 part.check_not_written()
             except UsageError:
-                self.post_forward(index, module, args, None)  # It reads what is raised.
+                self.post_forward(index, module, args, None)  # It reads the exception.
                 part.params.forget()
                 raise
             output_dtype = precision.policy.output_dtype
@@ -209,8 +209,8 @@ class ReplicateState:
         """Prepare a forward of ``module`` that a backward may follow.
 
         Raises:
-            UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
-                something else averages gradients, or an optimizer in backward is beside a hook.
+            UsageError: A parameter was unfrozen or added after the annotation; something else averages gradients too;
+                or an optimizer steps in backward although there is a communication hook.
         """
         self._forwards += 1
         self._rounds_before = self.reducer.rounds
@@ -220,7 +220,7 @@ class ReplicateState:
         contents = self._contents.get(module)
         counts = (CHANGES.registrations, len(optimizers_in_backward()))
         is_as_before = contents is not None and self._seen == counts and not contents.have_changed()
-        # While a graph is exported, parameters are others, which were not added.
+        # While a graph is exported, modules hold other parameters, which the user did not add.
         if not is_as_before and not torch.compiler.is_exporting():
             self._look_again(module)
         for fqn, param in self.frozen:
@@ -234,10 +234,10 @@ class ReplicateState:
             self._meet(module)
 
     def _meet(self, module: nn.Module) -> None:
-        """Do what the ranks do together before a forward. Collective."""
+        """Connect, recover a backward that was stopped, and broadcast buffers before a forward. Collective."""
         self.transport.connect()
         self.reducer.prepare()
-        if len(self.modules) == 1:  # Of several, ranks may call some.
+        if len(self.modules) == 1:  # Of several modules, a rank may call only some.
             self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         if self.reducer.join is not None:
@@ -246,21 +246,21 @@ class ReplicateState:
             self.buffers.broadcast()
 
     def begin_to_follow(self) -> None:
-        """Meet when a sharded module around begins a forward or backward, whether these modules are called or not."""
+        """Communicate when a sharded module around begins a forward or backward, even if nothing here is called."""
         self.transport.connect()
         self.follows = True
 
     def end_to_follow(self) -> None:
-        """Meet when these modules are called, again."""
+        """Communicate when these modules themselves are called, as before ``begin_to_follow``."""
         self.follows = False
 
     @property
     def has_idle_ranks(self) -> bool:
-        """Whoever tells ranks without inputs knows, see ``uneven``."""
+        """Whether some rank has no inputs: only the listener of ``Join`` knows it, so this one says no."""
         return False
 
     def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
-        """Hear of the root around: meet at its forwards, and take part in averaging at the end of its backwards.
+        """React to an event of the root around: communicate at its forwards, average at the end of its backwards.
 
         Collective where a forward begins that a backward may follow.
         """
@@ -270,7 +270,7 @@ class ReplicateState:
             self.reducer.follow()
 
     def broadcast_all(self, source: int) -> None:
-        """Give every rank the parameters and buffers of the rank of that number. Collective; nothing is running."""
+        """Give every rank the parameters and buffers of global rank ``source``. Collective; nothing is running."""
         ranks = self.grid.everyone
         params = [*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)]
         broadcast_params(params, ranks, source)
@@ -290,7 +290,7 @@ class ReplicateState:
             self.precision.parts[index].enter_backward()
 
     def refuse_split_backward(self) -> NoReturn:
-        """Raise, as a stage of torch's pipelines writes gradients to parameters by itself, where nothing averages them.
+        """Refuse a stage of torch's pipelines that writes gradients to parameters itself: nothing averages them.
 
         Raises:
             UsageError: Always.
@@ -303,10 +303,10 @@ class ReplicateState:
             "examples/clients/pipelining.py",
         )
 
-    # What ranks that wait ask
+    # Progress, for ranks that wait
 
     def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
-        """Return where the modules are; ``None`` before they talk."""
+        """Return how far the modules are in their step; ``None`` before they communicate."""
         if not self.transport.groups:
             return None
         phase, rounds = self.reducer.round.phase, self.reducer.rounds
@@ -322,14 +322,14 @@ class ReplicateState:
         return AnnotationStatus(self.transport.groups[0].group_name, tree, self.transport)
 
     def name_of(self, started: Started) -> str | None:
-        """Return what is exchanged."""
+        """Return a text that names a collective of this annotation; ``None``: it is another annotation's."""
         own = self.transport.groups
         return self.reducer.exchange.name_of(started.tag // 2) if own and started.transport.groups == own else None
 
-    # What the annotation manages
+    # Managed modules and parameters
 
     def watch(self) -> None:
-        """Mark what the annotation manages; notice what is added to its modules, and ranks that wait, from now on."""
+        """Mark the managed parameters and modules; from now on notice added modules, and answer ranks that wait."""
         self._claim()
         mark_managed(self._own_modules())
         notice_tree(self)
@@ -342,9 +342,9 @@ class ReplicateState:
             claim(param, fqn, self)
 
     def _look_again(self, module: nn.Module) -> None:
-        """Look at the modules as they are now: ``module`` has changed or runs for the first time."""
+        """Check the modules as they are now: ``module`` has changed or runs for the first time."""
         if is_functional_call():
-            return  # What is lent for one call was not added.
+            return  # Parameters that are lent for one call were not added.
         check_callers()
         added = list(unmanaged_params(self.modules, self.ignored))
         if names := [fqn for fqn, param in added if param.requires_grad]:
@@ -363,7 +363,7 @@ class ReplicateState:
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
 
     def take_over_optimizers(self) -> None:
-        """Step where the averages arrive, by the optimizers of ``_apply_optimizer_in_backward``.
+        """Let the optimizers of ``_apply_optimizer_in_backward`` step as soon as the averages are there.
 
         Raises:
             UsageError: There is a communication hook.
@@ -377,12 +377,12 @@ class ReplicateState:
             reducer.step_by([*reducer.steppers, step_torch_optimizers])
 
     def use(self, grid: Grid) -> None:
-        """Choose the ranks; the transport between them is made when it is needed."""
+        """Set the ranks; the transport between them is made when it is needed."""
         self.grid = grid
         self.transport = OwnTransport(grid.everyone)
 
     def move_to(self, grid: Grid) -> None:
-        """Let other ranks average. Collective over those of ``grid``; the ranks of before are not asked."""
+        """Average over the ranks of ``grid`` from now on. Collective over these; the earlier ranks are not asked."""
         self.use(grid)
         self.transport.connect()
         self.reducer.move_to(self.transport, grid)
@@ -390,7 +390,7 @@ class ReplicateState:
             self.buffers = BufferSync(self.buffers.slots, self.transport, grid.everyone.device)
 
     def abandon_step(self) -> None:
-        """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""
+        """Recover from a backward that an exception stopped; see ``Reducer.prepare``."""
         self.reducer.prepare()
         if self.precision is not None:
             self.precision.put_back()

@@ -1,6 +1,6 @@
 """The options and parameters of ``replicate``.
 
-Of a parameter that tensor parallelism has split, a rank averages the part that it holds.
+If tensor parallelism has split a parameter, a rank averages the part that it holds.
 """
 
 import copy
@@ -56,15 +56,15 @@ __all__ = [
 
 @torch.no_grad()
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, of any shape, with its memory; of a plain one, itself."""
+    """Return this rank's part of a DTensor, of any shape, in the same memory; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient of the shape of ``param``, split as that is.
+    """Return this rank's part of a gradient that has the shape of ``param`` and is split like ``param``.
 
-    Collective over the ranks of the parameter's own mesh, where the gradient is split in another way, such as a sum
-    that is still to be taken.
+    Collective over the ranks of the parameter's own mesh if the gradient is split in another way, or is a partial sum
+    on each rank.
     """
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
@@ -72,7 +72,7 @@ def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped_like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return ``local`` as a tensor of the shape of ``param``, split as that is, on the same memory; else itself."""
+    """Return ``local`` as a DTensor in the same memory, shaped and split like ``param``; for a plain one, as is."""
     if not isinstance(param, DTensor):
         return local
     return DTensor.from_local(
@@ -81,8 +81,8 @@ def wrapped_like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
-    """Return the dtype in which the parameter's gradient rests."""
-    return param.grad_dtype or param.dtype  # None: any
+    """Return the dtype in which ``param.grad`` is kept."""
+    return param.grad_dtype or param.dtype  # None: any dtype
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class ReducedParam:
     Attributes:
         fqn: Its name below the annotated module.
         param: The parameter itself.
-        module_index: Which of the annotated modules it belongs to.
-        reduce_dtype: In which its gradient travels; ``None``: that of the parameter.
-        is_sparse: Its gradient has rows only that were used, and lies in no bucket.
+        module_index: The index of the annotated module that it belongs to.
+        reduce_dtype: The dtype in which its gradient is sent; ``None``: the dtype of the parameter.
+        is_sparse: Its gradient has only the rows that were used, and lies in no bucket.
     """
 
     fqn: str
@@ -110,27 +110,27 @@ class ReducedParam:
 
     @property
     def bucket_bytes(self) -> int:
-        """What its gradient takes in the bucket."""
+        """The bytes of its gradient in the bucket."""
         return local_of(self.param).nbytes // self.param.dtype.to_real().itemsize * self.bucket_dtype.itemsize
 
 
-# What the user chose
+# Options
 
 
 @dataclass(frozen=True)
 class DelayedAllReduce:
-    """Gradients that are not sent before that of another parameter has arrived.
+    """Gradients that are sent only after the gradient of another parameter has arrived.
 
     Attributes:
-        params: Whose gradients, by their place among all.
-        trigger: Which parameter they wait for.
+        params: The indices of the parameters whose gradients wait.
+        trigger: The index of the parameter whose gradient they wait for.
     """
 
     params: tuple[int, ...] = ()
     trigger: int = -1
 
     def order(self, order: Sequence[int]) -> list[int]:
-        """Return an order of arrival with the delayed ones behind the one they wait for."""
+        """Return the order of arrival, with the delayed parameters moved behind the trigger."""
         if not self.params:
             return list(order)
         at = list(order).index(self.trigger) + 1
@@ -141,14 +141,14 @@ class DelayedAllReduce:
 
 @dataclass(frozen=True)
 class ReplicateOptions:
-    """Arguments of ``replicate``, under the names they have there; and what follows from others.
+    """Options of ``replicate``: arguments under their own names, and two values made from other arguments.
 
     Attributes:
-        delay: Gradients that wait for another.
+        delay: Gradients that wait for the gradient of another parameter.
         policy: The mixed precision policy, as text; "": there is none.
 
     Raises:
-        ConfigError: One of them is wrong, or two exclude each other.
+        ConfigError: An option is wrong, or two options exclude each other.
     """
 
     bucket_cap_mb: float = 25
@@ -176,13 +176,13 @@ class ReplicateOptions:
 
     @property
     def lines(self) -> list[str]:
-        """One text per option, to compare between ranks; each may choose for itself what its gradients are."""
+        """One text per option, to compare between ranks; ``gradient_as_bucket_view`` may differ between ranks."""
         shared = (one.name for one in fields(self) if one.name != "gradient_as_bucket_view")
         return [f"option {name}={getattr(self, name)}" for name in shared]
 
     @property
     def cap_bytes(self) -> int:
-        """Most bytes of a bucket that holds more than one parameter."""
+        """The most bytes of a bucket that holds more than one parameter."""
         return int(min(self.bucket_cap_mb, 2**40) * 2**20)
 
     @property
@@ -197,10 +197,10 @@ class ReplicateOptions:
 
 
 def choose_device(device_ids: object, device_type: str) -> torch.device:
-    """Return the one device of a list; ``None``: any of that type, on which gradients are averaged.
+    """Return the one device in the list ``device_ids``; ``None``: any device of the type that averages gradients.
 
     Raises:
-        ConfigError: There is more than one, or it is none of that type.
+        ConfigError: The list does not hold exactly one device, or the device has another type.
     """
     if device_ids is None:
         return torch.device(device_type)
@@ -218,15 +218,15 @@ def choose_device(device_ids: object, device_type: str) -> torch.device:
 
 
 def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Parameter]]) -> DelayedAllReduce:
-    """Return which gradients wait for which other one.
+    """Return the gradients that wait, and the parameter whose gradient they wait for.
 
     Args:
         named: ``delay_all_reduce_named_params``: (name, parameter) pairs.
         trigger: ``param_to_hook_all_reduce``.
-        params: FQNs and parameters, of any shapes, of which gradients are averaged.
+        params: FQNs and parameters, of any shapes, whose gradients are averaged.
 
     Raises:
-        ConfigError: Only one of the two is given, or a parameter is none of ``params``.
+        ConfigError: Only one of the two arguments is given, or a parameter is not in ``params``.
     """
     if (named is None) is not (trigger is None):
         raise ConfigError(
@@ -255,28 +255,28 @@ def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Par
     return DelayedAllReduce(tuple(sorted({index_of[id(param)] for _, param in delayed})), index_of[id(trigger)])
 
 
-# What is left alone
+# Ignored modules and tensors
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """What one annotation leaves alone.
+    """Modules and tensors that one annotation ignores.
 
     Attributes:
-        modules: With all below them.
-        tensors: Parameters and buffers of other modules.
+        modules: The ignored modules; all modules below them are ignored too.
+        tensors: The ignored parameters and buffers of other modules.
     """
 
     modules: frozenset[nn.Module] = frozenset()
     tensors: tuple[torch.Tensor, ...] = ()
 
     def ids(self) -> set[int]:
-        """Return the ids of all parameters and buffers that are left alone."""
+        """Return the ids of all parameters and buffers that are ignored."""
         below = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
         return {id(tensor) for tensor in (*self.tensors, *below)}
 
     def copied(self, modules: Collection[nn.Module], memo: dict[int, Any]) -> "Ignored":
-        """Return the same of a deep copy of ``modules``."""
+        """Return the ignored modules and tensors of a deep copy of ``modules``."""
         return Ignored(
             frozenset(copy.deepcopy(module, memo) for module in self.modules if module in modules),
             tuple(copy.deepcopy(tensor, memo) for tensor in self.tensors),
@@ -284,16 +284,16 @@ class Ignored:
 
 
 def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_params: object) -> Ignored:
-    """Return what the two arguments name, and what torch's mark on a root does.
+    """Return the modules and tensors that the two arguments name, or torch's mark on a root.
 
     Args:
         roots: The annotated modules.
         ignored_modules: A list or set of modules below them.
-        ignored_params: Parameters, or names of parameters and buffers: below the root, or behind the number
-            of the root where there are several, as in messages. A tied one is left alone under all its names.
+        ignored_params: Parameters, or names of parameters and buffers below the root. With several roots, a name
+            begins with the number of its root, as in messages. A tied parameter is ignored under all its names.
 
     Raises:
-        ConfigError: One is of another kind, or not below ``roots``.
+        ConfigError: An entry has another type, or is not below ``roots``.
     """
     modules = [] if ignored_modules is None else ignored_modules
     if isinstance(modules, nn.Module) or not isinstance(modules, Collection):
@@ -335,7 +335,7 @@ def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iter
 
 
 def _marked(roots: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield what users told torch's wrapper to leave alone: what is tied only if all its names are marked."""
+    """Yield the tensors that users told torch's wrapper to ignore; a tied tensor only if all its names are marked."""
     for root in roots:
         names = frozenset(names_left_alone(root))
         if names:
@@ -348,18 +348,18 @@ def _named(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tenso
     yield from root.named_buffers(prefix, remove_duplicate=False)
 
 
-# What is managed
+# Managed tensors
 
 
 @dataclass
 class ManagedTensors:
-    """What an annotation is to manage.
+    """The parameters and buffers that an annotation will manage.
 
     Attributes:
         params: (FQN, parameter, index of the annotated module), each parameter once.
-        buffers: The module's buffers and the name in them, each tensor once.
+        buffers: (dict of a module's buffers, name in it), each tensor once.
         lines: One text per parameter and buffer, to compare between ranks.
-        modules: The modules whose own tensors these are.
+        modules: The modules that hold these tensors directly.
         sparse: The ids of the parameters that get sparse gradients.
     """
 
@@ -376,13 +376,13 @@ def find_tensors(
     """Return the parameters and buffers that no other annotation manages.
 
     Args:
-        roots: What is annotated.
-        ignored: What of it is left alone.
-        device: Where gradients are averaged; without an index, any of its type.
-        ranks: Who averages, by global number: a parameter may be split over others.
+        roots: The annotated modules.
+        ignored: The modules and tensors in them that are left out.
+        device: The device that averages gradients; without an index, any device of its type.
+        ranks: Global numbers of the ranks that average: a parameter may be split over other ranks.
 
     Raises:
-        ConfigError: One of them, or a module, cannot be used.
+        ConfigError: A parameter, a buffer or a module cannot be managed.
     """
     for root in roots:
         if type(root).forward is nn.Module.forward and "forward" not in root.__dict__:
@@ -404,7 +404,7 @@ def find_tensors(
                 managed.lines.append(f"sparse gradients of module {names[module]!r}")
             for name, param in module._parameters.items():
                 claim = claim_of(param)
-                # One that an annotation inside has is averaged there, whoever uses it.
+                # A parameter of an annotation inside is averaged there, whichever module uses it.
                 if param is not None and id(param) not in seen and not (claim and id(claim.owner) in nested):
                     fqn = join_fqn(names[module], name)
                     _check_tensor("parameter", fqn, param)
@@ -438,7 +438,7 @@ def _line_of(fqn: str, param: nn.Parameter) -> str:
 
 
 def unmanaged_params(roots: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (FQN, parameter of any shape) for what ``roots`` hold now and no annotation manages."""
+    """Yield (FQN, parameter of any shape) for each parameter of ``roots`` that no annotation manages or ignores."""
     left = ignored.ids()
     for module in managed_modules(roots, ignored.modules):
         for name, param in () if is_left_alone(module) else module._parameters.items():
@@ -471,7 +471,7 @@ def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor) -> None:
 def _check_param(
     fqn: str, param: nn.Parameter, roots: Sequence[nn.Module], device: torch.device, ranks: Sequence[int]
 ) -> None:
-    """Refuse a parameter that something else takes care of, or that is elsewhere."""
+    """Refuse a parameter that another annotation has, that is sharded already, or that is on another device."""
     claim, replacement = claim_of(param), replacement_of(param)
     if claim is not None:
         others = " and ".join(map(describe_module, getattr(claim.owner, "modules", ())))
@@ -483,7 +483,7 @@ def _check_param(
         )
         fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
     elif isinstance(param, DTensor) and (
-        # Of the ranks that hold its parts, this one alone may average.
+        # Of the ranks that hold its parts, only this rank may be among those that average.
         is_sharded(param) or len({*param.device_mesh.mesh.flatten().tolist()} & {*ranks}) != 1
     ):
         what = f"parameter is a {type(param).__name__}, which is sharded already"
