@@ -1,4 +1,4 @@
-"""Work on sharded and replicated parts alike."""
+"""Features for whole models, with sharded and replicated modules alike."""
 
 from composable.whole_model.backward_steps import (
     BackwardSteps,

@@ -1,9 +1,9 @@
 """Optimizer steps inside backward.
 
 A *unit* reduces gradients: a handle of ``fully_shard``, or the reducer of one ``replicate``. An optimizer may step
-each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that those of one bucket or
-handle are alive, and not those of the model. Who hands parameters over, and when, is the business of
-``replication/reducer.py`` and ``engine/buffer.py``.
+each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that memory holds the
+gradients of one bucket or handle, and not of the whole model. ``replication/reducer.py`` and ``engine/buffer.py``
+decide when parameters are stepped.
 
 Source: fusing the step into backward, arXiv 2306.09782.
 """
@@ -67,7 +67,7 @@ def states_of(modules: Iterable[nn.Module]) -> list[State]:
 
 
 def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
-    """Return what reduces gradients of ``modules``, in their order, with the ranks of each."""
+    """Return the units that reduce gradients of ``modules``, in their order, with the ranks of each."""
     found: dict[ReducingUnit, Ranks] = {}
     for module in modules:
         handle, replicated = handle_of_module(module), replicate_state_of(module)
@@ -79,7 +79,7 @@ def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
 
 
 def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
-    """Return what reduces the gradient of ``param``, of any shape, with its ranks; ``None``: no annotation does."""
+    """Return the unit that reduces the gradient of ``param``, of any shape, and its ranks; ``None``: there is none."""
     handle = handle_of(param)
     if handle is not None:
         return handle, handle.grid.everyone
@@ -97,7 +97,7 @@ def params_of(unit: ReducingUnit) -> list[str]:
 
 
 def check_ranks_below(state: State, grid: Grid) -> None:
-    """Refuse an annotation on ``grid`` that lacks ranks of another one below its modules, or pairs them otherwise.
+    """Refuse an annotation on ``grid`` that lacks ranks of an annotation below it, or pairs ranks in another way.
 
     Raises:
         ConfigError: It names the module below.
@@ -123,27 +123,27 @@ _Narrowed: TypeAlias = tuple[_Groups, _Groups, list[list[nn.Parameter]]]
 def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
     """Let ``optimizer`` step each of its parameters inside backward, as soon as its averaged gradient is there.
 
-    The gradient is dropped then, so that ``param.grad`` is ``None`` after backward and no more gradients are alive
-    than those of a bucket or a handle and the next one. Backwards in ``no_sync`` add up as ever, and the one that
-    synchronises steps.
+    The gradient is dropped then: ``param.grad`` is ``None`` after backward, and memory holds the gradients of at most
+    two buckets or handles. Backwards in ``no_sync`` add gradients up as usual, and the backward that synchronises
+    steps.
 
     All parameters of a bucket or a handle are stepped in one call of ``optimizer.step``, with the options that their
-    param groups have then; hooks on the optimizer's steps run in each. ``optimizer.step()`` by hand is an error.
+    param groups have then; hooks on the optimizer's steps run in each call. ``optimizer.step()`` by hand is an error.
     A copy of the model, or of the optimizer, does not step in backward.
 
     Collective: all ranks of the annotations, same order, between two steps, after annotating.
 
     Args:
-        optimizer: Of annotated parameters; any whose step treats each by itself and needs no closure.
+        optimizer: Has annotated parameters only. Its step treats each parameter by itself and needs no closure.
 
     Returns:
-        What ends it; also a context manager, which ends it when it is left.
+        An object whose ``remove()`` ends the steps inside backward; as a context manager, it ends them when left.
 
     Raises:
-        ConfigError: ``optimizer`` is none, or one that cannot step part of its parameters, or a parameter of it is not
-            annotated; here or on another rank.
-        UsageError: It or another one steps these parameters inside backward already; or they have a communication
-            hook; or were replaced by an annotation; or a backward is running.
+        ConfigError: ``optimizer`` is no optimizer, or cannot step a part of its parameters, or has a parameter that is
+            not annotated; on this rank or another one.
+        UsageError: An optimizer steps these parameters inside backward already; or they have a communication hook; or
+            an annotation has replaced them; or a backward is running.
         DesyncError: The ranks differ in optimizer or parameters.
     """
     check_optimizer("optimizer", optimizer)
@@ -169,7 +169,7 @@ class BackwardSteps:
         self._is_stepping = False
         # Element-wise optimizers step sharded parameters as plain tensors.
         self._local = LocalStep(type(optimizer), merges=False) if type(optimizer) in ELEMENT_WISE else None
-        # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
+        # While the optimizer steps a part of its parameters: all groups, the groups of the step, their full lists.
         self._narrowed: _Narrowed | None = None
         self._hooks: list[Any] = []
         try:
@@ -179,12 +179,12 @@ class BackwardSteps:
             for unit in units:
                 unit.step_by([*unit.steppers, self._step])
         except BaseException:
-            # Ctrl-C: nobody has got what would remove the rest.
+            # Ctrl-C: the caller has no object yet that could remove the hooks.
             self._let_go()
             raise
 
     def remove(self) -> None:
-        """Step by hand again from now on; no error if that is so already. Every rank alike, between two steps.
+        """End the steps inside backward; no error if they have ended. Call it on every rank, between two steps.
 
         Raises:
             UsageError: A backward is running.
@@ -214,7 +214,7 @@ class BackwardSteps:
         self.remove()
 
     def _step(self, params: Sequence[nn.Parameter]) -> None:
-        """Step those of ``params`` that are the optimizer's, and drop their gradients."""
+        """Step the parameters among ``params`` that are the optimizer's, and drop their gradients."""
         group_of = self._group_of
         chosen: dict[int, list[nn.Parameter]] = {}
         for param in params:
@@ -240,7 +240,7 @@ class BackwardSteps:
                 at=place_of_rank(),
                 fix="call remove() on the result of step_in_backward, then step_in_backward again",
             )
-        # Groups are the optimizer's own: schedulers, and the step itself, write to them.
+        # The groups are the optimizer's own dicts: schedulers, and the step itself, write to them.
         stepped = [groups[index] for index in chosen]
         self._narrowed = (groups, stepped, [group["params"] for group in stepped])
         try:
@@ -255,7 +255,7 @@ class BackwardSteps:
             self._widen()
 
     def _widen(self) -> None:
-        """Let the optimizer have all of its parameters; Ctrl-C may have cut this short."""
+        """Give the optimizer all of its parameters back, also if Ctrl-C cut an earlier step short."""
         if self._narrowed is not None:
             groups, stepped, whole = self._narrowed
             for group, params in zip(stepped, whole, strict=True):
@@ -265,10 +265,10 @@ class BackwardSteps:
 
     @opaque
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Refuse a step by hand; in another, let the stand-in step."""
+        """Refuse a step by hand; inside backward, let the ``LocalStep`` step in place of the optimizer."""
         if not self._is_stepping:
             if all(group.get("lr") == 0 for group in optimizer.param_groups):
-                # It moves nothing. torch's state dicts of an optimizer without state begin with such a step.
+                # Such a step changes nothing; torch's state dicts of an optimizer without state begin with one.
                 return None
             raise UsageError(
                 "step() of an optimizer that steps inside backward",
@@ -282,7 +282,7 @@ class BackwardSteps:
 
     @opaque
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Show what the stand-in has made to the hooks that follow."""
+        """End the ``LocalStep``, so that the hooks that follow see its results."""
         self._end_local()
 
     def _end_local(self) -> None:
@@ -343,8 +343,8 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
 
 
 def _agree(optimizer: torch.optim.Optimizer, units: dict[ReducingUnit, Ranks], failure: ComposableError | None) -> None:
-    """Go on only if every rank does the same; else raise, ``failure`` first. Collective."""
-    # Ranks of a part may have parameters that others lack, such as experts.
+    """Raise ``failure``, of this rank or another, or an error if ranks make different calls. Collective."""
+    # Some ranks may have parameters that other ranks lack, such as experts.
     in_order = sorted(units.values(), key=lambda ranks: ranks.order)
     lines = {ranks: [f"step_in_backward of {type(optimizer).__name__}"] for ranks in in_order}
     for unit, ranks in units.items():

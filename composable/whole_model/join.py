@@ -1,9 +1,9 @@
-"""Steps in which ranks lack inputs.
+"""Training steps in which some ranks have no inputs.
 
-A *part* of the model communicates on its own: a root of ``fully_shard`` is one, an annotation of ``replicate`` another.
-On a rank with inputs a part tells what it is about to start, by one small message of every rank; on a rank without
-it does what it hears. While all ranks have inputs, one message at the start of a step says so, and is all. A step
-begins with a forward and ends with the backward after it; without gradients, with the forward.
+A *part* of the model communicates on its own: a root of ``fully_shard``, or an annotation of ``replicate``. On a rank
+with inputs, a part announces each event that it is about to start, in one small collective; on a rank without inputs,
+the part does the same. While all ranks have inputs, there is only one message, at the start of a step. A step begins
+with a forward and ends with the backward after it; without gradients, it ends with the forward.
 """
 
 import enum
@@ -27,22 +27,22 @@ from composable.whole_model.backward_steps import State
 
 __all__ = ["JoinSteps", "Owner", "connect"]
 
-# What communicates on its own.
+# The owner of a part, which communicates on its own.
 Owner: TypeAlias = Root | ReplicateState
-# What is told: of which part of the model, what happens there, with what.
+# The number of a part of the model, the event that starts there, and its arguments.
 _Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
-# In place of a part: of the step itself.
+# In place of the number of a part: the step itself.
 _STEP = -1
 _OF_HANDLES = {StepEvent.GATHER, StepEvent.DROP, StepEvent.REDUCE}
-# What all ranks go through to the end of the step, also where it raises.
+# Events after which every rank goes on to the end of the step, also if they raise.
 _ENDINGS = {"ASSIGN", "finish"}
 
 
 class _Phase(enum.Enum):
-    """Where a rank is inside of ``Join``.
+    """The phase of a rank inside of ``Join``.
 
-    BETWEEN: it has inputs, and no step of it runs. OPEN: a step of it runs. FOLLOWING: it has no inputs left, and does
-    what others tell. OVER: the context has ended.
+    BETWEEN: it has inputs, and is between two steps. OPEN: it runs a step. FOLLOWING: it has no inputs left, and
+    follows the messages of other ranks. OVER: the context has ended.
     """
 
     BETWEEN = enum.auto()
@@ -52,17 +52,17 @@ class _Phase(enum.Enum):
 
 
 class JoinSteps:
-    """The steps of one ``Join`` on one rank, and what is told in them.
+    """The steps of one ``Join`` on one rank, and their messages.
 
     Args:
-        ranks: All that take part.
+        ranks: All ranks that take part.
         owners: The parts, in an order equal on all ranks.
-        notify: Lets ``Join`` know that this rank has inputs; false: the context is over. Collective.
-        lasts: Says whether the context lasts, or an exception has ended it.
-        divides_by_all: Whether sums are divided by the number of all ranks, or of those with inputs.
+        notify: Notifies ``Join`` that this rank has inputs; returns false if the context is over. Collective.
+        lasts: Returns whether the context still runs; false if an exception has ended it.
+        divides_by_all: Whether sums are divided by the number of all ranks, or of the ranks with inputs.
 
     Attributes:
-        number: Its place among all that end a backward: after all parts.
+        number: Its place in the order of all objects that end a backward: after all parts.
     """
 
     def __init__(
@@ -91,27 +91,27 @@ class JoinSteps:
 
     @property
     def is_following(self) -> bool:
-        """This rank has no inputs left: what its parts do is told by others."""
+        """This rank has no inputs left: its parts follow the messages of other ranks."""
         return self._phase is _Phase.FOLLOWING
 
-    # Where a step begins and ends
+    # Begin and end of a step
 
     def begin_forward(self, opener: nn.Module) -> None:
-        """A forward of ``opener`` begins, and with the first one a step; so does the next one of the same module."""
+        """Begin a step with a forward of ``opener`` if none runs; its next forward begins the next step."""
         if self._phase is _Phase.OPEN and self._opener is opener and not in_backward():
-            # No backward came.
+            # The last forward had no backward.
             self.tell(_STEP, "leave")
             self._phase = _Phase.BETWEEN
         if self._open():
             self._opener = self._opener or opener
 
     def end_forward(self, opener: nn.Module, *, is_awaited: bool) -> None:
-        """A forward of ``opener`` ends; ``is_awaited``: a backward may follow."""
+        """End the step after a forward of its ``opener``, unless a backward may follow: ``is_awaited``."""
         if self._opener is opener and not is_awaited and not in_backward():
             self.finish()
 
     def begin_backward(self) -> None:
-        """A backward begins; the step ends with it."""
+        """Begin a backward, with which the step ends."""
         if not self._open():
             return
         if self._backward is None or self._backward() is None:
@@ -123,30 +123,30 @@ class JoinSteps:
         """Do nothing yet: a backward ends, and its parts have to finish first."""
 
     def finish(self) -> None:
-        """A backward has ended in all parts, or none will follow."""
+        """End the step: a backward has ended in all parts, or no backward will follow."""
         if self._phase is _Phase.OPEN:
             self.tell(_STEP, "end", self._is_due)
             self._phase = _Phase.BETWEEN
         self._opener = None
 
     def note_averages(self) -> None:
-        """Parameters get averages in this step: the optimizer steps after it."""
+        """Note that parameters get averages in this step: the optimizer steps after it."""
         self._is_due = True
         for flat in self._buffers:
             flat.gradients.watch()
 
     def is_live(self) -> bool:
-        """Say whether the context lasts."""
+        """Say whether the context still runs."""
         return self._phase is not _Phase.OVER and self._lasts()
 
     def end(self) -> None:
-        """Tell nothing from now on: the context is over."""
+        """End the context: send no message from now on."""
         self._phase = _Phase.OVER
         for part in self._parts:
             part.close()
 
     def _open(self) -> bool:
-        """Begin a step where none runs; false: there are no inputs, or the context is over. Collective if it begins."""
+        """Begin a step if none runs; false: no inputs are left, or the context is over. Collective if a step begins."""
         if self._phase is not _Phase.BETWEEN:
             return self._phase is _Phase.OPEN
         if not self._notify():
@@ -157,7 +157,7 @@ class JoinSteps:
         return True
 
     def _begin(self, every: Sequence[_Message | None]) -> None:
-        """Note who has inputs: whoever tells that a step begins."""
+        """Note which ranks have inputs: the ranks that sent a message at the start of the step."""
         running = [place for place, one in enumerate(every) if one is not None]
         self._has_listeners = len(running) < self._ranks.size
         for part in self._parts:
@@ -166,10 +166,10 @@ class JoinSteps:
     # On a rank without inputs
 
     def follow(self, *, keeps_own: bool) -> bool:
-        """Do what ranks with inputs tell, until they end a step; returns whether the optimizer steps after it.
+        """Do what ranks with inputs announce, until they end a step; returns whether the optimizer steps after it.
 
         Args:
-            keeps_own: Nothing steps here, so replicated parameters have the gradients of now again at the end.
+            keeps_own: No optimizer steps on this rank: at the end, restore the present gradients of replicated parts.
         """
         with torch.no_grad():
             is_first, self._phase = not self.is_following, _Phase.FOLLOWING
@@ -187,7 +187,7 @@ class JoinSteps:
                             raise
                         failure = failure or error
                 elif what == "drop":
-                    # What users have dropped on ranks with inputs.
+                    # Drop the gradients that users have dropped on ranks with inputs.
                     for flat, bits in zip(self._buffers, args[0], strict=True):
                         flat.gradients.drop_like(*bits)
                 elif failure is not None:
@@ -196,33 +196,33 @@ class JoinSteps:
                     return what == "end" and bool(args[0])
 
     def finish_join(self) -> None:
-        """No rank has inputs left: end all parts. Collective."""
+        """End all parts: no rank has inputs left. Collective."""
         self._phase = _Phase.FOLLOWING
         with torch.no_grad():
             for part in self._parts:
                 part.finish_join()
 
-    # What is told
+    # Messages
 
     def is_telling(self, *, is_needed: bool = True) -> bool:
-        """Say whether some rank has to be told; begins a step if there is none and it ``is_needed``."""
+        """Say whether some rank needs messages, having no inputs; begins a step if none runs and it ``is_needed``."""
         is_open = self._open() if is_needed else self._phase is _Phase.OPEN
         return is_open and self._has_listeners
 
     def tell(self, part: int, what: str, *args: Any) -> None:
-        """Tell ranks without inputs, if there are any, what starts in a part of the model. Collective.
+        """Announce the event that starts in a part of the model to the ranks without inputs, if any. Collective.
 
         Raises:
-            DesyncError: Ranks with inputs tell different things.
+            DesyncError: Ranks with inputs announce different events.
         """
         if self.is_telling():
             self._meet((part, what, args))
 
     def _meet(self, told: _Message | None) -> list[_Message | None]:
-        """Return what each rank tells; ``None``: it has no inputs. Collective.
+        """Send this rank's message, and return the message of each rank; ``None``: it has no inputs. Collective.
 
         Raises:
-            DesyncError: Ranks with inputs tell different things.
+            DesyncError: Ranks with inputs announce different events.
         """
         every = _exchanged(self._ranks, told)
         found = [one for one in every if one is not None]
@@ -252,14 +252,14 @@ def _exchanged(ranks: Ranks, told: _Message | None) -> list[_Message | None]:
 
 
 class _ShardedPart:
-    """A root of ``fully_shard``: hears of what that starts as a listener of its steps, and tells it.
+    """A root of ``fully_shard``: listens to the events of the root's steps, and announces them.
 
-    A rank without inputs runs no module of it and takes part in every collective. Its gradients are zeros, its shards
-    get their part of the mean as those of other ranks do. The same objects do it as in a backward of its own, so
-    collectives that start late, such as an all-reduce over copies, start between the same others on all ranks.
+    A rank without inputs runs no module of the root and takes part in every collective. Its gradients are zeros, and
+    its shards get their part of the mean as on other ranks. The same objects work as in a backward of its own, so a
+    collective that starts late, such as an all-reduce over copies, has the same place in the order on all ranks.
 
     Attributes:
-        buffers: Those whose gradients ranks without inputs are to drop where users drop them elsewhere.
+        buffers: Flat buffers whose gradients a rank without inputs drops when users drop them on other ranks.
     """
 
     def __init__(self, number: int, steps: JoinSteps, root: Root) -> None:
@@ -269,20 +269,20 @@ class _ShardedPart:
         self._root = root
         self._scheduler = root.scheduler
         self._indices = {handle: index for index, handle in enumerate(root.handles)}
-        # What was chosen for handles before this rank followed: whether they average, and whether later.
+        # Settings of handles before this rank followed: whether they average, and whether buffers defer that.
         self._chosen: dict[Handle, tuple[bool, list[bool]]] = {}
         root.scheduler.listen(self)
         root.join = steps
 
     def describe(self, what: str, args: tuple[Any, ...]) -> str:
-        """Return where that happens, for messages."""
+        """Return the place of an event, for messages."""
         if StepEvent[what] in _OF_HANDLES:
             handle: Handle = self._root.handles[args[0]]
             return handle.described
         return " and ".join(map(describe_module, self._root.state.modules))
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
-        """A step of the ranks at these places begins; sums are divided by ``divisor``, ``None``: as ever."""
+        """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""
         self._divide_by(divisor)
 
     def _divide_by(self, divisor: int | None) -> None:
@@ -290,9 +290,9 @@ class _ShardedPart:
             flat.routes.divide_by(divisor)
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
-        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
+        """Prepare a step without inputs on this rank; ``is_first``: it had inputs for the step before."""
         if is_first:
-            # Free what is unsharded, drop what was not averaged yet.
+            # Free unsharded parameters, and drop gradients that were not averaged yet.
             self._scheduler.abandon_step()
             self._scheduler.stand_by()
             self._chosen = {
@@ -303,10 +303,10 @@ class _ShardedPart:
         self._scheduler.step.optimizer_stepped()
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
-        """Do what a rank with inputs has told, see ``on``. Collective but for DROP and BACKWARD.
+        """Do what a rank with inputs has announced, see ``on``. Collective but for DROP and BACKWARD.
 
         Raises:
-            UsageError: What any rank raises where parameters get their gradients.
+            UsageError: Any rank raised an error when parameters got their gradients.
         """
         event, step = StepEvent[what], self._scheduler.step
         if event is StepEvent.GATHER:
@@ -333,20 +333,20 @@ class _ShardedPart:
             self._scheduler.backwards.tidy_up()
 
     def finish_join(self) -> None:
-        """Forget what was not averaged."""
+        """Forget gradients that were not averaged."""
         self._scheduler.abandon_step(always=True)
         self._scheduler.let_go(self._scheduler.handles)
         self._forget()
 
     def close(self) -> None:
-        """Tell nothing from now on."""
+        """Send no message from now on."""
         self._scheduler.unlisten(self)
         self._root.join = None
         self._forget()
         self._divide_by(None)
 
     def _forget(self) -> None:
-        """Follow nobody from now on, whatever cut that short: all ranks learn anew in which order modules run."""
+        """Stop following other ranks, also after an exception: all ranks learn the order of modules anew."""
         self._scheduler.forget_order()
         chosen, self._chosen = self._chosen, {}
         for handle, (syncs, defers) in chosen.items():
@@ -354,7 +354,7 @@ class _ShardedPart:
             for flat, one in zip(handle.buffers, defers, strict=True):
                 flat.routes.kept.defers = one
 
-    # What the root calls
+    # Called by the root
 
     @property
     def has_idle_ranks(self) -> bool:
@@ -362,7 +362,7 @@ class _ShardedPart:
         return self._steps.is_telling(is_needed=False)
 
     def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Tell ranks without inputs what the root is about to do: who runs no module cannot know it."""
+        """Announce to ranks without inputs what the root is about to do: they run no module that would show it."""
         steps = self._steps
         if event is StepEvent.FORWARD:
             steps.begin_forward(subject)
@@ -390,10 +390,10 @@ class _ShardedPart:
 
 
 class _ReplicatedPart:
-    """An annotation of ``replicate``: its hooks of forwards and its reducer call it before they start anything.
+    """An annotation of ``replicate``: its forward hooks and its reducer call this part before they start anything.
 
     Attributes:
-        buffers: None: gradients of a rank without inputs are the last averages alone.
+        buffers: Empty: the gradients of a rank without inputs are the last averages alone.
     """
 
     def __init__(self, number: int, steps: JoinSteps, state: ReplicateState) -> None:
@@ -407,22 +407,22 @@ class _ReplicatedPart:
         state.reducer.count_anew()
 
     def describe(self, what: str, args: tuple[Any, ...]) -> str:
-        """Return where that happens, for messages."""
+        """Return the place of an event, for messages."""
         return " and ".join(map(describe_module, self._state.modules))
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
-        """A step of the ranks at these places begins; sums are divided by ``divisor``, ``None``: as ever."""
+        """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""
         self._state.reducer.expect(running, divisor)
         self._source = running[-1] if running else self._source
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
-        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
+        """Prepare a step without inputs on this rank; ``is_first``: it had inputs for the step before."""
         if is_first:
             self._state.reducer.prepare()
             self._put_back = self._state.reducer.put_aside() if keeps_own else None
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
-        """Do what a rank with inputs has told. Collective."""
+        """Do what a rank with inputs has announced. Collective."""
         reducer = self._state.reducer
         {
             "broadcast": self._broadcast,
@@ -433,14 +433,14 @@ class _ReplicatedPart:
         }[what]()
 
     def finish_join(self) -> None:
-        """Give all ranks the parameters and buffers of the last one that had inputs. Collective."""
+        """Give all ranks the parameters and buffers of the last rank that had inputs. Collective."""
         self._state.reducer.prepare()
         self._state.broadcast_all(sorted(self._state.grid.everyone.numbers)[self._source])
         if self._put_back is not None:
             self._put_back()
 
     def close(self) -> None:
-        """Tell nothing from now on."""
+        """Send no message from now on."""
         self._state.reducer.join = None
         self._state.reducer.count_anew()
         self._state.reducer.expect(None, None)
@@ -449,7 +449,7 @@ class _ReplicatedPart:
         if self._state.buffers is not None:
             self._state.buffers.broadcast(self._source)
 
-    # What hooks and the reducer call, see ``JoinListener``
+    # Called by hooks and the reducer, see ``JoinListener``
 
     def is_live(self) -> bool:
         return self._steps.is_live()
@@ -477,7 +477,7 @@ class _ReplicatedPart:
 
 
 def connect(state: State) -> Owner:
-    """Do what a first forward does; returns what communicates. Collective."""
+    """Connect an annotation as its first forward does; returns the owner of the part. Collective."""
     if isinstance(state, FullyShardState):
         return state.lazy_init()
     state.transport.connect()

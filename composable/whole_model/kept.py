@@ -1,7 +1,7 @@
 """Gradients that ``no_sync`` kept and a backward left out.
 
-An annotation ends its own gradients with its own backwards. A module with an annotation of its own that the last
-micro-batch does not call has none in that backward, so what covered all of them, ``no_sync`` say, ends it there.
+An annotation averages its kept gradients in its own backward. If the last micro-batch does not call an annotated
+module, its gradients are averaged in the backward of another annotation that the same ``no_sync`` covered.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ __all__ = ["KeptGradients"]
 
 
 class KeptGradients:
-    """Annotations that were told together to synchronise again; hears of the next backward that does so for any.
+    """Annotations that one call set to synchronise again; waits for the next backward in which any of them does.
 
-    All ranks make it alike. There the ranks tell each other which annotations keep gradients and take no part: ranks
-    may have called different modules before.
+    All ranks make it alike. In that backward the ranks exchange which annotations keep gradients and take no part:
+    ranks may have called different modules before.
     """
 
     def __init__(self, sharded: Iterable[FullyShardState], replicated: Iterable[ReplicateState]) -> None:
@@ -34,19 +34,19 @@ class KeptGradients:
         for state in self._sharded:
             state.kept_with = self
         for root in self._roots():
-            root.scheduler.listen(self)  # One that is not known yet will.
+            root.scheduler.listen(self)  # A root that is decided later adds it to its listeners.
         for one in self._replicated:
             one.reducer.kept_with = self
 
     @staticmethod
     def note(states: Iterable[State]) -> None:
-        """Note that these synchronise again; one that is alone ends by itself what it has kept."""
+        """Note that ``states`` synchronise again; a single annotation averages its kept gradients by itself."""
         sharded: dict[FullyShardState, None] = {}
         replicated: dict[ReplicateState, None] = {}
         for state in states:
             if isinstance(state, FullyShardState):
                 sharded[state] = None
-            elif not state.follows:  # Else it takes part in every backward of the root around.
+            elif not state.follows:  # If it follows, it takes part in every backward of the root around.
                 replicated[state] = None
         earlier = [state.kept_with for state in sharded] + [state.reducer.kept_with for state in replicated]
         for one in dict.fromkeys(earlier):
@@ -70,18 +70,18 @@ class KeptGradients:
 
     @property
     def has_idle_ranks(self) -> bool:
-        """Whoever tells ranks without inputs knows."""
+        """Whether some rank has no inputs: only the listener of ``Join`` knows it, so this one says no."""
         return False
 
     def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
-        """Hear of a root that is about to end a backward."""
+        """React to a root that is about to end a backward."""
         if event is not StepEvent.TELL:
             return
         if any(handle.requires_gradient_sync for root in self._roots() for handle in root.handles):
             self.end()
 
     def end(self) -> None:
-        """Let all that keep gradients end with the running backward. Collective."""
+        """Let all annotations that keep gradients average them in the running backward. Collective."""
         self._forget()
         groups: dict[Ranks, list[Root | ReplicateState]] = {}
         for root in self._roots():
@@ -91,14 +91,14 @@ class KeptGradients:
         kept: list[Root | ReplicateState] = []
         for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
             keeps = [_keeps(member) for member in members]
-            # Under Join ranks without inputs hear of what the others do, who do the same.
+            # Under Join, all ranks with inputs do the same, and the ranks without inputs follow them.
             if not ranks.is_alone and not any(_is_joined(member) for member in members):
                 with torch.inference_mode(mode=False):
                     told = torch.tensor(keeps, dtype=torch.int32)
                 keeps = ranks.reduce(told, ReduceOp.MAX).tolist()
             kept += [member for member, is_kept in zip(members, keeps, strict=True) if is_kept]
         if kept:
-            # A root that the user finalizes by hand tells outside of any backward.
+            # A root that the user finalizes by hand sends its event outside of any backward.
             _end(kept) if in_backward() else in_backward_of_nothing(partial(_end, kept))
 
 
@@ -107,14 +107,14 @@ def _is_joined(member: Root | ReplicateState) -> bool:
 
 
 def _keeps(member: Root | ReplicateState) -> bool:
-    """Say whether backwards without synchronisation left gradients."""
+    """Say whether backwards without synchronisation left gradients in ``member``."""
     if isinstance(member, Root):
         return any(handle.accumulated.is_unsynced for handle in member.handles)
     return member.reducer.round.kept > 0
 
 
 def _end(members: Iterable[Root | ReplicateState]) -> None:
-    """Let these end with the running backward, but for those that do anyway."""
+    """Let ``members`` average their kept gradients in the running backward, unless they do so anyway."""
     with torch.no_grad():
         for member in members:
             if isinstance(member, Root):

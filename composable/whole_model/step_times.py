@@ -1,7 +1,7 @@
 """Timelines: a step as events, a trace, a picture.
 
-Hooks tell when modules run, a proxy of a root's streams tells when bytes travel, and the stopwatch of a reducer when
-buckets do. On a device each moment is an event in a stream; its time is read when somebody asks.
+Hooks note when modules run, a proxy of a root's streams notes when bytes are sent, and the stopwatch of a reducer notes
+when buckets are. On a device each moment is an event in a stream; its time is read only when events are asked for.
 
 Source: the trace event format of Chrome; colours that colour-blind people tell apart, Okabe and Ito 2008.
 """
@@ -39,7 +39,7 @@ from composable.whole_model.backward_steps import nothing_annotated, states_of
 
 __all__ = ["Timeline", "TimelineEvent", "timeline"]
 
-# Steps that are kept, and events in one at most: the forwards before a backward are of one step.
+# The most steps that are kept, and the most events in a step: forwards before a backward are of one step.
 _MOST_STEPS, _MOST_SPANS = 16, 50_000
 
 
@@ -48,13 +48,13 @@ def timeline(model: nn.Module) -> Iterator["Timeline"]:
     """Record when each handle and each bucket of ``model`` gathers, waits, computes and reduces, inside the context.
 
     A step begins with the first forward after a backward; the last 16 steps are kept. Training gives the same numbers,
-    to the bit. On a device, times are those of its streams, and reading them waits for the device. On the CPU, a
-    gather or a reduction ends when this rank has waited for it: nobody tells earlier.
+    to the bit. On a device, times are taken in its streams, and reading them waits for the device. On the CPU, a
+    gather or a reduction ends when this rank has waited for it: nothing shows an earlier end.
 
     Not collective: each rank that enters the context records its own times; the others need not enter it.
 
     Args:
-        model: Has annotated modules at or below it, annotated before.
+        model: A module with annotated modules at or below it.
 
     Yields:
         The ``Timeline``, to be read inside the context or after it.
@@ -78,7 +78,7 @@ def timeline(model: nn.Module) -> Iterator["Timeline"]:
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """What a handle, a replicated module or one of its buckets did on this rank.
+    """An event of a handle, a replicated module or one of its buckets on this rank.
 
     Attributes:
         step: Number of the step, from 0 on.
@@ -98,7 +98,7 @@ class TimelineEvent:
 
 
 class _TimedStreams:
-    """Proxy of the streams of a root; hears of the root's steps."""
+    """Proxy of the streams of a root; a listener of the root's steps."""
 
     queues = True  # So that reductions come here too.
     has_idle_ranks = False
@@ -114,7 +114,7 @@ class _TimedStreams:
         return getattr(self.inner, name)
 
     def _now_beside(self, name: str) -> Any:
-        """Return now in the stream of this name beside the current one; ``None``: on the CPU there is none."""
+        """Return the present moment in the stream ``name`` of the root; ``None``: on the CPU there is no stream."""
         stream = getattr(self.inner, name, None)
         return None if stream is None else self._times._now(stream)
 
@@ -150,7 +150,7 @@ class _TimedStreams:
         self._times._note(handle, "wait", waits, now)
 
     def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Hear of the root: the backward of a handle ends where its reduction begins, or with that of the root."""
+        """Note the end of a handle's backward: when its reduction begins, or when the root's backward ends."""
         if event is StepEvent.REDUCE:
             self._reducing = (subject,)
             self._times._end_backward(subject)
@@ -158,12 +158,12 @@ class _TimedStreams:
             self._times._end_backward(*reversed(self._scheduler.handles))
 
     def leave(self) -> None:
-        """Let the root be as before."""
+        """Give the root its own streams back."""
         self._scheduler.unlisten(self)
         outer: Any = self._scheduler.step.streams
         if outer is self:
             self._scheduler.step.run_on(self.inner)
-        while isinstance(outer, _TimedStreams):  # Of another timeline, which was entered later.
+        while isinstance(outer, _TimedStreams):  # The proxy of another timeline, which was entered later.
             if outer.inner is self:
                 outer.inner = self.inner
             outer = outer.inner
@@ -185,7 +185,7 @@ class _FirstGradient(GradientHook):
             times._begin_backward(self._owner)
 
 
-# What each kind is drawn in, from which pixel of its row on, and how high.
+# For each kind of event: the colour of its bar, the bar's first pixel in the row, and its height.
 _LOOKS = {
     "forward": ("#0072b2", 2, 11),
     "recompute": ("#56b4e9", 2, 11),
@@ -198,7 +198,7 @@ _MOST_ROWS, _LEFT, _WIDTH, _TOP, _ROW = 24, 190, 740, 78, 24
 
 
 class Timeline:
-    """What a model did inside of ``timeline`` on this rank, and when: the last 16 steps."""
+    """The events of a model inside of ``timeline`` on this rank, with their times: the last 16 steps."""
 
     def __init__(self, model: nn.Module, exits: ExitStack) -> None:
         states = states_of(model.modules())
@@ -208,9 +208,9 @@ class Timeline:
         self._now = partial(moment, next((one for one in devices if one.type != "cpu"), devices[0]))
         world = Ranks.of_world()
         self._rank = world.numbers[world.rank]
-        # Of each: number, start, and its events: ((row, FQN), kind, start, stop).
+        # For each step: its number, its start, and its events: ((row, FQN), kind, start, stop).
         self._steps: deque[tuple[int, Any, list[tuple[tuple[str, str], str, Any, Any]]]] = deque(maxlen=_MOST_STEPS)
-        self._openers: set[int] = set()  # The outermost modules of the last one.
+        self._openers: set[int] = set()  # The outermost modules of the last step.
         self._had_backward = False
         self._exits = exits
         # An *owner* is a handle or a replicated module.
@@ -246,7 +246,7 @@ class Timeline:
         found, before_ms = [], 0.0
         steps = list(self._steps)
         for (number, began, spans), (_, earlier, _) in zip(steps, [*steps[:1], *steps], strict=False):
-            # Step by step: on a device a time is the less exact the longer it is.
+            # Step by step: on a device, a long time is less exact than a short one.
             before_ms += ms_apart(earlier, began)
             for (row, fqn), kind, *moments in spans:
                 start_ms, stop_ms = (before_ms + ms_apart(began, one) for one in moments)
@@ -254,12 +254,12 @@ class Timeline:
         return sorted(found, key=lambda one: (one.start_ms, -one.stop_ms))
 
     def exposed_ratio(self, step: int = -1) -> float:
-        """Return the part of a step in which a gather or a reduction was waited for, 0 to 1.
+        """Return the part of a step in which this rank waited for a gather or a reduction, 0 to 1.
 
         A step lasts from its first event to its last one: the optimizer and the data are not in it.
 
         Args:
-            step: Counted from the first one that is kept, or from the end as in a list.
+            step: Counted from the first step that is kept, or, if negative, from the end, as in a list.
 
         Raises:
             ConfigError: There is no such step.
@@ -269,10 +269,10 @@ class Timeline:
         return sum(stop - start for start, stop in waits) / length_ms
 
     def draw(self, step: int = -1) -> str:
-        """Return a step as an SVG picture; argument and errors as of ``exposed_ratio``.
+        """Return a step as an SVG picture; argument and errors as in ``exposed_ratio``.
 
         It has a row for each handle, replicated module and bucket: forward and backward above, gather and reduce
-        below, across both where one of these is waited for. Of more than 24 rows it shows the first and the last.
+        below, a wait for one of these across both. Of more than 24 rows it shows the first 12 and the last 12.
         """
         events, length_ms, waits = self._step(step)
         first_ms, scale = events[0].start_ms, _WIDTH / length_ms
@@ -309,7 +309,7 @@ class Timeline:
         """Return the steps that are kept as JSON for Perfetto or Chrome: a rank is a process, a row is a thread."""
         lanes: dict[tuple[str, int], list[TimelineEvent]] = {}
         for event in self.events:
-            # Slices of one thread lie in one another, or apart.
+            # Slices of one thread must lie inside one another, or apart.
             number = 0
             while any(event.start_ms < one.stop_ms < event.stop_ms for one in lanes.get((event.row, number), ())):
                 number += 1
@@ -326,7 +326,7 @@ class Timeline:
         return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
 
     def _step(self, step: int) -> tuple[list[TimelineEvent], float, list[tuple[float, float]]]:
-        """Return the events of a step, its milliseconds, and from when to when any row waits."""
+        """Return the events of a step, its length in milliseconds, and the (start, stop) of all waits, merged."""
         events = self.events
         numbers = sorted({one.step for one in events})
         if not numbers:
@@ -341,7 +341,7 @@ class Timeline:
             waits.append((start_ms, max(stop_ms, one.stop_ms)))
         return events, max(max(one.stop_ms for one in events) - events[0].start_ms, 1e-6), waits
 
-    # What is noted
+    # The record
 
     def _note(self, owner: object, kind: str, start: Any, stop: Any, part: str = "") -> None:
         if owner in self._names:
@@ -370,7 +370,7 @@ class Timeline:
 
     @opaque
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a step with the outermost module that is called, and record the root of each from here on."""
+        """Begin a step with the outermost module that is called; from now on record the root of each module."""
         if module not in self._owners:
             return  # A copy.
         if not self._running and not in_backward():
@@ -389,7 +389,7 @@ class Timeline:
     @opaque
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         stop, owner, start = self._now(), self._owners.get(module), None
-        while self._running and start is None:  # Others are left of hooks that raised.
+        while self._running and start is None:  # Other entries are left by hooks that raised.
             inner, began = self._running.pop()
             start = began if inner is module else None
         if start is not None:
@@ -414,7 +414,7 @@ class Timeline:
                 self._note(owner, "backward", self._backwards.pop(owner), self._now())
 
     def _hear(self, state: ReplicateState, mark: str) -> None:
-        """Hear of the buckets of an annotation."""
+        """Note the moment of a stopwatch's ``mark``, for the buckets of an annotation."""
         now, sent, count = self._now(), self._buckets.setdefault(state, []), state.reducer.round.sent
         if mark == "begin":
             sent.clear()
@@ -424,7 +424,7 @@ class Timeline:
             self._waits[state] = now
         elif mark == "arrived" and sent:
             for number, start in sent:
-                if number <= count:  # A hook waits for those before the one that it is about to send.
+                if number <= count:  # A communication hook waits for the buckets before the one it sends next.
                     self._note(state.modules[0], "reduce", start, now, f" bucket {number}")
             self._note(state.modules[0], "wait", self._waits[state], now)
             self._buckets[state] = [one for one in sent if one[0] > count]
