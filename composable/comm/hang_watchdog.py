@@ -1,13 +1,13 @@
 """A watchdog that ends endless waits with an error.
 
-One thread in each process looks now and then whether something was waited for too long. Then it asks every rank for its
-status, through the store in which the process group has met, and has the answers diagnosed. A rank that is merely slow
-is no error: that is logged, and asked again later. If the ranks have diverged, the process groups in which they wait
-are closed, which ends the waits, and each raises what the diagnosis says.
+One thread in each process checks at intervals whether the process has waited too long. If so, it asks every rank for
+its status, through the store of the default process group, and diagnoses the answers. A rank that is merely slow is no
+error: the thread logs it, and asks again later. If the ranks have diverged, the thread closes the process groups in
+which they wait. That ends the waits, and each wait raises the diagnosis.
 
-A question has a number. Whoever is first to ask it collects the answers and writes the diagnosis; all ranks read it.
-gloo has no way to give up a wait. But where one wait of a group runs out of time, gloo closes all connections of
-the group, and every other wait in it ends: so a message that nobody sends is waited for, for a millisecond.
+A question has a number. The first rank that asks it collects the answers and writes the diagnosis; all ranks read it.
+gloo cannot give up a single wait. But when one wait of a group runs out of time, gloo closes all connections of the
+group, and every other wait in it ends: so the thread waits a millisecond for a message that nobody sends.
 """
 
 import atexit
@@ -67,13 +67,13 @@ __all__ = [
 
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
 DEFAULT_S = 30.0
-# Looks in the time of the limit, and the longest time between two.
+# How often the thread looks within the limit, and the longest pause between two looks.
 _LOOKS = 10
 _MAX_PAUSE_S = 3.0
-# How long ranks get to answer, in looks and at least in seconds: a rank may hold the interpreter's lock.
+# How long ranks may take to answer, in looks, and the least time in seconds: a rank may hold the interpreter's lock.
 _PATIENCE_LOOKS = 5
 _MIN_PATIENCE_S = 2.0
-# Of the message that nobody sends.
+# The tag of the message that nobody sends.
 _NO_TAG = 2**31 - 1
 _FIX = (
     "run the same modules in the same order on every rank, and let every rank raise, or none; "
@@ -84,7 +84,7 @@ _LOG = logging.getLogger("composable")
 
 @contextmanager
 def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **details: Any) -> Iterator[None]:
-    """Put a wait on record while the context lasts, and explain what torch raises there; as ``Meeting``."""
+    """Record a wait while the context lasts, and explain torch's errors in it; arguments as for ``Meeting``."""
     try:
         with Meeting(group, kind, what, **details):
             yield
@@ -96,14 +96,14 @@ def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **detail
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Say of what is waited for in this context that it is part of ``what``: a call in which modules are annotated."""
+    """Record that waits in this context are part of the call ``what``, such as one in which modules are annotated."""
     with Meeting(None, "", what):
         yield
 
 
 @contextmanager
 def annotating(caller: str) -> Iterator[None]:
-    """Watch over the ranks from this call on, and remember for the others what it raises."""
+    """Start the watchdog for the call ``caller``, and record for other ranks an error that ends the call."""
     _WATCH.start()
     _WATCH.failed_call = ""
     try:
@@ -137,11 +137,11 @@ def explain_waits() -> Iterator[None]:
 
 
 def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *, what: str = "") -> RuntimeError:
-    """Return the error for a wait that ended with ``error``: that of the diagnosis, if there is one.
+    """Return the error to raise after ``error`` has ended a wait: the diagnosis, if there is one.
 
     Args:
-        error: What ended the wait.
-        waited: What was waited for, or the group in which.
+        error: The error that ended the wait.
+        waited: The collective that the rank waited for, or the group in which it waited.
         what: The call that waited in the group.
     """
     groups = waited.transport.groups if isinstance(waited, Started) else (waited or dist.group.WORLD,)
@@ -166,7 +166,7 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
 
 
 def diverged(lines: Sequence[str]) -> DesyncError:
-    """Return what every rank raises that uses a group which was closed; ``lines``: of the diagnosis."""
+    """Return the error that a rank raises when it uses a closed group; ``lines``: the lines of the diagnosis."""
     return DesyncError(
         "\n".join(["the ranks went different ways, and one waits for a call that will never come", *lines]),
         at=place_of_rank(),
@@ -177,27 +177,27 @@ def diverged(lines: Sequence[str]) -> DesyncError:
 def set_divergence_timeout(seconds: float | None) -> None:
     """Choose how long a rank waits for others before all ranks are asked where they are.
 
-    If they have diverged, every rank raises ``DesyncError``. Each rank calls it, or the environment variable
-    ``COMPOSABLE_DIVERGENCE_TIMEOUT`` says the same; the default is 30 seconds.
+    If they have diverged, every rank raises ``DesyncError``. Call this function on each rank, or set the environment
+    variable ``COMPOSABLE_DIVERGENCE_TIMEOUT`` to the seconds; the default is 30.
 
     Args:
         seconds: The limit; ``None``, 0 or infinity: never ask.
 
     Raises:
-        ConfigError: ``seconds`` is no such number.
+        ConfigError: ``seconds`` is negative or not a number.
     """
     _WATCH.limit_s = _limit(seconds, "seconds")
     _WATCH.start()
 
 
 def watch_ranks() -> None:
-    """Watch over the ranks also where nothing was annotated: ranks that did may wait for this one."""
+    """Start the watchdog also on a rank that has annotated nothing: ranks that have annotated may wait for it."""
     if _WATCH.thread is None and not torch.compiler.is_compiling() and dist.is_available() and dist.is_initialized():
         _WATCH.start()
 
 
 class _Watch:
-    """What a process has: the limit, the thread for its default process group, and why groups were closed."""
+    """The watchdog of a process: the limit, the thread for the default process group, and why groups were closed."""
 
     def __init__(self) -> None:
         self.closed: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, ...]] = weakref.WeakKeyDictionary()
@@ -206,7 +206,7 @@ class _Watch:
         self.thread: _Thread | None = None
 
     def start(self) -> None:
-        """Watch over the default process group, if it has other ranks and nobody does yet."""
+        """Start a thread for the default process group, if the group has other ranks and no thread yet."""
         if self.limit_s is None:
             self.limit_s = _limit(os.environ.get(VARIABLE, DEFAULT_S), VARIABLE)
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -232,18 +232,18 @@ class _Watch:
 
 @dataclass
 class _Seen:
-    """A wait, as the watch has seen it."""
+    """A wait that the thread has seen."""
 
     mark: tuple[object, ...]
     since: float
-    patience_s: float  # Until the ranks are asked.
+    patience_s: float  # The time until the thread asks the ranks.
 
 
 class _Thread(threading.Thread):
-    """Watches until the process group is destroyed.
+    """The watchdog thread, which runs until the process group is destroyed.
 
     Attributes:
-        limit_s: How long a wait may take until the ranks are asked.
+        limit_s: How long a wait may take before the thread asks the ranks.
     """
 
     def __init__(self, watch: _Watch, group: dist.ProcessGroup, limit_s: float) -> None:
@@ -253,7 +253,7 @@ class _Thread(threading.Thread):
         self._watch = watch
         self._rank = group.rank()
         self._size = group.size()
-        # A connection of its own: one that waits for a key is locked meanwhile.
+        # A connection of its own: a connection is locked while a call on it waits for a key.
         store: Store = store_of_default_group().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
         store.set_timeout(timedelta(seconds=60))
         self._store: Store = PrefixStore("composable watch", store)
@@ -267,17 +267,17 @@ class _Thread(threading.Thread):
         self._seen: _Seen | None = None
 
     def end(self) -> None:
-        """Let the thread come to its end."""
+        """End the thread, and wait a short time for its end."""
         self._is_ended = True
         self._wake.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout=_MIN_PATIENCE_S)
 
     def look_now(self) -> None:
-        """Return when the thread has read what the other ranks have decided so far, if the store still answers."""
+        """Wait until the thread has read the decisions of the other ranks so far, if the store still answers."""
         deadline = time.monotonic() + 2 * self._patience_s
         with self._looked:
-            # Of a look that is under way, it is not known what it has read already.
+            # A look that is under way may have read the store too early: wait for the look after it.
             enough = self._looks + 2
             while self._looks < enough and self.is_alive() and not self._is_ended and time.monotonic() < deadline:
                 self._wake.set()
@@ -286,7 +286,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             while self._store.check([self._key("verdict")]):
-                self._question += 1  # An old one.
+                self._question += 1  # An old question.
             while not self._is_ended and not self._is_over():
                 self._look()
                 with self._looked:
@@ -296,7 +296,7 @@ class _Thread(threading.Thread):
                 self._wake.clear()
         except Exception as error:
             # The store ends with the rank or the launcher that holds it.
-            _LOG.debug("the thread that watches ranks that wait has ended: %s", error)
+            _LOG.debug("the watchdog thread has ended by an error: %s", error)
         finally:
             with self._looked:
                 self._is_ended = True
@@ -320,21 +320,21 @@ class _Thread(threading.Thread):
             self._seen = None
             return False
         if seen is None or seen.mark != found.mark:
-            # It may have begun just after the last look, and is seen to be over after the limit at the next.
+            # The wait may be a pause old already, and a look may come a pause late: ask within the limit even so.
             seen = self._seen = _Seen(found.mark, now, self.limit_s - 2 * self._pause_s)
         if now - seen.since < seen.patience_s:
             return False
-        # Asked again after twice as long.
+        # Ask again after twice the time.
         seen.patience_s = 2 * (now - seen.since) + self.limit_s
         return True
 
     def _answer(self, *, is_asker: bool) -> None:
-        """Tell the status of this process, and do what the ranks are told."""
+        """Write the status of this process to the store, then read the diagnosis and act on it."""
         status = local_status()
         if (failed := self._watch.failed_call) and status.wait is None:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
         self._store.set(self._key(f"place/{self._rank}"), pickle.dumps(status))  # type: ignore[arg-type]  # bytes too
-        # By the time that the diagnosis is read there may be another world, whose groups have the same names.
+        # Listed before the diagnosis is read: by then there may be another world, with groups of the same names.
         groups = groups_of_process()
         if self._is_over():
             return
@@ -342,7 +342,7 @@ class _Thread(threading.Thread):
         if is_asker:
             ranks = self._collect()
             diagnosis = diagnosis if self._is_over() else diagnose(ranks)
-        # Else who asked has ended, or is slower than that. All ranks have to read the same diagnosis: the first.
+        # Without a diagnosis in time, the asking rank has ended or is slow. All ranks read the same one: the first.
         if is_asker or not self._has_come(self._key("verdict"), 4 * self._patience_s):
             self._store.compare_set(self._key("verdict"), "", diagnosis.as_text())
         diagnosis = Diagnosis.from_text(self._store.get(self._key("verdict")).decode())
@@ -360,7 +360,7 @@ class _Thread(threading.Thread):
         for rank in range(self._size):
             key = self._key(f"place/{rank}")
             is_there = self._has_come(key, deadline - time.monotonic())
-            # What these ranks have written just now.
+            # Safe to unpickle: the ranks of this group have written it just now.
             found[rank] = pickle.loads(self._store.get(key)) if is_there else None
         return found
 
@@ -373,11 +373,11 @@ class _Thread(threading.Thread):
         return True
 
     def _close(self, diagnosis: Diagnosis, known: Mapping[str, dist.ProcessGroup]) -> None:
-        """End every wait in the groups of the diagnosis, of those ``known``, and let nobody start anything in them."""
+        """Close the groups of the diagnosis that are in ``known``: end every wait in them, refuse new collectives."""
         groups = {name: group for name, group in known.items() if name in diagnosis.groups}
         found = waiting_here()
         if groups and (found is None or not found.is_ours):
-            # Who does not wait in a call of this package learns of it at the next collective.
+            # A rank that waits in no call of this package gets the error only at its next collective.
             _LOG.error("%s", diverged(diagnosis.lines))
         self._watch.closed.update(dict.fromkeys(groups.values(), diagnosis.lines))
         for transport in transports_of(groups.values()):
@@ -388,7 +388,7 @@ class _Thread(threading.Thread):
 
 def _end_waits(group: dist.ProcessGroup) -> None:
     if real_backend(group) != "gloo":
-        # NCCL's own watchdog ends what waits on the device.
+        # NCCL's own watchdog ends waits on the device.
         return
     for peer in range(group.size()):
         # A connection that its peer has closed ends this wait at once, and leaves the others open.
@@ -398,7 +398,7 @@ def _end_waits(group: dist.ProcessGroup) -> None:
 
 
 def _limit(value: object, name: str) -> float:
-    """Return the limit in seconds; 0: none."""
+    """Return the limit in seconds; 0: no limit."""
     if value is None:
         return 0.0
     if isinstance(value, str):  # of the environment

@@ -1,4 +1,4 @@
-"""Which ranks share a shard, and which hold copies."""
+"""The ranks that share parameters, and the ranks that hold copies of a shard."""
 
 import os
 import weakref
@@ -39,20 +39,20 @@ __all__ = [
 ]
 
 
-# The ranks that share parameters; of two groups the second holds copies of their shards.
+# The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of a mesh ``fully_shard`` uses; the other dims, such as those of tensor parallelism, it leaves alone.
+    """The mesh dims that ``fully_shard`` uses; it leaves all other dims alone, such as a dim of tensor parallelism.
 
     Attributes:
         shard: Name of the dim that parameters are sharded over.
         replicate: Name of the dim whose ranks hold copies of a shard; ``None``: there are no copies.
 
     Raises:
-        ConfigError: They are no names, or the same one.
+        ConfigError: A name is no string, or both names are the same.
     """
 
     shard: str
@@ -72,11 +72,11 @@ class Grid:
     """The ranks of one annotation.
 
     Attributes:
-        shard: Those that share each shard between them.
-        replicas: Those that hold the same shard as this rank; ``None``: this rank alone.
-        everyone: All whose gradients are averaged.
-        rows: Of each of the replicas, the global numbers of its shard group; empty: there are none.
-        is_hybrid: Copies were asked for, though there may be one only.
+        shard: The ranks that share the parameters, each with one shard.
+        replicas: The ranks that hold the same shard as this rank; ``None``: this rank alone.
+        everyone: All ranks whose gradients are averaged.
+        rows: For each of the replicas, the global ranks of its shard group; empty: there are no replicas.
+        is_hybrid: The user asked for copies, though there may be only one.
     """
 
     shard: Ranks
@@ -87,21 +87,21 @@ class Grid:
 
     @property
     def divisor(self) -> int:
-        """What the sum of all ranks' gradients is divided by. Nothing else in the library decides it."""
+        """The number by which the sum of all ranks' gradients is divided. Nothing else in the library decides it."""
         return self.everyone.size
 
     @staticmethod
     def of(mesh: DeviceMesh) -> "Grid":
-        """Return the ranks of a 1-D mesh: all share the shards."""
+        """Return the grid of a 1-D mesh: all its ranks share the parameters."""
         ranks = Ranks.of_mesh(mesh)
         return Grid(ranks, None, ranks)
 
     @staticmethod
     def hybrid(shard: Ranks, replicas: Ranks) -> "Grid":
-        """Return the ranks of both. Collective over all of them.
+        """Return the grid of all shard groups and replicas. Collective over all their ranks.
 
         Raises:
-            ConfigError: On every rank: they are no grid, where ranks with copies have one place in their shard groups.
+            ConfigError: On every rank: the groups form no grid, with copies of a shard at one place in each group.
         """
         rows = tuple(replicas.objects(shard.numbers))
         fits = all(
@@ -120,14 +120,14 @@ class Grid:
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do."""
+        """For each rank of the shard group, the global ranks that hold the same shard; empty: there are no replicas."""
         return tuple(zip(*self.rows))
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """Of each rank, one copy of all shards after the other, its host; empty: not known.
+        """The host of each rank, one copy of all shards after the other; empty: not known.
 
-        As the ranks have told each other, if they were asked before; else as torchrun counts.
+        The numbers are a result of ``hosts_of``, if it was called before; else they follow torchrun's count of ranks.
         """
         rows = self.rows or (self.shard.numbers,)
         told = dict(zip(self.everyone.numbers, known_hosts(self.everyone)))
@@ -137,26 +137,26 @@ class Grid:
         return tuple(number // ranks_per_host for row in rows for number in row) if ranks_per_host else ()
 
     def replica_of(self, number: int) -> int:
-        """Return which of ``replicas`` is in the same copy of all shards as the rank with this global number."""
+        """Return the index in ``replicas`` of the copy of all shards that the global rank ``number`` is in."""
         return next((index for index, row in enumerate(self.rows) if number in row), 0)
 
     @staticmethod
     def whole(ranks: Ranks) -> "Grid":
-        """Return ranks that all hold everything, as ``replicate`` has them."""
+        """Return the grid of ranks that each hold all parameters, as ``replicate`` needs it."""
         alone = Ranks(None, ranks.device, 0, 1, (ranks.numbers[ranks.rank],))
         return Grid(alone, ranks, ranks)
 
 
 def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
-    """Refuse annotations inside each other of which the inner one has ranks that the outer one lacks.
+    """Refuse nested annotations if the inner one has ranks that the outer one lacks.
 
     Args:
-        below: Ranks of the inner one.
-        around: Ranks of the outer one.
-        place: Says where the inner one is; asked only for an error.
+        below: Ranks of the inner annotation.
+        around: Ranks of the outer annotation.
+        place: Returns the place of the inner annotation; called only for an error.
 
     Raises:
-        ConfigError: They do not lie inside each other.
+        ConfigError: The inner annotation has such a rank.
     """
     inner, outer = below.everyone.numbers, around.everyone.numbers
     outside = [number for number in inner if number not in outer]
@@ -170,12 +170,12 @@ def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
 
 
 def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
-    """Return all ranks in ``rows``, ascending; one group for all that ask. Collective over them at first."""
+    """Return all ranks in ``rows``, ascending; each caller gets the same group. Collective over them at first use."""
     return Ranks.of(_group_of(sorted(number for row in rows for number in row)), device)
 
 
 def _group_of(numbers: Sequence[int]) -> dist.ProcessGroup:
-    """Return the group of ranks in this order; one for all that ask. Collective over them at first."""
+    """Return the group of ranks in this order; each caller gets the same group. Collective over them at first use."""
     world = default_group()
     if list(numbers) == dist.get_process_group_ranks(world):
         return world
@@ -191,23 +191,23 @@ def resolve_grid(
     is_hybrid: bool | None,
     caller: str,
 ) -> tuple[DeviceMesh, Grid]:
-    """Return the 1-D mesh of the ranks that share the parameters, and all ranks of an annotation.
+    """Return the 1-D mesh of the ranks that share the parameters, and the grid of all ranks of an annotation.
 
     Collective where there may be replicas, over them and the shard group. Groups that were made without a timeout get
-    that of the default process group.
+    the timeout of the default process group.
 
     Args:
-        mesh: Of one dim; of two, replicas first; of any number with ``dims``; ``None``: all ranks, with a replica on
-            each host if ``is_hybrid``.
-        dims: Which dims of the mesh count.
-        groups: In place of a mesh.
-        params: What will be sharded; decides the device type of the default mesh.
-        is_hybrid: The strategy keeps copies of shards (or not); ``None``: it does if the mesh has a dim for them.
+        mesh: A mesh of one dim; of two dims, replicas first; of any dims if ``dims`` is given; ``None``: all ranks,
+            with a replica on each host if ``is_hybrid``.
+        dims: The dims of the mesh to use.
+        groups: Process groups in place of a mesh.
+        params: The parameters to shard; they decide the device type of the default mesh.
+        is_hybrid: The strategy keeps copies of shards (or not); ``None``: it does if the mesh has a dim for copies.
         caller: The public function, for error messages.
 
     Raises:
         UsageError: No process group is initialised.
-        ConfigError: They do not fit.
+        ConfigError: The arguments do not fit together.
     """
     _check_world(caller)
     params = list(params)
@@ -255,7 +255,7 @@ def _of_mesh(
 
 
 def _check_order(mesh: DeviceMesh, dim: int) -> None:
-    """Refuse a mesh in which ranks along ``dim`` have other places than in their group, which is in ascending order."""
+    """Refuse a mesh whose ranks along ``dim`` are not in ascending order, as they are in their process group."""
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
     mixed = [row for row in rows if row != sorted(row)]
     if mixed:
@@ -266,7 +266,7 @@ def _check_order(mesh: DeviceMesh, dim: int) -> None:
 
 
 def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
-    """Return which dims of ``mesh`` count; ``dims`` may be torch's own class, with names or tuples of one."""
+    """Return the dims of ``mesh`` to use; ``dims`` may be torch's own class, with names or tuples of one name."""
     if dims is None:
         if mesh.mesh_dim_names is None:
             raise _refusal(
@@ -282,12 +282,12 @@ def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
 
 
 def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return a mesh with a replica on each host, the same for all annotations. Collective at first."""
+    """Return a mesh with a replica on each host, the same for all annotations. The first call is collective."""
     world = default_group()
     kind = _default_type(params)
 
     def make() -> DeviceMesh:
-        # By where ranks are, not by their numbers: a launcher may count across hosts.
+        # By the hosts of ranks, not by their numbers: a launcher may count across hosts.
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
         return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
 
@@ -295,7 +295,7 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
 
 
 def _ranks_per_host() -> int | None:
-    """Return how many ranks torchrun has started on each host; ``None``: something else did, or hosts differ."""
+    """Return how many ranks torchrun has started on each host; ``None``: it did not start them, or hosts differ."""
     known = os.environ.get("LOCAL_WORLD_SIZE", "")
     count = int(known) if known.isdecimal() else 0
     return count if count and dist.get_world_size() % count == 0 else None
@@ -321,16 +321,16 @@ def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool |
 
 
 def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
-    """Return the mesh of the dims of both, of one root, and which of them that of ``mesh`` is.
+    """Return a mesh with the dims of both meshes, which have one root, and the index of ``mesh``'s dim in it.
 
     No communication.
 
     Args:
-        mesh: Of one dim, over which parameters are to be sharded.
-        other: Over which tensor parallelism has split or replicated a parameter.
+        mesh: The mesh of one dim to shard parameters over.
+        other: The mesh over which tensor parallelism has split or replicated a parameter.
 
     Raises:
-        ConfigError: They have ranks beside this one in common, or are no parts of one mesh with names.
+        ConfigError: Both meshes have ranks beside this one in common, or are no parts of one mesh with names.
     """
     shared = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     if len(shared) > 1 or set(mesh.mesh_dim_names or ()) & set(other.mesh_dim_names or ()):
@@ -340,7 +340,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
             fix="use two different dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
-    # A mesh holds its groups: what keeps one for a group would keep both for good.
+    # A mesh holds its groups: a mesh that is kept with its group, other than weakly, would keep both for ever.
     known: dict[Any, weakref.ref[DeviceMesh]] = kept_with(mesh.get_group(), "joined", dict)
     key = names, str(other.mesh.tolist())
     found = known[key]() if key in known else None
@@ -352,12 +352,12 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
             fix="make one mesh, init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
             "parallelize_module and mesh['dp'] to fully_shard",
         )
-    # A flattened dim is none of the root's own. Splits of one tensor dim are nested in the order of the other mesh.
+    # A flattened dim, none of the root's own, comes first. The others keep their order, in which splits are nested.
     places = {name: place for place, name in enumerate(root.mesh_dim_names or ())}
     own, *others = names
     mesh_dim = sum(places.get(name, -1) < places.get(own, -1) for name in others)
     dims = (*others[:mesh_dim], own, *others[mesh_dim:])
-    # torch slices no flattened dims; one that is the first in such an order is the mesh itself.
+    # torch cannot slice a flattened dim; if ``mesh`` has one, that is the first dim, so both meshes can be joined.
     made = root[dims] if own in places else joined_meshes([mesh, other])
     known[key] = weakref.ref(made)
     wait_like_the_world(Ranks.of_mesh(other, dim) for dim in range(other.ndim))
@@ -365,7 +365,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
 
 
 def _is_part(mesh: DeviceMesh, root: DeviceMesh) -> bool:
-    """Say whether ``root`` has dims of these names with these ranks; torch may have put an equal mesh in its place."""
+    """Say whether ``root`` has the dims of ``mesh``, with the same names and ranks; the objects may differ."""
     names = mesh.mesh_dim_names or ()
     if root_mesh(mesh) is root:
         return True
@@ -389,7 +389,7 @@ def _check_world(caller: str) -> None:
 
 
 def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, caller: str) -> DeviceMesh:
-    """Return the mesh of one dim that the user gave, checked, or one over all ranks. Raises as ``resolve_grid``."""
+    """Return the user's mesh of one dim, checked, or else a mesh over all ranks. Raises as ``resolve_grid``."""
     if mesh is None:
         return init_device_mesh(_default_type(params), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
@@ -413,11 +413,11 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
 def resolve_ranks(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None, params: Sequence[nn.Parameter]
 ) -> Ranks:
-    """Return the ranks that ``replicate`` was given, or all, and the device of parameters of any shapes.
+    """Return the ranks that ``replicate`` was given, or all ranks, with the device of the parameters (any shapes).
 
     Raises:
         UsageError: No process group is initialised.
-        ConfigError: They do not fit. Without a group there is nobody to tell, so this rank raises alone.
+        ConfigError: The arguments do not fit. Without a group no other rank can be told, so this rank raises alone.
     """
     if mesh is not None and process_group is not None:
         raise ConfigError("both mesh and process_group are given", fix="pass one of them")
@@ -451,14 +451,14 @@ def _default_type(params: Iterable[nn.Parameter]) -> str:
 class ModelRanks:
     """All ranks that hold parts or copies of one model, each named by its place in ``everyone``.
 
-    Ranks that average gradients know each other by their *data place*. Tensor parallelism gives each of them peers with
-    the same data place and other blocks: a *team*. Seen from any rank, a team has one member in each *column*, the
-    ranks that have the same blocks between them.
+    The *data place* of a rank is its place among the ranks with which it averages gradients. Tensor parallelism gives a
+    rank peers with the same data place and other blocks: its *team*. Ranks that share the same blocks are a *column*,
+    in which every team has one member.
 
     Attributes:
-        everyone: All of them.
-        others: Those along each mesh dim of tensor parallelism; mostly none.
-        places: Of each of ``everyone`` its data place, and the places along ``others``.
+        everyone: All these ranks.
+        others: The ranks along each mesh dim of tensor parallelism; mostly none.
+        places: For each rank of ``everyone``, its data place, and its places along ``others``.
     """
 
     everyone: Ranks
@@ -467,10 +467,10 @@ class ModelRanks:
 
     @staticmethod
     def of(data: Ranks, others: Sequence[Ranks]) -> "ModelRanks":
-        """Return the ranks of both. Collective over all of them, unless ``others`` adds none.
+        """Return the ranks of ``data`` and ``others``. Collective over all of them, unless ``others`` adds none.
 
         Raises:
-            ConfigError: On every rank: they are no grid, of columns with the same number of ranks.
+            ConfigError: On every rank: the ranks form no grid of columns with the same number of ranks.
         """
         inside = set(data.numbers)
         others = [ranks for ranks in others if not inside.issuperset(ranks.numbers)]
@@ -497,7 +497,7 @@ class ModelRanks:
 
     @property
     def column(self) -> list[int]:
-        """The ranks that have the same blocks as this one between them."""
+        """The ranks that share the same blocks as this rank, which is one of them."""
         return [index for index, place in enumerate(self.places) if place[1:] == self.places[self.rank][1:]]
 
     def team_of(self, rank: int) -> list[int]:
@@ -505,18 +505,18 @@ class ModelRanks:
         return [index for index, place in enumerate(self.places) if place[0] == self.places[rank][0]]
 
     def in_column(self, rank: int) -> int:
-        """Return which of the team of ``rank`` is in this rank's column."""
+        """Return the member of the team of ``rank`` that is in this rank's column."""
         return self.places.index((self.places[rank][0], *self.places[self.rank][1:]))
 
     def places_along(self, splits: Sequence[Ranks], rank: int) -> tuple[int, ...]:
-        """Return where a rank is along groups that this rank is in; the rank itself may be in others along the same."""
+        """Return the places of ``rank`` along ``splits``, groups of this rank; ``rank`` may be in parallel groups."""
         known = {ranks.numbers: index for index, ranks in enumerate(self.others, 1)}
         return tuple(self.places[rank][known[ranks.numbers]] if ranks.numbers in known else 0 for ranks in splits)
 
     def givers(self, splits: Sequence[Ranks], rank: int) -> dict[tuple[int, ...], int]:
-        """Return who in the team of ``rank`` gives it each block of a tensor, by its places along ``splits``.
+        """Return the member of the team of ``rank`` that gives it each block of a tensor, by places along ``splits``.
 
-        Itself where it has the block, else one that is near.
+        That is ``rank`` itself where it has the block, else a near member.
         """
 
         def distance(other: int) -> tuple[int, int]:

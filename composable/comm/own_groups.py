@@ -1,8 +1,8 @@
 """The choice of a transport and its group.
 
-Two annotations that share a group would have to agree on whose buckets come first: an ``OwnTransport`` has a group in
-which no other collective can come between. A copied model may never train, so the group, which all ranks make
-together, waits until it is needed.
+Two annotations that share a group would have to agree on the order of their buckets. An ``OwnTransport`` has a group in
+which no other collective runs. A copied model may never train, so the ranks make this group, all together, only when
+they need it.
 """
 
 import itertools
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
-    """Return the name of the transport for these ranks, as it is if they all share a host. Not collective.
+    """Return the name of the transport that suits these ranks if they all share a host. Not collective.
 
     Raises:
         ConfigError: As ``choose_transport``.
@@ -41,13 +41,13 @@ def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
 
 
 def settle_transport_for(ranks: Ranks, name: str) -> str:
-    """Return the name of the transport for these ranks, wherever they are. Collective if that makes a difference.
+    """Return the name of the transport for these ranks on their actual hosts. Collective if hosts make a difference.
 
-    Where ranks have not yet compared what they do, one that waits here for another's host may meet a collective of
-    another size, which ends the process.
+    Call it after the ranks have compared their calls. Before, the exchange of hosts may run against a collective of
+    another size on another rank, which ends the process.
 
     Args:
-        ranks: Who talks.
+        ranks: The ranks of the transport.
         name: The user's choice, which has been checked.
     """
     on_one_host = choose_transport_for(ranks, name)
@@ -57,7 +57,7 @@ def settle_transport_for(ranks: Ranks, name: str) -> str:
 
 
 def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
-    """Return the transport of ``group`` for whoever may share one. Collective over ``group`` on the first call.
+    """Return the transport of ``group``, one for all callers if it is shared. Collective at first use.
 
     Raises:
         ConfigError: ``name`` is unknown.
@@ -65,7 +65,7 @@ def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
     transport = transport_class(name)
     if not transport.is_shared:
         return transport(group)
-    # It lives as long as the group, like the groups of torch.distributed themselves, and has other ones of its own.
+    # It lives as long as the group, like torch's own groups, and has further groups of its own.
     shared: dict[str, Transport] = kept_with(group, name, dict)
     if not shared or shared[name].closed_because:
         shared[name] = transport(group)
@@ -73,11 +73,11 @@ def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
 
 
 def host_transport_of(ranks: Ranks, name: str) -> Transport:
-    """Return what moves tensors in host memory between ``ranks``, for whoever may share it. Collective at first use.
+    """Return the transport for tensors in host memory between ``ranks``, shared if it can be. Collective at first use.
 
     Args:
-        ranks: Who talks.
-        name: Of the transport that they have for parameters, which serves where those are in host memory.
+        ranks: The ranks of the transport.
+        name: Name of their transport for parameters, which is used if the parameters are in host memory.
     """
     group = ranks.process_group
     if ranks.device.type == "cpu":
@@ -90,10 +90,10 @@ def host_transport_of(ranks: Ranks, name: str) -> Transport:
 class OwnTransport(ProcessGroupTransport):
     """A transport in a group of its own, which is made when the first collective needs it.
 
-    Copies of a whole model need no reduce-scatter, which does not make the group.
+    A reduce-scatter does not make the group, since copies of a whole model need none.
 
     Args:
-        ranks: Who talks. In the new group they are in the order of their global ranks.
+        ranks: The ranks of the transport. The new group has them in the order of their global ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -103,11 +103,11 @@ class OwnTransport(ProcessGroupTransport):
         self.in_flight = {}
         self._finalize: Callable[[], object] | None = None
 
-    # Before there is a group; nothing else talks in it.
+    # Needs no group: keys are taken before there is one, and nothing else uses it.
     allocate_key = Transport.allocate_key
 
     def connect(self) -> None:
-        """Make the group, if that is still to do. Collective."""
+        """Make the group, unless it exists. Collective."""
         if self._finalize is None:
             number, group = _take(self.ranks)
             super().__init__(group)
@@ -129,7 +129,7 @@ class OwnTransport(ProcessGroupTransport):
         return super().begin_broadcast(tensor, source_rank, key)
 
     def close(self) -> None:
-        """Leave the group to who needs one next, once nothing is in flight. Collective: it is made if it was not."""
+        """Offer the group for reuse, unless a collective is in flight. Collective: makes the group if there is none."""
         self.connect()
         if self._finalize is not None:
             self._finalize()
@@ -137,8 +137,8 @@ class OwnTransport(ProcessGroupTransport):
 
 
 def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:
-    """Return a group of the same ranks that nothing else uses, and its number. Collective over them."""
-    # Each rank collects its garbage when it likes: a group is free once all of them say so.
+    """Return the number of a group of these ranks that nothing else uses, and the group. Collective over them."""
+    # Ranks collect garbage at different times: a group is free once it is idle on all of them.
     idle = _idle_of(ranks)
     free = set.intersection(*ranks.objects(set(idle)))
     if free:
@@ -148,33 +148,33 @@ def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:
 
 
 def _idle_of(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
-    """Return the groups of the same ranks that were made and are no longer needed, by number."""
+    """Return the groups of these ranks that were made and are no longer needed, by number."""
     return kept_with(ranks.process_group, ("idle", ranks.device.type), dict)
 
 
 def _leave(
     idle: dict[int, dist.ProcessGroup], number: int, group: dist.ProcessGroup, in_flight: dict[Started, None]
 ) -> None:
-    """Offer a group to who needs one next, unless a peer may still take part in something that never ended here."""
+    """Offer a group for reuse, unless a collective never ended here: peers may still take part in it."""
     if not in_flight:
         idle[number] = group
 
 
 def _make_like(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
-    """Return a new group of the ranks with these global numbers, like that of ``ranks``. Collective over them."""
+    """Return a new group of the global ranks ``numbers``, like the group of ``ranks``. Collective over them."""
     backend = dist.get_backend(ranks.process_group)
     # A group that was made without naming a backend has one for each device type, as the default one has.
     return make_group(sorted(numbers), ranks.process_group, backend=None if backend == "undefined" else backend)
 
 
 def part_of(ranks: Ranks, size: int) -> Ranks:
-    """Return the part of ``ranks``, ``size`` consecutive ones, that this rank is in; one group for all that ask.
+    """Return this rank's part of ``ranks``, ``size`` consecutive ranks; each caller gets the same group.
 
-    Collective over the part at first: all ranks, in the same order.
+    The first call is collective over the part: all its ranks, in the same order.
 
     Args:
-        ranks: Who share something.
-        size: A divisor of how many they are.
+        ranks: The ranks to divide into parts.
+        size: The number of ranks in a part, a divisor of ``ranks.size``.
     """
     start = ranks.rank - ranks.rank % size
     numbers = ranks.numbers[start : start + size]
@@ -183,7 +183,7 @@ def part_of(ranks: Ranks, size: int) -> Ranks:
 
 
 def make_host_ranks() -> Ranks:
-    """Return all ranks in a group of their own that talks in host memory, for threads beside the main one.
+    """Return all ranks in a new group that sends tensors in host memory, for threads beside the main one.
 
     Collective: all ranks.
     """
@@ -192,7 +192,7 @@ def make_host_ranks() -> Ranks:
 
 
 def call_before_destroy(call: Callable[[], None]) -> None:
-    """Have ``call`` called before torch destroys all process groups; once for the process."""
+    """Run ``call`` before torch destroys all process groups; only the first registration in a process counts."""
 
     def destroy_process_group(original: Callable[[Any], None], group: Any = None) -> None:
         if group is None or group == dist.group.WORLD:

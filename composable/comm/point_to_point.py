@@ -1,13 +1,13 @@
 """A transport of direct sends, for few gloo ranks.
 
-gloo's own collectives go through buffers of their own and occupy a thread each; every rank
-sending its slice straight to where each peer needs it is two to ten times as fast. The host's
-cost grows with the number of peers, so this is for small groups.
+gloo's own collectives copy through extra buffers and occupy a thread each. Here every rank sends
+its slice straight to the memory of each peer that needs it, two to ten times as fast. The host's
+cost grows with the number of peers, so this transport is for small groups.
 
 gloo's event loop polls while another thread holds the lock of its connection. Two measures keep
-that short: a connection carries slices one way only, and the loop's thread may not push a
-rank's own thread, which may hold the lock, off its core. Without them, where ranks exchange
-little and often on busy cores, polling costs more than the copies saved (docs/notes.md).
+the polling short: a connection carries slices one way only, and the loop's thread may not take
+the core of a rank's own thread, which may hold the lock. Without them, if ranks exchange little
+and often on busy cores, the polling costs more than the saved copies (docs/notes.md).
 
 gloo matches messages first in, first out per (peer, tag). Tags come from the buffer's key and
 the process group is the transport's own, so neither user traffic nor another buffer can match.
@@ -38,7 +38,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class _PeerGather(Messages):
-    """Slices under way from and to every peer."""
+    """An exchange under way: slices from and to every peer."""
 
     __slots__ = ()
 
@@ -51,15 +51,15 @@ class _PeerGather(Messages):
 
 
 class _Reduce(_PeerGather):
-    """Slices under way; when they have arrived, their sum.
+    """A reduction under way: slices from every peer, and their sum once they have arrived.
 
     Args:
-        transport: That sent them.
-        tag: Of theirs.
+        transport: The transport that sent the slices.
+        tag: Tag of the messages.
         shard: The result.
-        lowest: The slice of the lowest peer; ``shard`` itself where that has its dtype.
+        lowest: The slice of the lowest peer; ``shard`` itself where both have the same dtype.
         others: The other ranks' slices, this rank's among them, in rank order.
-        factor: What the result is multiplied with, as ``mul_`` takes it; ``None``: nothing.
+        factor: The factor of the result, as ``mul_`` takes it; ``None``: no factor.
     """
 
     __slots__ = ("_factor", "_lowest", "_others", "_shard")
@@ -87,7 +87,7 @@ class _Reduce(_PeerGather):
         self._others = []
         if lowest is not shard:
             if lowest.dtype in _LOW_PRECISION:
-                # One rounding less, and the cast has to be made in any case.
+                # This saves a rounding, and the result needs the cast in any case.
                 shard.copy_(lowest)
             else:
                 _reduce(lowest, others, factor)
@@ -97,7 +97,7 @@ class _Reduce(_PeerGather):
 
 
 def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.Tensor | float | None) -> None:
-    """Add ``others`` to ``shard``, in rank order whichever rank adds, and multiply with ``factor``."""
+    """Add ``others`` to ``shard``, in rank order on every rank, and multiply the sum by ``factor``."""
     if shard.dtype not in _LOW_PRECISION:
         for other in others:
             # Cast first: mixed addition is not vectorised.
@@ -121,8 +121,8 @@ def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.T
 def _spares_the_wire(hosts: Sequence[int]) -> bool:
     """Say whether two all-gathers and a reduce-scatter send no more from the busiest host than gloo's collectives.
 
-    From a host with n of W ranks, n (W - n) slices go straight to their peers, each of the three times. gloo hands on
-    W - 1 slices to the next rank, and in its reduce-scatter, which is an all-reduce, twice as many
+    In each of these three, a host with n of W ranks sends n (W - n) slices straight to peers. With gloo, a rank passes
+    W - 1 slices on to the next rank, and twice as many in a reduce-scatter, which gloo runs as an all-reduce
     (docs/notes.md).
     """
     size = len(hosts)
@@ -134,7 +134,7 @@ def _spares_the_wire(hosts: Sequence[int]) -> bool:
 
 @register_transport
 class PointToPointTransport(ProcessGroupTransport):
-    """Moves slices between every pair of ranks; other collectives are those of the process group.
+    """A transport that sends slices between every pair of ranks; the process group runs the other collectives.
 
     Collective: makes process groups of its own, so all ranks of ``group`` construct it.
 
@@ -189,18 +189,18 @@ class PointToPointTransport(ProcessGroupTransport):
     def _exchange(
         self, messages: Messages, sent: Sequence[torch.Tensor], landing: Sequence[torch.Tensor], tag: int
     ) -> None:
-        """Send and receive one tensor to and from each peer.
+        """Send one tensor to each peer, and receive one tensor from each.
 
         Args:
-            messages: Get the works.
-            sent: By rank.
-            landing: By rank.
-            tag: Of the messages.
+            messages: The exchange, which gets the works.
+            sent: The tensors to send, by rank.
+            landing: The tensors to receive into, by rank.
+            tag: Tag of the messages.
         """
         tags = repeat(tag)
         calls = [map(recv, [[landing[peer]] for peer in peers], at, tags) for recv, peers, at in self._receives]
         calls += [map(send, [[sent[peer]] for peer in peers], at, tags) for send, peers, at in self._sends]
-        # Sends too are waited for: the shard may be written, and the buffer freed, as soon as `finish` returns.
+        # `finish` waits for sends too: once it returns, the caller may write the shard and free the buffer.
         messages.works.extend(chain(*calls))
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
@@ -223,7 +223,7 @@ class PointToPointTransport(ProcessGroupTransport):
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
         tag = 2 * key + 1
         slices = source.chunk(self.world_size)
-        # The lowest peer's slice lands in the result where that has its dtype, the others' beside it.
+        # The lowest peer's slice lands in the result if the dtypes are equal; other slices land in new tensors.
         lowest = 0 if self.rank else 1
         numel = shard.numel()
         first = shard if shard.dtype is source.dtype else source.new_empty(numel)
@@ -241,19 +241,19 @@ class PointToPointTransport(ProcessGroupTransport):
 
 
 def threads_of_process() -> set[int]:
-    """Return the ids of the threads of this process; none where the system does not tell."""
+    """Return the ids of the threads of this process; empty where the system does not list them."""
     with suppress(OSError):
         return {int(entry.name) for entry in _TASKS.iterdir()}
     return set()
 
 
 def never_preempt(threads: Iterable[int], *, name: str) -> list[int]:
-    """Give those of ``threads`` that are called ``name`` the batch policy; returns their ids.
+    """Give the threads of ``threads`` that are called ``name`` the batch scheduling policy, and return their ids.
 
     A loop thread of gloo wakes for every message. If it wakes on the core of the thread that is sending, which holds
     the connection's lock, it takes the core and then polls for the lock. With the batch policy it waits for its turn
-    instead: see sched(7). Linux only; elsewhere, where it is not allowed, and where gloo gives its loop
-    threads no name of their own (torch 2.11), nothing happens.
+    instead: see sched(7). Nothing happens on other systems than Linux, where the policy is not allowed, and where gloo
+    gives its loop threads no name of their own (torch 2.11).
     """
     changed: list[int] = []
     if not hasattr(os, "SCHED_BATCH"):

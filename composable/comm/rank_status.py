@@ -1,15 +1,15 @@
 """The waits of this process, and whether they can end.
 
-A ``Started`` is there from the time when a transport starts a collective, a ``Meeting`` while a call waits for other
-ranks. The thread that watches reads them, and what annotations know of their own steps, so both may be a moment old.
-Frames of threads are read for two things: where in the user's code a thread is, for messages, and what users' own calls
-of ``torch.distributed`` wait for, of which there is no record.
+A ``Started`` exists from the start of a transport's collective until its end, a ``Meeting`` while a call waits for
+other ranks. The watchdog thread reads these records, and the steps of annotations, so both may be a moment old. It
+reads frames of threads for two things: the place of a thread in the user's code, for messages, and the waits of users'
+own calls of ``torch.distributed``, of which there is no record.
 
-``diagnose`` is a pure function of the status of all ranks. On all ranks of a group the same things are started in the
-same order. So a rank that waits for something which another has not started yet is ahead of that one. If ranks are
-ahead of each other in a circle, or if the one behind has left the forward or backward in which the other waits, what is
-waited for will never come. A rank that is behind and still under way is slow, which is no error. Ranks need not be
-asked at one moment: who waits in a circle stays where it is.
+``diagnose`` is a pure function of the status of all ranks. All ranks of a group start the same collectives in the same
+order. So a rank that waits for a collective which another rank has not started yet is ahead of that rank. If ranks are
+ahead of each other in a circle, or if the rank behind has left the forward or backward in which the other waits, the
+collective will never come. A rank that is behind and still under way is slow, which is no error. Ranks need not be
+asked at the same moment: a rank that waits in a circle stays where it is.
 """
 
 import contextlib
@@ -60,16 +60,16 @@ __all__ = [
 ]
 
 
-# In place of a tag: what a transport starts in the order of its group, and what torch.distributed counts in a group.
+# In place of a tag: a transport's collective in the order of its group, and one that torch.distributed counts there.
 ORDERED = -1
 COUNTED = -2
-# Of what was started last, how much is kept: a rank runs ahead by a few handles at most.
+# How many of the last started collectives are kept: a rank runs ahead by a few handles at most.
 _RECENT = 64
 # With the separator: others' packages may begin with the same name.
 _OURS = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCHS_WAITS = (dist.distributed_c10d.__file__, torch.futures.__file__)
 _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
-# torch's collectives, by what runs in a frame: the n-th of a group is the same one on all ranks, unlike messages.
+# torch's collectives, by their code objects: unlike messages, the n-th one of a group is the same on all ranks.
 _COLLECTIVES = {
     inspect.unwrap(getattr(dist, name)).__code__: name
     for name in (
@@ -82,19 +82,19 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread waits for.
+    """The wait of a thread for a collective or message.
 
     Attributes:
-        text: What it waits for and where, for people.
-        group: Name of the process group; empty where it is not known, and nothing can be said.
-        ranks: Its global ranks.
-        tag: Of messages that have one; else ``ORDERED`` or ``COUNTED``.
-        number: Which it is, from 1 on, of its tag, of what transports start in the group, or of all in the group.
-        kind: What it is: ranks that meet in one collective must mean the same; empty: not known.
-        sequence: Which it is of all in the group; 0: not known.
-        tree: The annotation that waits.
-        groups: What has to be closed to end the wait.
-        is_call: It is waited for while modules are annotated, or compared before their first forward.
+        text: The collective and its place in the code, for messages to users.
+        group: Name of the process group; empty: not known, so the wait cannot be diagnosed.
+        ranks: Global ranks of the group.
+        tag: The tag, if its messages have one; else ``ORDERED`` or ``COUNTED``.
+        number: Its number from 1 on: in its tag, in the order of transports, or among all collectives of the group.
+        kind: Kind of the collective: ranks that wait for the same one must have the same kind; empty: not known.
+        sequence: Its number among all collectives of the group; 0: not known.
+        tree: Name of the annotation that waits.
+        groups: Names of the groups to close, which ends the wait.
+        is_call: The wait is in a call that annotates modules, or compares them before their first forward.
     """
 
     text: str
@@ -111,15 +111,15 @@ class Wait:
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the modules of one annotation are.
+    """The step that the modules of one annotation have reached.
 
     Attributes:
-        name: What they are called.
+        name: Name of the modules in messages.
         forwards: How many forwards they have begun.
-        backwards: How many backwards.
-        is_inside: The last of all these is under way.
-        is_backward: The last of all these is a backward.
-        failure: What the last forward has raised.
+        backwards: How many backwards they have begun.
+        is_inside: The last forward or backward is under way.
+        is_backward: The last one to begin was a backward.
+        failure: The error that the last forward raised, as text.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Tree:
 
     @property
     def text(self) -> str:
-        """Where they are, for people: "in forward 3 of Sequential"."""
+        """The step of the modules, for messages: "in forward 3 of Sequential"."""
         step = f"backward {self.backwards}" if self.is_backward else f"forward {self.forwards}"
         if self.is_inside:
             return f"in {step} of {self.name}"
@@ -140,15 +140,15 @@ class Tree:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank waits for, and what it has started so far.
+    """The wait of a rank, and the collectives that it has started so far.
 
     Attributes:
-        wait: What it waits for; ``None``: for no other rank.
-        started: By group and tag, how much this rank has started there.
-        recent: By group, the kinds of what was started last in its order.
-        trees: By the names that annotations have on all ranks.
-        failed_call: What the last call that annotates has raised.
-        text: What it does, for people, if it does not wait.
+        wait: Its wait; ``None``: it waits for no other rank.
+        started: How many collectives this rank has started, by group and tag.
+        recent: The kinds of the last collectives in the order of each group, by group.
+        trees: The steps of annotations, by the names that these have on all ranks.
+        failed_call: The error that ended the last call that annotates, as text.
+        text: The work of the rank, for messages, if it does not wait.
     """
 
     wait: Wait | None = None
@@ -159,46 +159,46 @@ class RankStatus:
     text: str = ""
 
     def has_started(self, wait: Wait) -> bool:
-        """Say whether this rank has started what another waits for."""
+        """Say whether this rank has started the collective that another rank waits for."""
         return self.started.get((wait.group, wait.tag), 0) >= wait.number
 
     def has_started_another(self, wait: Wait) -> bool:
-        """Say whether this rank, in the place of what another waits for, has started something else."""
+        """Say whether this rank has started another collective in place of the one that another rank waits for."""
         back = self.started.get((wait.group, wait.tag), 0) - wait.number
         recent = self.recent.get(wait.group, ()) if wait.tag == ORDERED else ()
         return 0 <= back < len(recent) and recent[-1 - back] != wait.kind
 
 
 class Diagnosis(NamedTuple):
-    """What all ranks are told.
+    """The answer of ``diagnose``, which all ranks get.
 
     Attributes:
-        groups: Names of those in which ranks wait for what will never come; empty: the ranks are only slow.
-        lines: Where each rank is.
+        groups: Names of the groups in which a collective will never come; empty: the ranks are only slow.
+        lines: The place of each rank, for messages.
     """
 
     groups: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
 
     def as_text(self) -> str:
-        """Return what ``from_text`` reads."""
+        """Return the diagnosis as text, which ``from_text`` reads."""
         return "\n".join([" ".join(["1" if self.groups else "0", *self.groups]), *self.lines])
 
     @staticmethod
     def from_text(text: str) -> "Diagnosis":
-        """Return what ``as_text`` wrote."""
+        """Return the diagnosis that ``as_text`` wrote."""
         first, *lines = text.split("\n")
         return Diagnosis(tuple(first.split()[1:]), tuple(lines))
 
 
 class Order:
-    """What this rank has started in one process group, where collectives have no tags and meet by their order.
+    """The collectives that this rank has started in one process group, where their order matches them, not a tag.
 
     Attributes:
-        count: How many there were.
-        recent: Tags of the last ones.
-        digest: Of the tags since ranks compared it last: equal where all have started the same in one order.
-        keys_taken: By all transports of the group.
+        count: How many collectives there were.
+        recent: Tags of the last collectives.
+        digest: Digest of the tags since ranks last compared it: equal if all have started the same in one order.
+        keys_taken: How many keys the transports of the group have given out.
     """
 
     __slots__ = ("count", "digest", "keys_taken", "recent")
@@ -214,13 +214,13 @@ class Order:
 
 
 class Started:
-    """A collective that a transport has started and nobody has waited for to the end.
+    """A collective that a transport has started, and that no thread has waited for to the end.
 
     Attributes:
-        transport: That started it.
+        transport: The transport that started it.
         tag: Twice the key of the buffer; one more for a reduce-scatter.
-        number: Which of its kind it is on this rank, from 1 on: of its tag where messages have tags, else of the group.
-        waiter: The thread that waits for it; 0: none does any more; ``None``: none has so far.
+        number: Its number on this rank, from 1 on: in its tag where messages have tags, else in the order of the group.
+        waiter: The thread that waits for it; 0: no thread waits any more; ``None``: no thread has waited so far.
         has_tag: Messages are matched by their tag, not by the order of all collectives of the group.
     """
 
@@ -237,10 +237,10 @@ class Meeting:
     """A call in which this rank waits for others, on record while the context lasts.
 
     Args:
-        group: Whose ranks meet; ``None``: a call around others, which they are named after.
-        kind: Of the call: ranks that wait in the n-th collective of a group mean one kind.
-        what: For people; empty: the call of this package that the user made.
-        ahead: Its first collective is that many after the last one of the group so far; ``None``: nobody knows.
+        group: The group of the ranks; ``None``: the call contains other waits, which messages name after it.
+        kind: Kind of the call: ranks that wait in the n-th collective of a group must have the same kind.
+        what: Name of the call in messages; empty: the call of this package that the user made.
+        ahead: How many collectives after the group's last one its first collective comes; ``None``: not known.
     """
 
     __slots__ = ("__weakref__", "group", "kind", "number", "serial", "thread", "what")
@@ -265,20 +265,20 @@ class Meeting:
 
 @dataclass(frozen=True)
 class AnnotationStatus:
-    """What an annotation tells of itself."""
+    """The status of an annotation."""
 
-    name: str  # Equal on all ranks, and no other annotation's.
+    name: str  # Equal on all ranks, and different from the names of other annotations.
     tree: Tree
     transport: Any
-    groups: tuple[str, ...] = ()  # All that it talks in: where ranks have diverged, none of them serves any more.
+    groups: tuple[str, ...] = ()  # Names of all its groups: once ranks have diverged, all of them are closed.
 
 
 class _ProcessRecord:
-    """What this process has on record, as long as it lives: meetings, transports, and annotations."""
+    """The records of this process: meetings, transports, and annotations, each as long as it lives."""
 
     def __init__(self) -> None:
         self.serials = itertools.count()
-        # In the order in which they began; one that an exception has cut short is gone with its frame.
+        # In the order in which they began; a meeting that an exception has cut short is freed with its frame.
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -289,23 +289,23 @@ _RECORD = _ProcessRecord()
 
 
 def notice_transport(transport: Any) -> None:
-    """Put what ``transport`` starts on record, as long as it lives; see ``Transport``."""
+    """Record the collectives that ``transport`` starts, as long as it lives; see ``Transport``."""
     _RECORD.transports.add(transport)
 
 
 def notice_tree(tree: Any) -> None:
-    """Put an annotation on record, as long as it lives.
+    """Record an annotation, as long as it lives.
 
     Args:
-        tree: Asked from another thread. ``tell(in_backward=...)``, whether some thread of this process runs a backward,
-            returns its ``AnnotationStatus``, or ``None``; ``name_of(started)`` what it calls a collective of its own.
+        tree: Called by another thread. ``tell(in_backward=...)`` gets whether a thread of this process runs a backward,
+            and returns an ``AnnotationStatus`` or ``None``; ``name_of(started)`` returns the name of its collective.
     """
     _RECORD.trees.add(tree)
     _RECORD.trainer = threading.get_ident()
 
 
 def described(error: BaseException, where: str = "") -> str:
-    """Return how other ranks are told what was raised here, in one line; ``where``: by what, where that is known."""
+    """Return an error as one line, for messages on other ranks; ``where``: the code that raised it, if known."""
     where = f" in {where}" if where else ""
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}{where}{': ' if text else ''}{text}"
@@ -313,32 +313,32 @@ def described(error: BaseException, where: str = "") -> str:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A thread that waits."""
+    """A thread that waits for other ranks."""
 
-    mark: tuple[object, ...]  # Differs from that of its next wait.
-    record: Started | Meeting | None  # None: a call that the user has made.
-    around: Meeting | None  # The call that this is a part of, if there is one on record.
+    mark: tuple[object, ...]  # Differs from the mark of the thread's next wait.
+    record: Started | Meeting | None  # None: the user's own call of torch.distributed.
+    around: Meeting | None  # The recorded call that contains the wait, if there is one.
     frame: FrameType
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group that it waits in, where that is known."""
+        """The group in which the thread waits, where it is known."""
         if self.record is None:
             return group_in(self.frame)
         return self.record.transport.groups[0] if isinstance(self.record, Started) else self.record.group
 
     @property
     def is_ours(self) -> bool:
-        """It waits in a call of this package."""
+        """The thread waits in a call of this package."""
         return bool(self.record or self.around) or any(
             frame.f_code.co_filename.startswith(_OURS) for frame in outwards(self.frame)
         )
 
 
 def waiting_here() -> Waiting | None:
-    """Return the thread that waits for other ranks: the one that trains, or one of autograd's for it.
+    """Return the thread that waits for other ranks: the training thread, or a thread of autograd that works for it.
 
-    What other threads wait for, such as those that write checkpoints, ends by the timeouts of their groups.
+    Waits of other threads, such as a thread that writes a checkpoint, end by the timeouts of their groups.
     """
     others = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
     others -= {_RECORD.trainer, threading.main_thread().ident}
@@ -365,7 +365,7 @@ def waiting_here() -> Waiting | None:
 
 
 def local_status() -> RankStatus:
-    """Return what this process does."""
+    """Return the status of this process."""
     groups = groups_of_process()
     talking = [one for one in _all_of(_RECORD.transports) if _is_alive(one, groups)]
     in_backward = any(map(runs_backward, sys._current_frames().values()))
@@ -389,12 +389,12 @@ def local_status() -> RankStatus:
 
 
 def _is_alive(transport: Any, groups: Mapping[str, dist.ProcessGroup]) -> bool:
-    """Say whether the groups of ``transport`` are: those of a world that was destroyed have the same names."""
+    """Say whether the groups of ``transport`` still exist: a new world has other groups of the same names."""
     return any(groups.get(group.group_name) is group for group in transport.groups[:1])
 
 
 def _doing(trees: Sequence[Tree]) -> str:
-    # What is under way says more than what has ended, and that more than what never began.
+    # A step that is under way says most; a step that has ended says more than an annotation that never ran.
     last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
     text = "has run no annotated module" if last is None else last.text
     frames, main = sys._current_frames(), threading.main_thread().ident or 0
@@ -413,7 +413,7 @@ def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus]) -> Wait:
         tag, number, kind = record.tag if record.has_tag else ORDERED, record.number, str(record.tag)
         groups = [each.group_name for each in record.transport.groups] + list(tree.groups if tree is not None else ())
         if group is not None and not record.has_tag:
-            # Of those that were started since, the group has counted as many as the transport has, or more.
+            # Less the collectives that the transport has started since: the group has counted each, and maybe others.
             sequence = started_in(group) - (record.transport.order.count - number)
     else:
         tree = next((one for one in told.values() if found.around is None and one.tree.is_inside), None)
@@ -443,7 +443,7 @@ def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus]) -> Wait:
 
 
 def name_of(started: Started) -> tuple[str, object]:
-    """Return what ``started`` is, for messages, and the annotation that it belongs to, if it is one's."""
+    """Return the name of a collective, for messages, and the annotation that started it; ``None``: there is none."""
     for one in _all_of(_RECORD.trees):
         name = one.name_of(started)
         if name is not None:
@@ -452,32 +452,32 @@ def name_of(started: Started) -> tuple[str, object]:
 
 
 def call_around(frame: FrameType | None) -> str:
-    """Return the call of this package that a frame is part of, for messages; else that of torch which it is."""
+    """Return the name, for messages, of this package's call that contains a frame; if none does, of torch's call."""
     names = [each.f_code.co_name for each in outwards(frame) if each.f_code.co_filename.startswith(_OURS)]
     name = next((name for name in reversed(names) if not name.startswith("_")), "")
     return name or ("a collective" if frame is None else f"torch.distributed.{frame.f_code.co_name}")
 
 
 def group_in(frame: FrameType) -> dist.ProcessGroup | None:
-    """Return the group that a collective of torch was called for; ``None``: ``frame`` is none of a collective."""
+    """Return the group of torch's collective that runs in ``frame``; ``None``: the frame runs no collective."""
     if frame.f_code not in _COLLECTIVES:
         return None
     return frame.f_locals.get("group") or dist.group.WORLD
 
 
 def is_torchs_wait(frame: FrameType) -> bool:
-    """Say whether a thread whose innermost frame this is waits in a call of torch's, or has raised there."""
+    """Say whether a thread with this innermost frame waits in a call of torch, or has raised there."""
     return frame.f_code.co_filename in _TORCHS_WAITS
 
 
 def transports_of(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """Return the transports that talk in any of ``groups``."""
+    """Return the transports that use any of ``groups``."""
     found = list(groups)
     return [one for one in _all_of(_RECORD.transports) if any(group in found for group in one.groups)]
 
 
 def _all_of(found: Any) -> list[Any]:
-    # Another thread may add one meanwhile.
+    # Another thread may add an element meanwhile.
     for _ in range(10):
         with suppress(RuntimeError):
             return list(found)
@@ -485,10 +485,10 @@ def _all_of(found: Any) -> list[Any]:
 
 
 def diagnose(ranks: Mapping[int, RankStatus | None]) -> Diagnosis:
-    """Say whether ranks wait for what will never come.
+    """Return the groups in which ranks wait for a collective that will never come, and the place of each rank.
 
     Args:
-        ranks: The status of every rank; ``None`` for one that does not answer.
+        ranks: The status of every rank; ``None`` for a rank that does not answer.
     """
     known = {rank: status for rank, status in ranks.items() if status is not None}
     waits = {rank: status.wait for rank, status in known.items() if status.wait is not None}
@@ -523,12 +523,12 @@ def _in_vain(ranks: Mapping[int, RankStatus], waits: Mapping[int, Wait]) -> set[
                     doomed.add(rank)
     reached = {rank: _reached(ahead_of, rank) for rank in waits}
     doomed |= {rank for rank in waits if rank in reached[rank]}
-    # Who waits for one of them waits in vain too.
+    # A rank that waits for one of these ranks waits in vain too.
     return doomed | {rank for rank in waits if doomed & reached[rank]}
 
 
 def _reached(edges: Mapping[int, set[int]], start: int) -> set[int]:
-    """Return the ranks that ``start`` waits for, also by way of others."""
+    """Return the ranks that ``start`` waits for, directly or through other ranks."""
     seen: set[int] = set()
     stack = list(edges[start])
     while stack:
@@ -540,9 +540,9 @@ def _reached(edges: Mapping[int, set[int]], start: int) -> set[int]:
 
 
 def _is_out_of_step(waits: Mapping[int, Wait], wait: Wait) -> bool:
-    """Say whether all ranks wait for what is the same to them, and has different places in the order of their group.
+    """Say whether all ranks wait for the same collective, which has different places in the order of their group.
 
-    On one of them a call has come between, such as that of a second thread.
+    On one of the ranks another call has come first, such as a call by a second thread.
     """
     same = [waits[rank] for rank in wait.ranks if rank in waits]
     same = [one for one in same if (one.group, one.tag, one.number) == (wait.group, wait.tag, wait.number)]
@@ -551,7 +551,7 @@ def _is_out_of_step(waits: Mapping[int, Wait], wait: Wait) -> bool:
 
 
 def _is_mixed_up(wait: Wait, far: RankStatus, other: Wait) -> bool:
-    """Say whether ``other`` of the rank ``far`` has come in the place of ``wait``, in the order of their group."""
+    """Say whether rank ``far`` waits for ``other`` in the place of ``wait``, in the order of their group."""
     if wait.group != other.group or not wait.sequence or not other.sequence:
         return False
     if wait.tag == ORDERED and other.tag == COUNTED:
@@ -560,7 +560,7 @@ def _is_mixed_up(wait: Wait, far: RankStatus, other: Wait) -> bool:
 
 
 def _has_left(own: RankStatus, far: RankStatus, wait: Wait) -> bool:
-    """Say whether ``far`` has left what ``own`` waits in."""
+    """Say whether rank ``far`` has left the forward, backward or call in which ``own`` waits."""
     if wait.is_call and far.failed_call:
         return not own.failed_call
     mine, its = own.trees.get(wait.tree), far.trees.get(wait.tree)

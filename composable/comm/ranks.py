@@ -1,11 +1,11 @@
 """Groups of ranks that compare values and share errors.
 
 A rank that raises alone leaves the others waiting in the next collective. Code that may fail on
-some ranks only (reading a file, checking what rank 0 was given) runs in ``agreed``, and what
-follows is reached by all ranks or by none.
+some ranks only (reading a file, checking an argument of rank 0) runs in ``agreed``: then all
+ranks continue after it, or none does.
 
-Methods of ``Ranks`` are collective over them, in the same order on all of them, unless they say otherwise. Ranks in
-messages are global ones: what the launcher, the logs and ``dist.get_rank()`` call them.
+Methods of ``Ranks`` are collective over these ranks, in the same order on all of them, unless they say otherwise.
+Errors name global ranks: the numbers of the launcher, the logs and ``dist.get_rank()``.
 """
 
 import functools
@@ -65,7 +65,7 @@ _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN:
 # Messages of `are_alike` travel under a tag that nothing else here uses.
 _CONFIRM_TAG = 0x5EED
 _HOOK = "a communication hook"
-# Says which host a process is on, in place of what the system says.
+# Names the host of a process, in place of the names that the system gives.
 HOST_VARIABLE = "COMPOSABLE_HOST"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -74,7 +74,7 @@ _KEPT: "WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]]" = WeakKeyDict
 
 
 def kept_with(group: dist.ProcessGroup, key: Hashable, make: Callable[[], _T]) -> _T:
-    """Return what ``make`` has made at first, kept as long as ``group`` lives, which it must not hold."""
+    """Return the object that ``make`` made in the first call; kept as long as ``group``, which it must not hold."""
     kept = _KEPT.setdefault(group, {})
     if key not in kept:
         kept[key] = make()
@@ -84,13 +84,13 @@ def kept_with(group: dist.ProcessGroup, key: Hashable, make: Callable[[], _T]) -
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that talk to each other.
+    """Ranks that communicate with each other.
 
     Attributes:
-        group: Their process group; ``None`` for a single process that has none.
-        device: Of the tensors that the group talks in.
+        group: Their process group; ``None`` for a single process without one.
+        device: The device of the tensors that the group sends.
         rank: This rank within the group.
-        size: How many there are.
+        size: The number of ranks.
         numbers: Their global ranks, in the order of the group.
     """
 
@@ -101,7 +101,7 @@ class Ranks:
     numbers: tuple[int, ...]
 
     def __hash__(self) -> int:
-        # Of all fields it would cost a microsecond, and clipping asks once for each parameter.
+        # A hash of all fields would cost a microsecond, and clipping takes one for each parameter.
         return hash((self.rank, self.numbers))
 
     @staticmethod
@@ -125,30 +125,30 @@ class Ranks:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group of ranks that are known to have one: everything annotated has."""
+        """The process group, for ranks that surely have one, as the ranks of every annotation do."""
         return default_group() if self.group is None else self.group
 
     @property
     def order(self) -> tuple[int, tuple[int, ...]]:
-        """Sorts groups alike on all ranks, parts before the whole: who is in several talks to one after the other."""
+        """A sort key of groups, equal on all ranks, small groups first: a rank in several uses them in this order."""
         return self.size, self.numbers
 
     @functools.cached_property
     def is_alone(self) -> bool:
-        """There is nobody to talk to: one rank, or a group that only pretends."""
+        """There are no other ranks to send to: the group has one rank, or the fake backend."""
         return self.size == 1 or self.group is None or dist.get_backend(self.group) == "fake"
 
     # Errors
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Run a block that may raise on some ranks, and raise on every rank if it did on any.
+        """Run a block that may raise on some ranks, and raise on every rank if it raised on any.
 
         The block itself must not communicate among these ranks.
 
         Raises:
-            Exception: What the block raised here.
-            ComposableError: What it raised on another rank, of the same type where it is an error of this library.
+            Exception: The error of the block on this rank.
+            ComposableError: The error of another rank, of the same type where it is an error of this library.
         """
         failure: Exception | None = None
         try:
@@ -158,7 +158,7 @@ class Ranks:
         self.raise_together(failure)
 
     def raise_together(self, failure: Exception | None) -> None:
-        """Raise ``failure`` on the rank that has one and what it says on the others; nothing if there is none."""
+        """Raise ``failure`` on the rank that has one, and an error with its text on the others; else do nothing."""
         self.compare("", failure)
 
     def compare(
@@ -172,17 +172,17 @@ class Ranks:
     ) -> None:
         """Raise on every rank unless all have equal texts and no failure.
 
-        Ranks that meet here from different calls find different texts. Does nothing in a graph that is being compiled.
+        Ranks that come here from different calls have different texts. A graph that is being compiled compares nothing.
 
         Args:
-            text: What has to be equal.
-            failure: What this rank alone knows to be wrong.
-            shown: The same for people, who get the first lines that differ.
-            what: What is wrong if the texts differ.
-            fix: What the user should do then.
+            text: The text that has to be equal on all ranks.
+            failure: An error that this rank alone has found.
+            shown: The text for users; the error shows its first lines that differ.
+            what: The message of the error if the texts differ.
+            fix: The fix in that error.
 
         Raises:
-            Exception: ``failure``, or what another rank told of its own.
+            Exception: ``failure``, or the failure of another rank.
             DesyncError: The texts differ.
         """
         key = "a failure" if failure is not None else f"text {text}"
@@ -198,15 +198,15 @@ class Ranks:
     def are_alike(self, key: str) -> bool:
         """Say whether all ranks have equal keys.
 
-        Sixteen bytes to a peer and from one, in as many rounds as the number of ranks has binary digits. By messages,
-        since a collective of other ranks, of another size, would end the process where it met this one.
+        In each of about log2(ranks) rounds, a rank sends 16 bytes to one peer and gets 16 from another. These are
+        messages: if other ranks were in a collective of another size, a collective here would end the process.
         """
         if self.is_alone:
             return True
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-        # On the host, where the group can talk there: reading a number from a device waits for all of its work.
+        # On the host, if the group can send host tensors: reading a number from a device waits for all of its work.
         is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
-        # The largest number and, as its negative, the least: they agree if all are equal.
+        # The largest number and, as its negative, the least: both are the same if all numbers are equal.
         extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
         step = 1
         while step < self.size:
@@ -219,11 +219,11 @@ class Ranks:
 
     def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
         if sent.device.type != "cpu":
-            # Both at once: on a stream a receive would wait for ever for the send behind it.
+            # Both in one call: on a stream, a receive would wait for ever for the send behind it.
             self.exchange([(sent, to)], [(got, source)])
             return
         group = self.process_group
-        # The first of the two messages is in the place of a collective.
+        # The group counts the first of the two messages as its next collective.
         with meeting(group, "swap"):
             for work in (group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)):
                 work.wait()
@@ -232,7 +232,7 @@ class Ranks:
         """Raise unless ``rank`` is a rank within the group. Not collective.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: ``rank`` is not a number from 0 to ``size - 1``.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ConfigError(f"{name} is {rank!r}", fix=f"pass a rank of the model, 0 to {self.size - 1}")
@@ -240,7 +240,7 @@ class Ranks:
     # Values
 
     def objects(self, value: _T) -> list[_T]:
-        """Return every rank's ``value``, which can be pickled."""
+        """Return the values of all ranks, in rank order; each must be one that can be pickled."""
         if self.is_alone:
             return [value] * self.size
         values: list[Any] = [None] * self.size
@@ -257,20 +257,20 @@ class Ranks:
         return box[0]  # type: ignore[return-value]  # the source gives one
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite ``tensor``, of any shape and dtype, contiguous and on ``device``, with that of rank ``source``."""
+        """Overwrite ``tensor`` (any shape and dtype, contiguous, on ``device``) with the tensor of rank ``source``."""
         if tensor.numel() and not self.is_alone:
             with meeting(self.group, "broadcast"):
                 # As bytes: not every backend knows every dtype.
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
     def reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
-        """Reduce a small tensor over the ranks; may change it in place, the result counts. Can be compiled.
+        """Reduce a small tensor over the ranks, and return the result; ``tensor`` may change too. Can be compiled.
 
-        Shapes: any, of any dtype that the backend adds up or compares; the result has both, on the tensor's device.
+        Shapes: any, of any dtype that the backend reduces; the result has the same shape, dtype and device.
         """
         if self.size == 1 or self.group is None or tensor.is_meta:
             return tensor
-        # Offloaded tensors: the group talks in tensors of its own device only.
+        # Offloaded tensors: the group sends tensors of its own device only.
         moved = tensor.to(self.device)
         # Not `torch.compiler.is_compiling`: in torch 2.11 it says no while the graph behind the operations is made.
         if is_tracing():
@@ -281,7 +281,7 @@ class Ranks:
         return moved.to(tensor.device)
 
     def gather_ragged(self, full: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Complete ``full`` [numel] uint8, of which each rank has its range ``[bounds[rank], bounds[rank + 1])``."""
+        """Complete ``full`` [numel] uint8, in which each rank has its range ``[bounds[rank], bounds[rank + 1])``."""
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         own = slice(bounds[self.rank], bounds[self.rank + 1])
         if self.size == 1 or not full.numel():
@@ -306,22 +306,22 @@ class Ranks:
                     work.wait()
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Send and receive tensors [n] of any dtype, on ``device``; of a pair of ranks, messages keep their order.
+        """Send and receive tensors [n] of any dtype, on ``device``; messages between two ranks keep their order.
 
         Args:
-            sends: Message and the rank within the group that gets it.
-            receives: Where a message goes, and the rank within the group that sends it.
+            sends: Each message, and the rank within the group that gets it.
+            receives: The tensor that each message fills, and the rank within the group that sends it.
         """
         ops = [dist.P2POp(dist.isend, message, group=self.group, group_peer=peer) for message, peer in sends]
         ops += [dist.P2POp(dist.irecv, message, group=self.group, group_peer=peer) for message, peer in receives]
-        # How many messages each rank has is its own affair.
+        # Ranks may have different numbers of messages.
         with meeting(self.group, "exchange", ahead=None):
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
 
 
 def device_for(device_type: str) -> torch.device:
-    """Return the device of this process of a type."""
+    """Return this process's device of the type ``device_type``."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -339,7 +339,7 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
 
 
 def _as_told(failure: Exception | None) -> ComposableError | None:
-    """Return what the other ranks raise: the same, with the place where it happened."""
+    """Return the error that the other ranks raise: the same failure, with the place where it happened."""
     if failure is None:
         return None
     place = place_of_rank()
@@ -352,10 +352,10 @@ def _as_told(failure: Exception | None) -> ComposableError | None:
 
 
 def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None = None, *, what: str, fix: str) -> None:
-    """Do what ``Ranks.compare`` does, in each group: a failure in one is told to those that follow. Collective.
+    """Call ``Ranks.compare`` in each group in turn; a failure in one group is passed on to the next. Collective.
 
     Raises:
-        ComposableError: ``failure``, or that of another rank.
+        ComposableError: ``failure``, or the failure of another rank.
         DesyncError: The texts differ.
     """
     for ranks, text in texts.items():
@@ -367,13 +367,13 @@ def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None 
         raise failure
 
 
-# In a group of the user's choice
+# Collectives in a group of the user's choice
 
 
 def all_reduce_in(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     """Replace ``tensor``, of any shape and floating-point or complex, by its sum over the ranks. Collective.
 
-    Streams: on a device it runs on the current one; on the CPU the thread waits. So does ``reduce_scatter_in``.
+    Streams: on a device, runs on the current stream; on the CPU, the thread waits. ``reduce_scatter_in`` is alike.
     """
     with meeting(group, "all_reduce", _HOOK):
         dist.all_reduce(_real(tensor), group=group)
@@ -391,15 +391,15 @@ def reduce_scatter_in(group: dist.ProcessGroup, source: torch.Tensor, shard: tor
 
 
 def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> None:
-    """Wait for what a collective of others has returned; ``None``: it is over.
+    """Wait for the work that another module's or a user's collective returned; ``None``: the collective is over.
 
     Args:
-        work: What it has returned.
-        group: Its ranks.
-        what: The call that has started it; empty: a hook of the user's.
+        work: The returned work.
+        group: The group of the collective.
+        what: The call that started the collective; empty: a communication hook of the user.
     """
     if work is not None:
-        # It is the last that was started.
+        # The collective is the last one that the group has started.
         with meeting(group, "work", what or _HOOK, ahead=0):
             work.wait()  # type: ignore[attr-defined]  # a work
 
@@ -408,17 +408,17 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-# Their hosts
+# The hosts of ranks
 
 
 def hosts_of(ranks: Ranks) -> tuple[int, ...]:
     """Return the number of each rank's host, in the order of the group: 0 is the host of the first rank.
 
-    Collective over ``ranks`` on the first call for their group. Two processes share a host if they agree in three
-    things, which no launcher has to tell: the name of the host, the boot of its kernel, and the network namespace.
-    Containers on one machine with networks of their own are hosts of their own: what travels between them takes the
-    network (docs/notes.md). The environment variable ``COMPOSABLE_HOST`` names the host of a rank where the
-    system's view is not the one that counts: one name for all hosts that share fast links.
+    Collective over ``ranks`` on the first call for their group. Two processes share a host if three things are equal,
+    which need no launcher: the name of the host, the boot of its kernel, and the network namespace. Containers on one
+    machine with networks of their own count as hosts of their own: messages between them take the network
+    (docs/notes.md). The environment variable ``COMPOSABLE_HOST`` replaces these three by a name, for example one name
+    for all hosts that share fast links.
     """
     group = ranks.group
     if group is None or ranks.size == 1:
@@ -427,13 +427,13 @@ def hosts_of(ranks: Ranks) -> tuple[int, ...]:
 
 
 def known_hosts(ranks: Ranks) -> tuple[int, ...]:
-    """Return what ``hosts_of`` has found before for the group of ``ranks``; empty: nobody has asked. Not collective."""
+    """Return the result of an earlier ``hosts_of`` for the group of ``ranks``; empty: there is none. Not collective."""
     found: tuple[int, ...] = () if ranks.group is None else _KEPT.get(ranks.group, {}).get("hosts", ())
     return found
 
 
 def number_hosts(names: Sequence[str]) -> tuple[int, ...]:
-    """Return a number for each name: equal for equal ones, from 0 on in the order in which they first appear."""
+    """Return a number for each host name: equal for equal names, from 0 on in the order of their first appearance."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
 
@@ -464,7 +464,7 @@ def _names_of_hosts(ranks: Ranks, group: dist.ProcessGroup) -> Sequence[str]:
     if simulated is not None:
         return tuple(simulated)
     if ranks.is_alone:
-        # A group that only pretends: nobody can be asked, so this is all that is known.
+        # The fake backend: there are no other ranks to ask, so take the number of ranks for each host.
         count = os.environ.get("LOCAL_WORLD_SIZE", "")
         on_each = int(count) if count.isdigit() and int(count) else dist.get_world_size()
         return [str(number // on_each) for number in ranks.numbers]
@@ -481,18 +481,18 @@ def _own_host() -> str:
         parts.append(_BOOT.read_text().strip())
     with suppress(OSError):
         parts.append(os.readlink(_NETWORK))
-    # As short however long the name, since each rank gets all.
+    # A digest is short, however long the name: each rank gets the digests of all ranks.
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
-# Their groups
+# The groups of ranks
 
 
 def default_group() -> dist.ProcessGroup:
     """Return the group of all ranks.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no process group.
     """
     world = dist.group.WORLD
     if world is None:
@@ -509,25 +509,25 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Return a new group of the ranks with these global numbers, in this order. Collective over them.
 
-    torch names a new group after how many this process is in: ranks that are in different numbers of groups, as after
-    a mesh of one rank, would wait for each other under different names, and after a group was destroyed a name comes
-    twice. Here ranks count the groups that were made of just them, which they make together in any case.
+    torch names a new group by the number of groups that this process is in. So ranks in different numbers of groups,
+    as after a mesh of one rank, would wait for each other under different names; and after a group was destroyed, a
+    name comes twice. Here a name counts the groups of exactly these ranks, which make all of them together.
 
     Args:
-        numbers: This rank's among them.
-        like: The group whose timeout it gets.
-        backend: As ``new_group`` takes it; ``None``: that of the default group.
+        numbers: The global ranks, this rank among them.
+        like: The group whose timeout the new group gets.
+        backend: As ``new_group`` takes it; ``None``: the backend of the default group.
     """
     world = default_group()
-    # Counted before the attempt: ranks of which one fails still count alike.
+    # Counted before the attempt, so that the ranks' counts stay equal if one rank fails.
     number = next(kept_with(world, ("made", *numbers), lambda: itertools.count(1)))
-    # Without spaces: diagnoses of the watch list names between them.
+    # Without spaces, which separate the names of groups in the text of a diagnosis.
     name = f"composable:{number}:{'-'.join(map(str, numbers))}"
     return new_named_group(name, tuple(numbers), backend, told_timeout(like))
 
 
 def told_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Return the timeout that ``group`` was told; ``None``: it has torch's default, or it only pretends."""
+    """Return the timeout that ``group`` was given; ``None``: it has torch's default, or the fake backend."""
     if group is None or not real_backend(group):
         return None
     timeout = timeout_of(group)
@@ -535,10 +535,10 @@ def told_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def wait_like_the_world(every: Iterable[Ranks]) -> None:
-    """Give groups without a timeout of their own that of the default process group. Each rank for itself.
+    """Give groups without a timeout of their own the timeout of the default process group. Not collective.
 
-    torch gives such groups, as those of a mesh, its default of 10 or 30 minutes, whatever the default group was told:
-    a rank that waits there for a host that is gone would be there long after all others have given up.
+    torch gives such groups, for example the groups of a mesh, its default of 10 or 30 minutes, whatever timeout the
+    default group has. A rank that waits there for a lost host would wait long after all others have given up.
     """
     timeout = told_timeout(dist.group.WORLD)
     if timeout is None:

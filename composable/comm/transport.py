@@ -1,4 +1,4 @@
-"""The calls of every transport, and process groups' transport.
+"""The interface of all transports, and the transport that uses a process group's own collectives.
 
 A transport belongs to one shard group. ``begin_*`` starts a collective and returns a ``Pending``; ``finish`` makes its
 result readable by the current stream (CUDA) or by the calling thread (CPU). All ranks of the group call ``begin_*`` in
@@ -7,8 +7,8 @@ is current in ``begin_*``; the others run beside it.
 
 Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the shard numel.
 
-A transport registers itself: ``register_transport`` on its class is all that lets plans and users choose it by name,
-and what plans count by it stands on the class too. CONTRIBUTING.md has the recipe.
+The decorator ``register_transport`` on the class of a transport lets plans and users choose it by name. The attributes
+of the class also decide the numbers in plans. CONTRIBUTING.md has the recipe.
 """
 
 import math
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-# What every backend can gather and broadcast. Others travel as bytes.
+# The dtypes that every backend can gather and broadcast. Other dtypes travel as bytes.
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
@@ -61,24 +61,24 @@ class Pending(Protocol):
 
 
 class Transport(ABC):
-    """Moves bytes between the ranks of one group.
+    """The base class of transports, which move bytes between the ranks of one group.
 
     Attributes:
-        name: The name the plan prints and ``transport=`` accepts.
-        moves: What it can move, for messages.
-        cost: Of those that fit a group the one that costs least is taken.
-        is_shared: It has connections of its own, so all annotations on a group share one.
+        name: The name that the plan prints and ``transport=`` accepts.
+        moves: The tensors that it can move, for messages.
+        cost: Of the transports that fit a group, the one of least cost is taken.
+        is_shared: It has connections of its own, so all annotations on a group share one transport.
         asks_hosts: Whether it fits depends on which ranks share a host.
-        is_direct: Slices go straight to the rank that needs them, and are added up there, in float32 at least;
-            otherwise around a ring. Plans count bytes and buffers by it.
+        is_direct: Slices go straight to the rank that needs them, which adds them up in float32 at least; otherwise
+            they go around a ring. Plans use this to count bytes and buffers.
         rank: This rank within the group.
         world_size: Ranks in the group.
-        groups: The process groups it talks in; empty until it talks.
-        begun: By tag, how many collectives whose messages have tags this rank has started.
-        closed_because: What every rank was told where the ranks have diverged, after which nothing can be started.
-        has_nccl: CUDA tensors travel by NCCL: to finish a collective lets a stream wait, and the thread goes on.
-        in_flight: What was started and nobody has waited for.
-        order: Of all others in the group; shared by all transports of the group.
+        groups: The process groups that it uses; empty before its first use of one.
+        begun: How many collectives this rank has started whose messages have tags, by tag.
+        closed_because: The diagnosis that every rank got when the ranks diverged; then nothing more can be started.
+        has_nccl: CUDA tensors travel by NCCL: ``finish`` lets a stream wait, and the thread goes on.
+        in_flight: The collectives that were started, and that no thread has waited for to the end.
+        order: The order of all other collectives in the group; shared by all transports of the group.
     """
 
     name: str
@@ -107,8 +107,8 @@ class Transport(ABC):
         """Say whether this transport is the one to take, if none of lower cost is.
 
         Args:
-            device_type: Of what it would move.
-            backend: Of the group.
+            device_type: Device type of the tensors to move.
+            backend: Backend of the group.
             hosts: The number of the host of each rank.
         """
         return cls.serves(device_type, backend)
@@ -121,10 +121,10 @@ class Transport(ABC):
 
     @abstractmethod
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order; both of one dtype, whichever it is.
+        """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order; both have the same dtype, any dtype.
 
-        ``shard`` does not overlap ``buffer``, or is its slice of this rank; both stay untouched by the caller until
-        ``finish``.
+        ``shard`` does not overlap ``buffer``, or it is the slice of ``buffer`` for this rank. The caller leaves both
+        untouched until ``finish``.
         """
 
     @abstractmethod
@@ -133,9 +133,9 @@ class Transport(ABC):
     ) -> Pending:
         """Write ``scale`` times the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S].
 
-        Both are floating-point or complex. ``shard`` may be of another dtype than ``source``, which is then the one
-        that travels; the sum runs in the wider of the two where that costs no further rounding. ``source`` may be
-        overwritten. Both stay untouched by the caller until ``finish``.
+        Both are floating-point or complex. If ``shard`` has another dtype than ``source``, the dtype of ``source``
+        travels, and the sum runs in the wider of the two where that costs no further rounding. ``source`` may be
+        overwritten. The caller leaves both untouched until ``finish``.
         """
 
     @abstractmethod
@@ -144,34 +144,34 @@ class Transport(ABC):
 
     @abstractmethod
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        """Replace ``tensor``, of any shape and dtype, on every rank by that of ``source_rank`` (in the group)."""
+        """Replace ``tensor``, of any shape and dtype, by the tensor of the rank ``source_rank`` within the group."""
 
     def empty(self, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return [numel] of undefined content where this transport wants what it moves; dtype and device of ``like``.
+        """Return a tensor [numel] of undefined content, in memory that suits this transport, on the device of ``like``.
 
-        What ``begin_reduce_scatter`` reads and writes comes from here. On a device it is allocated on
-        the current stream.
+        ``dtype`` is by default the dtype of ``like``. The source and shard of ``begin_reduce_scatter`` come from here.
+        On a device, the tensor is allocated on the current stream.
         """
         return like.new_empty(numel) if dtype is None else like.new_empty(numel, dtype=dtype)
 
     def settle(self) -> None:
-        """Wait for all that was started and not finished, also by a ``begin_*`` that an exception cut short."""
+        """Wait for all collectives in flight, also where an exception has cut a ``begin_*`` short."""
 
 
-# Which there are
+# The registered transports
 
 _T = TypeVar("_T", bound="type[ProcessGroupTransport]")
 _REGISTERED: "dict[str, type[ProcessGroupTransport]]" = {}
 
 
 def register_transport(transport: _T) -> _T:
-    """Let plans and users choose a transport, which is made of a process group, by its name."""
+    """Let plans and users choose a transport class by its name; a process group is its only argument."""
     _REGISTERED[transport.name] = transport
     return transport
 
 
 def transport_names() -> list[str]:
-    """Return the names of all transports, those that cost most, and fit most, first."""
+    """Return the names of all transports, in falling order of cost: the first ones fit the most groups."""
     return [one.name for one in sorted(_REGISTERED.values(), key=lambda one: -one.cost)]
 
 
@@ -180,10 +180,10 @@ def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
 
     Args:
         name: The name.
-        *others: What a user may write beside the names that there are, for the message.
+        *others: Other values that a user may write, for the message.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No transport has this name.
     """
     if not isinstance(name, str) or name not in _REGISTERED:
         known = ", ".join(map(repr, [*others, *transport_names()]))
@@ -192,13 +192,13 @@ def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
 
 
 def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name: str = "auto") -> str:
-    """Return the name of the transport for a shard group: a pure function of what all its ranks know.
+    """Return the name of the transport for a shard group: a pure function of values that all its ranks have.
 
     Args:
-        device_type: Where the parameters live.
+        device_type: Device type of the parameters.
         backend: Backend of the shard group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         hosts: The number of the host of each of its ranks, as ``hosts_of`` gives them.
-        name: The user's choice; ``auto``: of those that fit, the one of least cost.
+        name: The user's choice; ``auto``: of the transports that fit, the one of least cost.
 
     Raises:
         ConfigError: ``name`` is unknown, or does not fit device and backend.
@@ -217,11 +217,11 @@ def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name:
     return name
 
 
-# What is under way
+# Collectives under way
 
 
 class _Done:
-    """A collective that has happened."""
+    """A collective that is over."""
 
     __slots__ = ()
 
@@ -236,12 +236,12 @@ DONE = _Done()
 
 
 class Messages(Started):
-    """The works of one collective, kept by the transport until somebody has waited for them.
+    """The works of one collective, kept by the transport until a thread has waited for them.
 
-    Whoever was to wait may have been stopped by an exception, in the middle of starting one as well. A work that
-    nobody holds frees what gloo still needs, and memory that is freed before its work is over gets written to. So
-    this is made before the works are posted, by one call of ``works.extend``: Python runs no handler of a signal
-    inside it, and what was posted is always known.
+    An exception may stop the code that was to wait, even during the start. A work that nobody holds frees memory that
+    gloo still needs, and gloo writes to memory that is freed before its work is over. So this object is made before
+    the works are posted, by one call of ``works.extend``: Python runs no signal handler inside that call, so every
+    posted work is on record.
 
     Raises:
         DesyncError: The transport is closed.
@@ -265,7 +265,7 @@ class Messages(Started):
         if not works:
             return
         if self.waiter is not None:
-            # One that was waited for is complete; to wait again for a message is to wait for another one.
+            # A work that was waited for is complete; to wait for its message again is to wait for the next message.
             works = [work for work in works if not work.is_completed()]
         self.waiter = get_ident()
         try:
@@ -288,13 +288,13 @@ class _Running(Messages):
     """A collective of the process group, then the scaling of its result, and the cast.
 
     Args:
-        transport: That starts it.
+        transport: The transport that starts the collective.
         tag: Twice the key of the buffer; one more for a reduce-scatter.
-        call: Starts the collective.
-        args: Of the call.
-        result: What it fills.
-        factor: What the result is multiplied with, if anything.
-        cast: Where the result goes then, in another dtype, if anywhere.
+        call: The function that starts it.
+        args: The arguments of the call.
+        result: The tensor that the collective fills.
+        factor: The factor that ``result`` is multiplied by, if any.
+        cast: The tensor of another dtype that ``result`` is copied to in the end, if any.
     """
 
     __slots__ = ("_cast", "_factor", "_result")
@@ -314,7 +314,7 @@ class _Running(Messages):
         order.recent.append(tag)
         if transport.closed_because:
             raise diverged(transport.closed_because)
-        # As in the class above: to call it costs as much again.
+        # The same as in `Messages.__init__`: a call of it would cost as much time again.
         self.transport = transport
         self.tag = tag
         self.number = number
@@ -343,10 +343,10 @@ class _Running(Messages):
 
 @register_transport
 class ProcessGroupTransport(Transport):
-    """Moves bytes with the collectives of one process group: NCCL, gloo beyond a few ranks, the fake backend.
+    """A transport by the collectives of one process group: NCCL, gloo beyond a few ranks, the fake backend.
 
-    The calls go to the process group itself: the functions of ``torch.distributed`` cost half as much host time again,
-    in checks that planning has made already.
+    It calls the process group itself: the functions of ``torch.distributed`` cost half as much host time again, in
+    checks that planning has made already.
 
     Args:
         group: The shard group.
@@ -367,13 +367,13 @@ class ProcessGroupTransport(Transport):
         self._reduce_scatter = reduce_scatter_into(group)
         # NCCL averages in the collective itself, which saves a kernel.
         self._mean_scale = 1.0 / self.world_size
-        # To multiply with a number, torch makes this of it each time, which takes longer than a small product.
+        # To multiply by a number, torch makes such a tensor each time, which takes longer than a small product.
         self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
 
-        # Gathers and reduce-scatters on CUDA run on the caller's stream, which is one for
-        # communication: no second stream and no events between the two. Reductions in place
-        # may be started from the stream that computes, so they run beside it, on NCCL's own.
+        # All-gathers and reduce-scatters on CUDA run on the caller's stream, a stream for
+        # communication: they need no second stream and no events. All-reduces in place may be
+        # started from the stream that computes, so they run beside it, on NCCL's own stream.
         self._gather = AllgatherOptions()
         self._gather_here = AllgatherOptions()
         self._gather_here.asyncOp = False
@@ -394,7 +394,7 @@ class ProcessGroupTransport(Transport):
         return key
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        # The collective marks its output as modified. Through `data` the mark misses the
+        # The collective marks its output as modified. Through `data` the mark does not reach the
         # parameters that view the buffer: autograd saved them, and gathering restores their values.
         buffer = buffer.data
         if self.world_size == 1 or not shard.numel():
@@ -425,7 +425,7 @@ class ProcessGroupTransport(Transport):
         else:
             options = self._scatter_here
         if dtype is torch.float16 and options is not self._scatter_mean:
-            # The sum may be more than this type holds, where the mean is not. A power of two costs no rounding.
+            # The sum may overflow this dtype where the mean does not. To scale by a power of two costs no rounding.
             before = math.ldexp(1.0, min(math.frexp(scale)[1] - 1, 0))
             if before != 1.0:
                 source.mul_(before)
@@ -452,14 +452,14 @@ class ProcessGroupTransport(Transport):
         return _Running(self, 2 * key, self._group.broadcast, ([parts], options), tensor, None)
 
     def _factor(self, scale: float) -> torch.Tensor | float | None:
-        """Return what ``mul_`` takes for ``scale``; ``None``: there is nothing to multiply."""
+        """Return ``scale`` as a factor for ``mul_``; ``None``: there is nothing to multiply."""
         if scale == self._mean_scale:
             return self._mean_factor
         return None if scale == 1.0 else scale
 
     def settle(self) -> None:
         for started in list(self.in_flight):
-            # What is done with the results is left to those who finish the collectives, if anybody does.
+            # Only wait: scaling and casts are left to the callers that finish the collectives, if any do.
             if isinstance(started, Messages):
                 Messages.finish(started)
         self.in_flight.clear()
