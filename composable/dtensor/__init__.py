@@ -1,4 +1,4 @@
-"""The sharded parameter: a DTensor cut anywhere."""
+"""The sharded parameter: a DTensor that is cut at any element."""
 
 from composable.dtensor.gather import fallback_counts, note_written, strict_mode
 from composable.dtensor.norms import NormParts, cut_dims, summed_in

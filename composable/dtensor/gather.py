@@ -1,8 +1,8 @@
 """Gathers of ragged tensors, requested or hidden.
 
-What has no rule of its own gathers: every ragged operand becomes a full plain tensor, the operation runs on full
-tensors, what it changed is sliced back into the local pieces, and its results are replicated DTensors. Right, slow,
-and counted; nothing depends on which operations torch's DTensor has a sharding rule for.
+An operation without a rule of its own gathers: every ragged operand becomes a full plain tensor, the operation runs on
+full tensors, the tensors that it changed are sliced back into the local pieces, and its results are replicated
+DTensors. This is right, slow, and counted; it needs none of the sharding rules of torch's DTensor.
 """
 
 import weakref
@@ -64,7 +64,7 @@ aten = torch.ops.aten
 
 
 def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return the full tensor on every rank, fresh and dense, its memory in the layout's order.
+    """Return the full tensor on every rank: new, dense, with its memory in the layout's order.
 
     Shapes: local [layout.local_shape] -> [layout.shape], any dtype, on the device of ``local``.
     Collective: all ranks of the layout's groups, same order.
@@ -90,7 +90,7 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 
 
 def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return the block on every rank that shares it, fresh and dense, its memory in the layout's order.
+    """Return the block on every rank that shares it: new, dense, with its memory in the layout's order.
 
     Shapes: local [layout.local_shape] -> [layout.block_shape], any dtype, on the device of ``local``.
     Collective: all ranks of the layout's group, same order.
@@ -98,7 +98,7 @@ def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     device, home = torch.device(layout.mesh.device_type), local.device
     if local.is_meta:
         return layout.empty_block(local.dtype, home)
-    # Offloaded to the host: the group talks in device tensors only.
+    # Offloaded to the host: the group sends device tensors only.
     source = values_of(local).detach().reshape(-1)
     source = source if home.type == device.type else source.to(device)
     block = layout.unflat(_gather_flat(source, layout.bounds, layout.ranks))
@@ -106,9 +106,9 @@ def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 
 
 def _gather_flat(own: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> torch.Tensor:
-    """Return the flat tensors of all ranks, one after the other, this rank's being ``own``."""
+    """Return the flat tensors of all ranks, one after the other; ``own`` is the tensor of this rank."""
     if is_tracing() and ranks.size > 1 and bounds[-1]:
-        # As a graph can hold it: torch.compile does not see what other collectives write into lists.
+        # In a form that a graph can hold: torch.compile does not see results that a collective writes into lists.
         sizes = [hi - lo for lo, hi in pairwise(bounds)]
         piece = max(sizes)
         padded = torch.cat([own, own.new_zeros(piece - own.numel())])
@@ -122,22 +122,22 @@ def _gather_flat(own: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> torc
 
 
 def is_parameter(tensor: Any) -> bool:
-    """Say whether a ragged tensor [any] is the sharded parameter of some module, not only cut as one."""
+    """Say whether a ragged tensor [any] is the sharded parameter of some module, not only a tensor with its cut."""
     return mark_of(tensor) is not None
 
 
-# -- how often operations gathered that nobody asked to gather
+# -- the count of operations that gathered without being asked to
 
 
 class _RaggedRecord:
-    """What this process knows of ragged tensors beside themselves. Ranks that are threads share it.
+    """The records of this process about ragged tensors. Ranks that are threads share them.
 
     Attributes:
-        counts: How often operations gathered what nobody asked to gather, by operation.
-        strict_depth: How many ``strict_mode`` are around: these operations are refused.
-        sources: What some view still looks into, by id. Empty but for moments: asking costs the hot path nothing.
-        unfinished: Whose gradients are under way, by id, and whether ``zero_grad`` drops what is to come; mostly empty
-            as well. Parameters and gradients, told apart by identity, are each of one rank.
+        counts: How often each operation gathered without being asked to.
+        strict_depth: How many ``strict_mode`` contexts are active: in them, such operations are refused.
+        sources: The sources that some view still looks into, by id. Mostly empty, so the hot path checks it for free.
+        unfinished: The owners of gradients that are not complete, by id, and whether ``zero_grad`` drops the rest;
+            mostly empty too. Gradients are compared by identity, so ranks that are threads do not mix.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ RECORD = _RaggedRecord()
 
 
 def count_fallback(op: str, layout: RaggedLayout) -> None:
-    """Note that ``op`` is about to gather a tensor of ``layout``.
+    """Count the gather of a tensor of ``layout`` that ``op`` is about to begin.
 
     Raises:
         UsageError: ``strict_mode`` is on.
@@ -199,7 +199,7 @@ def wrap(cls: Any, local: torch.Tensor, spec: DTensorSpec) -> Any:
 
 
 def replicate(full: torch.Tensor, layout: RaggedLayout) -> DTensor:
-    """Wrap a tensor of any shape and dtype that every rank holds whole as torch's own DTensor."""
+    """Wrap ``full``, a tensor of any shape and dtype that is whole on every rank, as torch's own DTensor."""
     replicated: DTensor = wrap(DTensor, full, replicated_spec(layout.mesh, full))
     return replicated
 
@@ -213,10 +213,10 @@ def is_replicated(tensor: DTensor, layout: RaggedLayout) -> bool:
 
 
 def shares_cut(mesh: DeviceMesh, layout: RaggedLayout) -> bool:
-    """Say whether what is on ``mesh`` may meet what has the layout: it has the same dim for pieces.
+    """Say whether one operation may take tensors of ``mesh`` and of the layout: both have the dim that is cut.
 
-    Of two meshes one may have other dims beside it, for tensor parallelism. What is on none of these is the same
-    along them.
+    One of the two meshes may have further dims, for tensor parallelism. Tensors of the other mesh are equal along
+    these dims.
     """
     own, names = layout.mesh, mesh.mesh_dim_names or ()
     if mesh == own:
@@ -227,7 +227,7 @@ def shares_cut(mesh: DeviceMesh, layout: RaggedLayout) -> bool:
 
 
 def widest(layouts: Iterable[RaggedLayout]) -> RaggedLayout:
-    """Return the first of the layouts with most mesh dims."""
+    """Return the first of the layouts with the most mesh dims."""
     return max(layouts, key=lambda layout: layout.mesh.ndim)
 
 
@@ -240,8 +240,8 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     """Run ``op`` on full tensors. Collective, and counted as a fallback, unless all operands are whole already.
 
     Raises:
-        UsageError: An averager of torch asks; ``strict_mode`` is on; an operand is a plain tensor that may differ
-            between ranks; or the operation draws random numbers, which ranks would draw differently.
+        UsageError: A model averager of torch runs ``op``; ``strict_mode`` is on; an operand is a plain tensor that may
+            differ between ranks; or the operation draws random numbers, which ranks would draw differently.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
@@ -260,7 +260,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     bound = {arg.name: value for arg, value in zip(op._schema.arguments, args)} | dict(kwargs)
     changed = [leaf for name in written(op) for leaf in tree_leaves(bound.get(name)) if isinstance(leaf, torch.Tensor)]
     changed_ids = {id(tensor) for tensor in changed}
-    # What is written to a view is the same on every rank, or is compared, as `equal` does.
+    # Plain operands are allowed for a write to a view, which is equal on every rank, and for `equal`.
     takes_plain = op is aten.equal.default or any(isinstance(tensor, GatheredView) for tensor in changed)
     for tensor in tensors:
         is_written = id(tensor) in changed_ids
@@ -284,7 +284,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
         if id(one) in changed_ids:
             one._local_tensor.copy_(slice_full(fulls[id(one)], one._spec.layout))
             note_written([one._local_tensor])
-    # An operation in place returns what it was given.
+    # An operation in place returns its own argument.
     originals = {id(fulls[id(tensor)]): tensor for tensor in tensors}
     makes_views = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in op._schema.returns)
     first: Any = tensors[0]
@@ -328,7 +328,7 @@ def _check_operand(cls: Any, op: OpOverload, tensor: Any, layout: RaggedLayout, 
 
 
 def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any]) -> UsageError:
-    """Return the error of an operation on a ragged tensor and a plain one, which each rank may have its own of."""
+    """Return the error of an operation on a ragged tensor and a plain one, which may differ between ranks."""
     ragged = next(filter(is_parameter, bases), bases[0])
     layout: RaggedLayout = ragged._spec.layout
     if not is_parameter(ragged) or layout.label is None:
@@ -365,7 +365,7 @@ class _Source:
     Attributes:
         base: The ragged tensor.
         full: Its values when the first of the views was taken.
-        is_stale: ``base`` was written to since, other than through these views.
+        is_stale: ``base`` was written to since then, other than through these views.
     """
 
     __slots__ = ("__weakref__", "base", "full", "is_stale")
@@ -377,15 +377,15 @@ class _Source:
         RECORD.sources[id(self)] = self
 
     def write_back(self) -> None:
-        """Take over what the views changed in the gathered copy."""
+        """Copy changes that the views made in the gathered copy to the ragged tensor."""
         self.base._local_tensor.copy_(slice_full(self.full, self.base._spec.layout))
         note_written([self.base._local_tensor], but=self)
 
 
 def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None) -> None:
-    """Note that local tensors, which others share memory with, were written to by their ragged ones.
+    """Note that operations on ragged tensors have written to their local tensors, of any shapes and dtypes.
 
-    Autograd compares versions, and views of these ragged tensors no longer show their values. Any shapes and dtypes.
+    This increments the versions that autograd compares, and makes views stale, except views of the source ``but``.
     """
     increment_version(locals_)
     if RECORD.sources:
@@ -400,17 +400,17 @@ def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None)
 class GatheredView(DTensor):
     """A view of a ragged tensor, such as ``weight[0]``: it looks into a gathered copy.
 
-    Writing to it writes to the ragged tensor, as with any view. Writing to the ragged tensor does
-    not show here: a view is of use only until then, and raises ``UsageError`` afterwards.
+    A write to the view also changes the ragged tensor, as with any view. A write to the ragged tensor
+    does not change the view: after it, the view is of no use and raises ``UsageError``.
     """
 
     source: _Source
 
     def check_fresh(self) -> None:
-        """Raise unless the view still shows the values of what it views.
+        """Raise unless the view still shows the values of its ragged tensor.
 
         Raises:
-            UsageError: It does not.
+            UsageError: The ragged tensor was changed since.
         """
         if self.source.is_stale:
             raise UsageError(
@@ -428,7 +428,7 @@ class GatheredView(DTensor):
         if torch.Tag.inplace_view in op.tags:
             raise UsageError(f"{op} would change the shape of a view of a ragged tensor", fix="use what returns a view")
         if op is aten.as_strided.default and len(args) > 3 and args[3] is not None:
-            # Told from the start of what the view says is its storage, where its local tensor is not.
+            # torch counts this offset in the storage that the view shows; the local tensor begins elsewhere in its own.
             args = (*args[:3], args[3] - views[0].storage_offset() + views[0]._local_tensor.storage_offset())
         return gather_and_run(type(views[0].source.base), op, args, kwargs or {})
 
@@ -440,7 +440,7 @@ def _make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> Gathe
 
 
 def make_stale_view(base: Any) -> GatheredView:
-    """Return a view of one element that every operation refuses, to find out whether operations reach this file."""
+    """Return a view of one element that every operation refuses, to test whether operations reach this file."""
     source = _Source(base, torch.zeros(1))
     source.is_stale = True
     return _make_view(torch.zeros(1), base._spec, source)

@@ -1,6 +1,6 @@
 """Norms of ragged tensors, without a gather.
 
-Each rank reduces its piece; what the ranks then exchange has the size of the result.
+Each rank reduces its piece; then the ranks exchange a tensor of the size of the result.
 """
 
 import math
@@ -23,13 +23,13 @@ aten = torch.ops.aten
 
 
 class NormParts:
-    """How the norm of a whole comes from those of its pieces, on one rank and over ranks, in fp64.
+    """The rule that joins norms of pieces to the norm of the whole, on one rank and over ranks, in fp64.
 
-    A part is the power of a piece's norm, and parts are added. For the infinite order it is the largest magnitude,
-    and whether there is a NaN, which a maximum over ranks need not propagate.
+    A *part* is the power of a piece's norm, and parts are added. For the infinite order, a part is the largest
+    magnitude, and whether there is a NaN, which a maximum over ranks need not propagate.
 
     Attributes:
-        order: Of the norm: 0 or above.
+        order: Order of the norm: 0 or above.
         op: How ranks combine their parts.
     """
 
@@ -53,7 +53,7 @@ class NormParts:
         return parts.amax(1, keepdim=True) if self.order == math.inf else parts.sum(1, keepdim=True)
 
     def norms(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the norms [*shape] of wholes with parts [1 or 2, *shape]."""
+        """Return the norms [*shape] of whole tensors with parts [1 or 2, *shape]."""
         if self.order == math.inf:
             return parts[0].where(parts[1] == 0, math.nan)
         return parts[0] if self.order in (0, 1) else parts[0].pow(1.0 / self.order)
@@ -75,7 +75,7 @@ def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Run ``_foreach_norm``: ragged tensors together, others each on its own. Any float shapes -> a list of []."""
+    """Run ``_foreach_norm``: ragged tensors in one go, other tensors one by one. Any float shapes -> a list of []."""
     tensors = args[0]
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -86,7 +86,7 @@ def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 
 def vector_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``linalg_vector_norm``, over all dims -> [], or over some -> the rest."""
+    """Run ``linalg_vector_norm``: over all dims, the result is []; over some dims, it has the shape of the rest."""
     this, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])[:4]
     dtype = kwargs.get("dtype")
     if type(this) is cls and dims and this.dim() > 1 and 0 < order < math.inf and not this._spec.layout.order:
@@ -109,7 +109,7 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
             groups.append((layout, members := []))
         members.append(index)
     found: list[Any] = [None] * len(tensors)
-    # On one mesh where they can be: who adds up norms knows DTensors of one mesh only.
+    # On one mesh where possible: the caller can add up norms only if these are DTensors of one mesh.
     wide = widest(layout for layout, _ in groups) if groups else None
     for layout, members in groups:
         whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
@@ -143,7 +143,7 @@ def _norms_of_group(
 
 
 def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
-    """Return the norm over some dims, replicated; as Adafactor takes it of rows and columns.
+    """Return the norm over some dims, replicated; Adafactor takes such norms of rows and columns.
 
     Collective: one all-reduce of the result's size, in fp64.
     """
@@ -169,11 +169,11 @@ def _real_of(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-# -- truth, and the gradient scaler
+# -- truth values, and the gradient scaler
 
 
 def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Reduce truth values of any shape to one []; what in-place initialisers ask between draws."""
+    """Run ``any`` or ``all``: truth values of any shape -> []; in-place initialisers need it between draws."""
     this = args[0]
     layout: RaggedLayout = this._spec.layout
     local = op(this._local_tensor)

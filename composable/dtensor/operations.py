@@ -1,12 +1,12 @@
 """The rule of each aten operation.
 
-Chosen once per operation, then found by one dict lookup. Element-wise operations run on the local pieces; random
-fills draw the full tensor, so that one seed gives one model at any world size; views that change nothing alias; norms,
-truth and the gradient scaler add one small all-reduce (``norms.py``); all else gathers (``gather.py``).
+A rule is chosen once per operation, then found by one dict lookup. Element-wise operations run on the local pieces;
+random fills draw the full tensor, so that one seed gives one model at any world size; views of the same shape alias;
+norms, truth values and the gradient scaler add one small all-reduce (``norms.py``); the rest gathers (``gather.py``).
 
-Whether an operation runs locally depends only on what all ranks know (types, shapes, bounds), never on the length of
-a piece: else one rank would enter a gather alone. Of lists (``_foreach_*``, ``_fused_*``), the optimizer's way, the
-layouts are compared by the identity of their specs, and elements of which this rank owns nothing are left out.
+Whether an operation runs locally depends only on facts that are equal on all ranks (types, shapes, bounds), never on
+the length of a piece: else one rank would enter a gather alone. In list operations (``_foreach_*``, ``_fused_*``) of
+optimizers, layouts are compared by the identity of specs, and tensors of which this rank owns nothing are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ def rule_for(op: OpOverload) -> Rule:
 def _noted(
     rule: Rule, places: Sequence[int], cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run an operation that writes to the arguments at ``places``, or to ``out``, and let others know."""
+    """Run an operation that writes to the arguments at ``places``, or to ``out``, and call ``note_written``."""
     result = rule(cls, op, args, kwargs)
     changed: list[torch.Tensor] = []
     for value in (args[place] for place in places if place < len(args)) if places else (kwargs["out"],):
@@ -75,7 +75,7 @@ def _noted(
 
 def _choose(op: OpOverload) -> Rule:
     if op.namespace != "aten":
-        # Such as `prims.fma`, which torch.compile makes of `addcmul`.
+        # For example `prims.fma`, which torch.compile makes of `addcmul`.
         return _pointwise if torch.Tag.pointwise in op.tags and not written(op) else gather_and_run
     name = op._schema.name.removeprefix("aten::")
     changed = written(op)
@@ -106,7 +106,7 @@ def _choose(op: OpOverload) -> Rule:
         return _random_like if name.endswith("_like") and not changed else gather_and_run
     returns = op._schema.returns
     is_pointwise = torch.Tag.pointwise in op.tags or name in _UNTAGGED_POINTWISE
-    # Others reduce, such as `equal`.
+    # Operations with other results reduce, such as `equal`.
     if is_pointwise and returns and all(str(ret.type) == "Tensor" for ret in returns):
         if not changed:
             return _pointwise
@@ -124,7 +124,7 @@ def _like(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     is_reordered = kwargs.get("memory_format", torch.preserve_format) != torch.preserve_format
     if type(this) is not cls or (this._spec.layout.order and is_reordered):
         return gather_and_run(cls, op, args, kwargs)
-    # The whole has its strides for life, whatever memory format was asked for.
+    # The strides of the whole never change, whatever memory format the caller asks for.
     kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     local = op(this._local_tensor, *args[1:], **kwargs)
     return wrap(cls, local, this._spec.cast(local.dtype))
@@ -137,7 +137,7 @@ def _new(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     if size.numel() != layout.shape.numel() or (size != layout.shape and layout.splits):
         return replicate(op(this._local_tensor, size, *args[2:], **kwargs), layout)
     if size != layout.shape:
-        # As many elements in another shape can be cut at the same places.
+        # Another shape with as many elements can be cut at the same places.
         spec = ragged_spec(layout.mesh, size, spec.dtype, layout.bounds, mesh_dim=layout.mesh_dim)
     local = op(this._local_tensor, spec.layout.local_shape, *args[2:], **kwargs)
     return wrap(cls, local, spec.cast(local.dtype))
@@ -170,7 +170,7 @@ def _forbidden(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     )
 
 
-# -- random numbers: this rank's piece of what one process would draw; equal seeds on all ranks assumed
+# -- random numbers: this rank's piece of the numbers that one process would draw; all ranks need equal seeds
 
 
 def _random_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -201,7 +201,7 @@ def _random_canvas(op: OpOverload, args: Sequence[Any]) -> torch.Tensor:
 
 
 def _piece(value: torch.Tensor, layout: RaggedLayout) -> torch.Tensor | None:
-    """Return the part of a replicated or plain operand that meets this rank's piece; ``None``: there is none."""
+    """Return the part of a replicated or plain operand that belongs to this rank's piece; ``None``: there is none."""
     full = value
     if isinstance(value, DTensor):
         if not is_replicated(value, layout):
@@ -220,7 +220,7 @@ def _piece(value: torch.Tensor, layout: RaggedLayout) -> torch.Tensor | None:
 
 
 def _local_operands(cls: Any, values: Sequence[Any], spec: RaggedSpec) -> list[Any] | None:
-    """Return what meets the local piece of ``spec``, for every operand; ``None`` if one has no such part."""
+    """Return the part of each operand that belongs to the piece of ``spec``; ``None``: an operand has no such part."""
     found = []
     for value in values:
         kind = type(value)
@@ -231,7 +231,7 @@ def _local_operands(cls: Any, values: Sequence[Any], spec: RaggedSpec) -> list[A
         elif kind in _NUMBERS or not isinstance(value, torch.Tensor):
             found.append(value)
         elif not spec.layout.shape and value.dtype != spec.dtype:
-            # Scalars of two dtypes promote on equal terms; the local piece of a scalar is 1-D and would win.
+            # Scalars of two dtypes promote on equal terms; the local piece of a scalar is 1-D, and its dtype would win.
             return None
         else:
             operand = _piece(value, spec.layout)
@@ -271,7 +271,7 @@ def _pointwise_out(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
 
 
 def _copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Copy into a ragged tensor; from one of another layout only the source has to be whole."""
+    """Copy into a ragged tensor; from a tensor of another layout, gather the source only."""
     this, source = args[:2]
     if type(this) is cls and type(source) is cls and not this._spec.layout.matches(source._spec.layout):
         count_fallback(str(op), source._spec.layout)
@@ -280,7 +280,7 @@ def _copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
 
 
 def _masked_put_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Put one number where a mask of the same cut is true; other kinds of index gather."""
+    """Write one number where a mask of the same cut is true; other kinds of index need a gather."""
     this, indices, value, *accumulate = args
     is_masked = len(indices) == 1 and type(this) is cls and type(indices[0]) is cls and indices[0].dtype == torch.bool
     if is_masked and isinstance(value, torch.Tensor) and value.dim() == 0 and not any(accumulate) and not kwargs:
@@ -293,7 +293,7 @@ def _masked_put_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: 
 
 
 def _zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Set one or many to zero, and note it on the pieces: a gradient may be one that others wait to be added to."""
+    """Set one tensor or a list to zero, and mark the pieces: this drops a gradient that waits for later ones."""
     is_list = isinstance(args[0], (list, tuple))
     result = (_foreach_in_place if is_list else _pointwise_in_place)(cls, op, args, kwargs)
     for tensor in args[0] if is_list else args[:1]:
@@ -306,13 +306,13 @@ def _zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
 
 
 def _local_lists(cls: Any, args: Sequence[Any], *, same_dtype: bool, plain_list: int = -1) -> list[Any] | None:
-    """Return the arguments, lists cut to what has local work; ``None``: take elements one by one.
+    """Return the arguments, their lists cut to tensors with local work; ``None``: run the elements one by one.
 
     Args:
         cls: The tensor subclass.
         args: All arguments.
         same_dtype: Accept only operands that keep the first argument's dtype.
-        plain_list: Position of a list of plain tensors that goes along with the elements.
+        plain_list: Position of a list that has one plain tensor for each element.
     """
     try:
         specs: list[RaggedSpec] = [tensor._spec for tensor in args[0]]
@@ -331,7 +331,7 @@ def _local_lists(cls: Any, args: Sequence[Any], *, same_dtype: bool, plain_list:
                 continue
             scalar = _number_of(value, specs[0].layout)
             is_tensor = isinstance(scalar, torch.Tensor)
-            # Not one number for all elements.
+            # The tensor is not one number for all elements.
             if is_tensor and (isinstance(scalar, DTensor) or scalar.dim()):
                 return None
             if same_dtype and (scalar.is_complex() if is_tensor else type(scalar) is complex):
@@ -348,7 +348,7 @@ def _all_match(specs: Sequence[RaggedSpec], others: Sequence[RaggedSpec]) -> boo
 
 
 def _number_of(value: Any, layout: RaggedLayout | None = None) -> Any:
-    """Return what a replicated number is on this rank; anything else as it is."""
+    """Return the local tensor of a replicated number; return any other value as it is."""
     if isinstance(value, DTensor) and value.dim() == 0 and all(p.is_replicate() for p in value.placements):
         return value._local_tensor if layout is None or is_replicated(value, layout) else value
     return value
@@ -367,20 +367,20 @@ def _foreach_in_place(
 
 def _foreach(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Run a ``_foreach_*`` operation that returns new tensors."""
-    # Results get the specs of the first argument, so only where the dtype stays.
+    # Results get the specs of the first argument, which are right only if the dtype stays.
     is_complex = any(type(value) is complex for value in kwargs.values())
     local_args = None if is_complex else _local_lists(cls, args, same_dtype=True)
     if local_args is None or not all(tensor._spec.dtype.is_floating_point for tensor in args[0]):
         return _one_by_one(cls, op, args, kwargs)
     results = iter(op(*local_args, **kwargs) if local_args[0] else ())
-    # A result without elements may share the input's local tensor: there is nothing to tell them apart by.
+    # A result without elements may share the input's local tensor: no operation can show a difference.
     return [
         wrap(cls, tensor._local_tensor if tensor._spec.is_idle else next(results), tensor._spec) for tensor in args[0]
     ]
 
 
 def _one_by_one(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Run a list operation as lists of one: local where the operands allow it, gathered elsewhere."""
+    """Run a list operation on one element at a time: locally where the operands allow it, else with a gather."""
     count = len(args[0])
     results: list[Any] = []
     for index in range(count):
@@ -399,7 +399,7 @@ def _element(value: Any, index: int, count: int) -> Any:
 def _run_one(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     ragged = [leaf for leaf in tree_leaves(args) if type(leaf) is cls]
     if not ragged:
-        # A plain tensor, or one of another mesh, meets a number for the whole list, such as a clipping factor.
+        # A plain tensor, or a tensor of another mesh, with a number for the whole list, such as a clipping factor.
         return op(*(_number_of(value) for value in args), **kwargs)
     if written(op) and type(args[0][0]) is not cls:
         return gather_and_run(cls, op, args, kwargs)

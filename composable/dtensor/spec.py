@@ -1,10 +1,10 @@
 """The cut of one parameter over the ranks.
 
 A cut is ragged: every rank owns one contiguous range of the flattened parameter, of any
-length, also none. All ranks hold the same bounds, so each knows what the others own. No communication.
+length, also none. All ranks hold the same bounds, so each has the ranges of all others. No communication.
 
-Where tensor parallelism has split the parameter over other dims of the mesh, what is cut is a *block*: what
-the ranks along the cut dim hold together. Ranks along the other dims have other blocks, and other bounds.
+Where tensor parallelism has split the parameter over other dims of the mesh, the cut divides a *block*: the part
+that the ranks along the cut dim hold together. Ranks along the other dims have other blocks, and other bounds.
 
 Terms: a *local* tensor is this rank's piece, ``[rows, *rest]`` when every bound falls on a
 row of the block and 1-D otherwise; a *full* tensor has the parameter's shape.
@@ -51,12 +51,12 @@ __all__ = [
 
 
 class Label(Protocol):
-    """Who a parameter is. As text, what messages call it.
+    """The identity of a parameter. ``str(label)`` is its name in messages.
 
     Attributes:
-        module: What messages call the module that owns it.
-        everyone: All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone.
-        has_parts: On some of these, modules of the same tree lie on a part of them.
+        module: Name, in messages, of the module that owns it.
+        everyone: All ranks that hold pieces of it, or copies of pieces; ``None``: its handle is gone.
+        has_parts: On some of these ranks, modules of the same tree are on a part of the ranks.
     """
 
     @property
@@ -73,8 +73,8 @@ class Split(NamedTuple):
     """One split of a parameter into blocks, by a ``Shard`` of tensor parallelism.
 
     Attributes:
-        mesh_dim: Over which dim of the mesh.
-        dim: Of the parameter.
+        mesh_dim: The dim of the mesh that the split goes over.
+        dim: The dim of the parameter that is split.
         rank: This rank within ``mesh_dim``.
     """
 
@@ -84,27 +84,27 @@ class Split(NamedTuple):
 
 
 class RaggedLayout:
-    """Which elements of a parameter each rank owns; what casts of a parameter and its gradient share.
+    """The elements of a parameter that each rank owns; casts of a parameter and its gradient share the layout.
 
     Attributes:
-        mesh: The ranks.
-        mesh_dim: The dim of it that the parameter is cut over; replicated over those that are not in ``splits`` either.
+        mesh: The mesh of the ranks.
+        mesh_dim: The mesh dim that the parameter is cut over; it is replicated over other dims without a split.
         shape: Shape of the whole.
-        splits: How the whole is split into blocks, the outermost split first; mostly not at all.
-        cut_dims: The dims of the mesh over which ranks hold different elements: that one, and those of the splits.
-        placements: The same for torch.
-        block_shape: Shape of the block that is cut; without splits that of the whole.
+        splits: The splits of the whole into blocks, the outermost split first; mostly empty.
+        cut_dims: The mesh dims over which ranks hold different elements: ``mesh_dim``, and the dims of the splits.
+        placements: The placements that describe this layout to torch.
+        block_shape: Shape of the block that is cut; without splits, the shape of the whole.
         block_offsets: Where in the whole the block begins, for each dim.
-        bounds: Of the block, see ``RaggedShard``.
-        order: In which the dims are flattened, and lie in a full tensor's memory; empty: as they are numbered.
+        bounds: Bounds of the ranks in the block, see ``RaggedShard``.
+        order: Order in which the dims are flattened, and lie in a full tensor's memory; empty: their own order.
         rank: This rank within ``mesh_dim``.
         lo: First element that this rank owns.
-        hi: Past the last one.
+        hi: The element after the last one that this rank owns.
         local_shape: Shape of this rank's piece.
-        is_stored: Checkpoints take this rank's piece; not where another rank has a copy of the block that is cut
-            elsewhere, whose pieces would overlap.
-        label: The parameter that was cut first; its gradient and the optimizer's state have its layout.
-        specs: Those with this layout, by dtype.
+        is_stored: Checkpoints take this rank's piece. False where another rank stores a copy of the block: it may be
+            cut at other bounds, and the pieces of both would overlap.
+        label: Label of the parameter that was cut first; its gradient and the optimizer's state have its layout.
+        specs: The specs with this layout, by dtype.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ class RaggedLayout:
         self.specs: dict[torch.dtype, RaggedSpec] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keeps the rank that wrote it, whose piece it describes.
+        # A pickle keeps the rank that wrote it, since it describes the piece of that rank.
         cut = self.bounds, self.rank, self.order, self.splits
         return RaggedLayout, (self.mesh, self.mesh_dim, self.shape, *cut), {"is_stored": self.is_stored}
 
     def shapes_around(self) -> Iterator[torch.Size]:
-        """Yield the shape that each split splits, as this rank sees it."""
+        """Yield, for each split, the shape on this rank before the split."""
         shape = self.shape
         for mesh_dim, dim, rank in self.splits:
             yield shape
@@ -153,10 +153,10 @@ class RaggedLayout:
             shape = torch.Size(with_dim(shape, dim, stop - start))
 
     def block_at(self, places: Sequence[int]) -> tuple[tuple[int, ...], torch.Size]:
-        """Return where in the whole the block of a rank begins, and its shape.
+        """Return the offsets in the whole at which the block of a rank begins, and the block's shape.
 
         Args:
-            places: Of the rank, within the mesh dim of each split.
+            places: The places of the rank within the mesh dims of the splits.
         """
         offsets, shape = (0,) * len(self.shape), self.shape
         for split, place in zip(self.splits, places, strict=True):
@@ -173,23 +173,23 @@ class RaggedLayout:
 
     @property
     def global_rank(self) -> int:
-        """What messages call the rank that owns this piece; needs no process group."""
+        """The global rank that owns this piece, for messages; needs no process group."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return self.rank
         place = [*coordinate]
         place[self.mesh_dim] = self.rank
-        with without_modes():  # Shown maybe while a graph is made: torch 2.11 would make fake tensors of the numbers.
+        with without_modes():  # In case a graph is being made: torch 2.11 would make fake tensors of the numbers.
             return int(self.mesh.mesh[tuple(place)])
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Those that share the block."""
+        """The ranks that share the block."""
         return Ranks.of_mesh(self.mesh, self.mesh_dim)
 
     @cached_property
     def split_ranks(self) -> tuple[Ranks, ...]:
-        """For each split, those that have the parts."""
+        """For each split, the ranks that hold its parts."""
         return tuple(Ranks.of_mesh(self.mesh, split.mesh_dim) for split in self.splits)
 
     @property
@@ -233,7 +233,7 @@ class RaggedLayout:
         return full
 
     def flat(self, block: torch.Tensor) -> torch.Tensor:
-        """Return a block [block_shape] as [numel], in the order of the cut; a view where its memory is."""
+        """Return a block [block_shape] as [numel], in the order of the cut; a view if its memory has that order."""
         return in_memory_order(block.reshape(self.block_shape) if self.order else block, self.order).reshape(-1)
 
     def unflat(self, flat: torch.Tensor) -> torch.Tensor:
@@ -243,15 +243,15 @@ class RaggedLayout:
 
 
 class RaggedSpec(DTensorSpec):
-    """A ``DTensorSpec`` with one ``RaggedShard`` placement, and what the hot path wants precomputed.
+    """A ``DTensorSpec`` with one ``RaggedShard`` placement, and values precomputed for the hot path.
 
     A parameter, its gradient and its optimizer state share one object: equal layouts are then recognised by identity.
 
     Attributes:
         layout: The cut, shared by every dtype.
         dtype: Element type.
-        is_idle: This rank owns no element, and lists leave it out. Not for integers: an operation that refuses them
-            must do so on every rank.
+        is_idle: This rank owns no element, and list operations leave the tensor out. False for integers: an operation
+            that refuses integers must do so on every rank.
     """
 
     def __init__(self, layout: RaggedLayout, dtype: torch.dtype) -> None:
@@ -263,11 +263,11 @@ class RaggedSpec(DTensorSpec):
         self._casts = layout.specs
         self._casts[dtype] = self
 
-    # A dataclass with its own __eq__ in the base; without this line the subclass would not be hashable.
+    # The base is a dataclass with its own __eq__; without this line the subclass would not be hashable.
     __hash__ = DTensorSpec.__hash__
 
     def __new__(cls, *args: Any, **fields: Any) -> Any:
-        # A dataclass's copy names its fields. It is torch's own, of which a DTensor of ours is made again.
+        # `dataclasses.replace` names the fields: return torch's own spec, of which a ragged DTensor is made again.
         return DTensorSpec(**fields) if fields else super().__new__(cls)
 
     def cast(self, dtype: torch.dtype) -> "RaggedSpec":
@@ -305,8 +305,8 @@ def ragged_spec(
         dtype: Element type.
         bounds: One more than ``mesh_dim`` has ranks: rank ``r`` owns flat ``[bounds[r], bounds[r + 1])`` of the block.
         mesh_dim: The dim of the mesh; the last one by default.
-        order: In which the dims are flattened, the outermost first; empty: as they are numbered.
-        splits: Of other dims of the mesh, over which dim of the tensor each splits it, as ``Shard`` does.
+        order: Order in which the dims are flattened, the outermost first; empty: their own order.
+        splits: For other dims of the mesh, the dim of the tensor that each splits, as ``Shard`` does.
 
     Raises:
         ConfigError: Bounds, order or splits do not fit the mesh or the shape, or this rank is not in the mesh.
@@ -336,10 +336,10 @@ def ragged_spec(
 def spec_of_placements(
     mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
 ) -> RaggedSpec:
-    """Describe a tensor by its placements.
+    """Return the spec of a tensor with these placements.
 
     Raises:
-        ConfigError: They are others than one ``RaggedShard``, ``Replicate`` and ``Shard``, or do not fit.
+        ConfigError: There are placements beside one ``RaggedShard``, ``Replicate`` and ``Shard``, or they do not fit.
     """
     cuts = [(dim, placement) for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
     known = layout_of(mesh, placements)
@@ -356,7 +356,7 @@ def spec_of_placements(
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedLayout | None:
-    """Return the layout of the parameter, on this rank, that the placements were taken from; ``None``: not known."""
+    """Return the layout, on this rank, of the parameter that has these placements; ``None``: not known."""
     for placement in placements:
         reference = placement.layout if isinstance(placement, RaggedShard) else None
         layout: RaggedLayout | None = None if reference is None else reference()
@@ -366,7 +366,7 @@ def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedLayout
 
 
 def splits_of(placements: Sequence[Placement]) -> dict[int, int]:
-    """Return which mesh dims split a tensor, and over which of its dims."""
+    """Return the mesh dims that split a tensor, each with the tensor dim that it splits."""
     return {dim: placement.dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)}
 
 
@@ -377,7 +377,7 @@ def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> DTensorSpec:
 
 
 def slice_full(full: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return this rank's piece [local_shape] of a full tensor [shape]; a view where its memory is in that order."""
+    """Return this rank's piece [local_shape] of a full tensor [shape]; a view if its memory has the layout's order."""
     return slice_block(layout.block_of(full), layout)
 
 
@@ -387,7 +387,7 @@ def slice_block(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 
 
 def parts_of(size: int, count: int) -> list[tuple[int, int]]:
-    """Return what each of ``count`` ranks gets of a dim of ``size``, as ``Shard`` splits it; the last maybe nothing."""
+    """Return each rank's range of a dim of ``size``, as ``Shard`` splits it over ``count`` ranks; some may be empty."""
     step = -(-size // count)
     return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(count)]
 
@@ -396,11 +396,11 @@ def with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-# -- pieces that are instances of a class of somebody else's
+# -- pieces whose class comes from another library
 
 
 def memory_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that a piece [local_shape] lies in: itself, or what is inside of a weight's own class."""
+    """Return the plain tensor that holds a piece [local_shape]: the piece itself, or the tensor inside its class."""
     return local if type(local) is torch.Tensor else getattr(local, "_composable_memory", local)
 
 
@@ -409,16 +409,16 @@ def values_of(local: torch.Tensor) -> torch.Tensor:
     memory = memory_of(local)
     if memory is not local or not hasattr(type(local), "__tensor_flatten__"):
         return memory
-    # Optimizer state in 8 bits, say: to copy is what every class has a rule for.
+    # For example optimizer state in 8 bits: every class has a rule for copies.
     return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local.detach())
 
 
-# -- in torch.distributed.checkpoint, which knows tensors as axis-aligned boxes: a flat range is a few of these. Each is
-# saved, and read back at any world size, straight from and into the local piece: no tensor is communicated.
+# -- in torch.distributed.checkpoint, which stores tensors as axis-aligned boxes: a flat range is a few boxes. Each box
+# is saved from the local piece, and read into it at any world size: no tensor is communicated.
 
 
 def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
-    """Return the boxes that this rank's piece consists of; none where it owns nothing."""
+    """Return the boxes of this rank's piece; an empty list if the rank owns nothing."""
     if not layout.shape.numel():
         # Without a chunk a tensor without elements would be missing from the checkpoint.
         return [ChunkStorageMetadata(torch.Size([0] * len(layout.shape)), layout.shape)] if layout.rank == 0 else []
@@ -429,12 +429,12 @@ def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
 
 
 def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[WriteItem]:
-    """Return one item for each box of ``local`` [local_shape].
+    """Return one write item for each box of ``local`` [local_shape].
 
-    Replicas all offer theirs, where they are cut alike; the planner drops doubles.
+    All replicas with the same cut offer their items; the planner drops duplicates.
 
     Raises:
-        UsageError: There are no values to write.
+        UsageError: ``local`` is on the meta device, and has no values to write.
     """
     if local.is_meta:
         raise UsageError(f"{fqn!r} is on the meta device: there is nothing to save", fix="materialize the model first")
@@ -471,7 +471,7 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a storage of its own, where it is the host's.
+    """Return a tensor of the same memory with a storage of its own, if it is host memory.
 
     torch copies every tensor that is part of a larger storage before it writes it.
     """

@@ -1,9 +1,9 @@
-"""The class ``RaggedDTensor``.
+"""The tensor class of sharded parameters, ``RaggedDTensor``.
 
 A ``RaggedDTensor`` has the full shape, and on each rank a local tensor that is one contiguous
-range of the flattened whole, often all of it or nothing. It never enters torch's own sharding
-propagation with its placement, which knows no such cut; it has its own rules
-(``operations.py``), so optimizers and gradient clipping run without a gather.
+range of the flattened whole, often all of it or nothing. torch's own sharding propagation has no
+such cut, so a ``RaggedDTensor`` never enters it: it has rules of its own (``operations.py``), by
+which optimizers and gradient clipping run without a gather.
 """
 
 import weakref
@@ -91,7 +91,7 @@ class RaggedDTensor(DTensor):
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> "RaggedDTensor":
-        """Show ``local`` [local_shape], this rank's piece in the spec's dtype, as the whole: no copy, no check."""
+        """Wrap ``local`` [local_shape], this rank's piece in the spec's dtype, as a ragged tensor; no copy or check."""
         return dtensor_new(RaggedDTensor, local, spec, requires_grad=requires_grad)  # type: ignore[return-value]
 
     @classmethod
@@ -103,17 +103,17 @@ class RaggedDTensor(DTensor):
         return rule_for(op)(RaggedDTensor, op, args, kwargs or {})
 
     def register_hook(self, hook: Any) -> Any:
-        """Call ``hook`` with the gradient; of a sharded parameter, with this rank's piece of the reduced one."""
+        """Call ``hook`` with the gradient; for a sharded parameter, with this rank's piece of the reduced gradient."""
         CHANGES.note("hooks")
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Call ``hook`` with this tensor when its gradient is accumulated; of a sharded parameter, the reduced one."""
+        """Call ``hook`` with this tensor once its gradient (if sharded, the reduced gradient) is accumulated."""
         CHANGES.note("hooks")
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole, of this tensor's shape and dtype, as a plain tensor on every rank. Differentiable.
+        """Return the whole tensor, of this shape and dtype, as a plain tensor on every rank. Differentiable.
 
         Collective: all ranks of the mesh, same order.
 
@@ -146,12 +146,12 @@ class RaggedDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Change the placements: to ``Replicate`` by a gather, to others from there. Differentiable.
+        """Change the placements: a gather makes ``Replicate``, and from it other placements. Differentiable.
 
         Collective: all ranks of the mesh, same order. ``async_op`` is torch's hint; this call waits.
 
         Raises:
-            ConfigError: Another mesh, no placements, or a dtype for the backward.
+            ConfigError: Another mesh, no placements, or a dtype for the backward is given.
         """
         layout = self._spec.layout
         if placements is None or (device_mesh is not None and device_mesh != layout.mesh):
@@ -168,9 +168,9 @@ class RaggedDTensor(DTensor):
         return whole if list(placements) == replicas else whole.redistribute(placements=placements)
 
     def gather_block(self) -> torch.Tensor:
-        """Return what the ranks along the cut mesh dim hold together: a plain tensor [block_shape], of this dtype.
+        """Return the block of the ranks along the cut mesh dim: a plain tensor [block_shape], of this dtype.
 
-        It is a part of the whole where tensor parallelism splits that over other mesh dims. Not differentiable.
+        The block is a part of the whole where tensor parallelism splits it over other mesh dims. Not differentiable.
         Collective: all ranks of the mesh, same order.
         """
         return gather_block(self._local_tensor, self._spec.layout)
@@ -205,14 +205,14 @@ class RaggedDTensor(DTensor):
     def _delete_grad(self) -> None:
         _GRAD.__set__(self, None)
 
-    # The getters are torch's own C functions: reading a gradient must stay cheap.
+    # The getters are torch's own C functions: to read a gradient must stay cheap.
     data = property(_DATA.__get__, _set_data)
     grad = property(_GRAD.__get__, _set_grad, _delete_grad)
 
     # -- copies, pickles, torch.compile
 
     def data_ptr(self) -> int:
-        """Return 0, as every tensor without a storage of its own: what copies storages looks at the piece then."""
+        """Return 0, as tensors without a storage of their own do: code that copies storages then uses the piece."""
         return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
@@ -232,7 +232,7 @@ class RaggedDTensor(DTensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Messages between the ranks of one run are pickled too, and arrive where the mesh is.
+        # Refused in torch.save only: messages between ranks are pickled too, and arrive at a rank of the mesh.
         if in_torch_save():
             raise UsageError(
                 f"torch.save would write this rank's piece of a tensor of shape {list(self.shape)}, "
@@ -247,7 +247,7 @@ class RaggedDTensor(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        # What torch puts in the context differs between releases: let it rebuild, then re-class the result.
+        # The context that torch passes differs between releases: torch rebuilds, then the result gets our class.
         rebuild: Any = DTensor.__tensor_unflatten__
         base = rebuild(inner_tensors, flatten_spec, outer_size, outer_stride)
         if not any(isinstance(placement, RaggedShard) for placement in base.placements):
@@ -256,7 +256,7 @@ class RaggedDTensor(DTensor):
         return RaggedDTensor.wrap(base._local_tensor, spec, base.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        # torch keeps compiled graphs on disk under this key. Ranks that own other ranges need other graphs.
+        # torch keeps compiled graphs on disk under this key. Ranks with different ranges need different graphs.
         layout = self._spec.layout
         cut = layout.shape, layout.placements, layout.rank, layout.mesh_dim, layout.splits, layout.mesh
         key = (*cut, self.dtype, self.requires_grad, layout.ranks.process_group.group_name)
@@ -274,7 +274,7 @@ class RaggedDTensor(DTensor):
         return piece_at(index, self._local_tensor, self._spec.layout)
 
 
-# `RaggedDTensor.wrap` without a frame of Python: each parameter takes one in each step.
+# The same as `RaggedDTensor.wrap`, without a Python frame: it runs for each parameter in each step.
 wrap_ragged: Callable[..., Any] = partial(dtensor_new, RaggedDTensor)
 
 
@@ -300,7 +300,7 @@ def _check_grad(tensor: RaggedDTensor, grad: object) -> None:
     if type(grad) is RaggedDTensor:
         if grad._spec.layout.matches(layout):
             return
-    # What autograd itself gives after operations that gathered.
+    # The gradient that autograd itself gives after operations that gathered.
     elif isinstance(grad, DTensor) and grad.shape == layout.shape and is_replicated(grad, layout):
         return
     raise UsageError(
@@ -310,7 +310,7 @@ def _check_grad(tensor: RaggedDTensor, grad: object) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """``full_tensor`` with a gradient: this rank's piece of the full one."""
+    """The autograd function of ``full_tensor``; its gradient is this rank's piece of the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
@@ -333,7 +333,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """``to_local`` with a gradient: the local one, wrapped."""
+    """The autograd function of ``to_local``; its gradient is the local gradient, wrapped."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
@@ -347,7 +347,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def watch_zeroing(tensor: torch.Tensor) -> None:
-    """Begin to note whether the tensor [any], if it is ragged, is set to zero: see ``was_zeroed``."""
+    """Begin to watch whether a ragged tensor [any] is set to zero: see ``was_zeroed``. Ignores other tensors."""
     if isinstance(tensor, RaggedDTensor):
         tensor._local_tensor._composable_zeroed = False  # type: ignore[attr-defined]  # set by the rules of `zero_`
 
@@ -357,16 +357,16 @@ def was_zeroed(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, RaggedDTensor) and bool(getattr(tensor._local_tensor, "_composable_zeroed", False))
 
 
-# Assigns to a parameter a gradient that is known to have its spec, without checking it again: ``(param, grad)``.
-# Torch's own C function, for it runs once for each parameter of a model.
+# Takes ``(param, grad)`` and assigns a gradient that surely has the spec of the parameter, without another check.
+# It is torch's own C function, since it runs once for each parameter of a model.
 assign_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
 
 
-# -- gradients that are not to be used yet: of modules whose backwards have ended and whose reductions have not
+# -- gradients that may not be used yet: the backwards of their modules have ended, and the reductions have not
 
 
 class _Owner(Protocol):
-    """What holds sharded parameters, some of which wait for a later backward with a gradient not dropped since."""
+    """An owner of sharded parameters; ``waiting`` has those with a gradient that waits for a later backward."""
 
     @property
     def described(self) -> str: ...
@@ -385,7 +385,7 @@ _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 
 
 def note_unfinished(owners: Iterable[_Owner], *, is_droppable: bool = False) -> None:
-    """Note that the gradients of ``owners`` are not complete; ``is_droppable``: ``zero_grad`` drops what is to come."""
+    """Note that the gradients of ``owners`` are not complete; ``is_droppable``: ``zero_grad`` drops them."""
     for owner in owners:
         RECORD.unfinished[id(owner)] = weakref.ref(owner, partial(_forget, id(owner))), is_droppable
 
@@ -401,16 +401,16 @@ def _forget(key: int, _: object) -> None:
 
 
 def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse ``what``, which needs the gradients of parameters, or was given these gradients, unless all are complete.
+    """Refuse the call ``what``, which uses gradients, unless all these gradients are complete.
 
-    Not collective: every rank has left the same reductions under way. Reading a gradient to show it is free.
+    Not collective: the same reductions are under way on every rank. To read a gradient and show it is allowed.
 
     Args:
-        what: The call, for people.
-        tensors: Parameters or gradients, of any shapes and dtypes.
+        what: Name of the call, for messages.
+        tensors: Its gradients, or the parameters of these, of any shapes and dtypes.
 
     Raises:
-        UsageError: Backwards of a module have ended whose reductions have not.
+        UsageError: The backwards of a module have ended, and its reductions have not.
     """
     if RECORD.unfinished:
         owners = _owners_of_params()
@@ -418,7 +418,7 @@ def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _check_operands(op: OpOverload, args: Sequence[Any]) -> None:
-    """Refuse, as ``check_finished``, an operation that takes norms of such gradients, or changes them."""
+    """Refuse an operation that takes norms of incomplete gradients, or changes them; raises as ``check_finished``."""
     name = op._schema.name.removeprefix("aten::")
     first = op._schema.arguments[0] if op._schema.arguments else None
     if first is not None and (name in _NORMS or (first.alias_info is not None and first.alias_info.is_write)):
@@ -452,11 +452,11 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> Non
         )
 
 
-# -- torch's lists and operations, which have to know the class
+# -- the registration of the class with torch's lists and operations
 
 
 def register_ragged() -> None:
-    """Let torch run operations and optimizers on ``RaggedDTensor``; more than once changes nothing."""
+    """Let torch run operations and optimizers on ``RaggedDTensor``; a second call changes nothing."""
     if not _is_dispatched_here():
         _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
         if not _is_dispatched_here():
@@ -464,7 +464,7 @@ def register_ragged() -> None:
                 f"torch {torch.__version__} does not call a DTensor subclass for its own operations",
                 fix="install torch 2.12 or newer",
             )
-    # torch compares parameter types with these lists; one that is missing gets the slow loop.
+    # torch compares parameter types with these lists, and takes the slow loop for a type that is missing.
     for types in (optim_foreach_types, utils_foreach_types):
         if RaggedDTensor not in types:
             types.append(RaggedDTensor)
@@ -488,11 +488,11 @@ def _is_dispatched_here() -> bool:
 
 
 def _dispatch_every_op(rules: Mapping[type, Any]) -> None:
-    """Let torch find the rule of a class whatever the operation, also one that is defined later.
+    """Let torch find the rule of a class for every operation, also for operations that are defined later.
 
-    For torch 2.11, whose C++ path for DTensor takes subclasses along and skips their ``__torch_dispatch__``
-    (pytorch#177878), and asks for a rule first. ``torch.library.register_torch_dispatch`` adds one to one operation
-    that exists: those that users define later would go to DTensor, which knows nothing of ragged pieces.
+    For torch 2.11: its C++ path for DTensor also runs for subclasses, skips their ``__torch_dispatch__``
+    (pytorch#177878), and looks for a rule first. ``torch.library.register_torch_dispatch`` adds a rule to one existing
+    operation: operations that users define later would go to DTensor, which cannot handle ragged pieces.
     """
     holder = dispatch_rule_holder()
     find = holder.find

@@ -1,13 +1,13 @@
 """Copies between whole values and ragged pieces.
 
-Whole is here mostly what one shard group holds: a *block*, where tensor parallelism has split tensors over other
-groups. Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel
-together. Beside the whole tensors nothing is allocated, except for what travels together and where dtype or
-device change, and then no more than one list's pieces. An *owner* is a rank in the tensors' shard group; pieces
-without elements are not sent.
+A whole value is here mostly the part that one shard group holds: a *block*, where tensor parallelism has split tensors
+over other groups. An *owner* is a rank in the tensors' shard group. Every large piece goes straight from its owner to
+the ranks that want it; small pieces of one owner travel together; empty pieces are not sent. Beside the whole tensors,
+memory is allocated only for small pieces that travel together and for changes of dtype or device, and then for no more
+than the pieces of one list.
 
-torch's own ``distribute_tensor``, ``redistribute`` and all that makes a ``DTensor``, ``DTensor.from_local`` say, are
-taught the placement; calls without a ``RaggedShard`` go to torch unchanged. Optimizers of others make their state so.
+torch's own ``distribute_tensor``, ``redistribute`` and functions that make a ``DTensor``, such as ``from_local``, learn
+to accept a ``RaggedShard``: optimizers of other libraries make their state so. Other calls go to torch unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ _PACKED_BYTES = 128 * 2**10
 
 
 class PieceExchange:
-    """The messages of one call: what this rank sends, and where what it gets goes."""
+    """The messages of one call: the pieces that this rank sends, and the tensors that it receives into."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -56,7 +56,7 @@ class PieceExchange:
             self._sends += [(message, peer) for peer in peers]
 
     def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
-        """Receive flat tensors [numel] into ``targets``; ``dtypes`` are those they are sent in."""
+        """Receive flat tensors [numel] into ``targets``; ``dtypes`` are the dtypes in which the peer sends them."""
         for which, spans in _messages(targets, dtypes):
             only = targets[which[0]]
             if len(which) == 1 and only.dtype == dtypes[which[0]] and only.device.type == self._device_type:
@@ -71,14 +71,14 @@ class PieceExchange:
             self._receives.append((message, peer))
 
     def run(self) -> None:
-        """Exchange the messages and put what arrived in its place."""
+        """Exchange the messages, and copy the received pieces to their targets."""
         self._ranks.exchange(self._sends, self._receives)
         for target, piece in self._arrivals:
             target.copy_(piece)
 
 
 def _messages(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Iterator[tuple[list[int], list[slice]]]:
-    """Yield which pieces travel in each message, and their bytes in it; those without elements are not sent."""
+    """Yield, for each message, the indices of its pieces and their bytes in it; empty pieces are not sent."""
     sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
     for index, size in enumerate(sizes):
         if size >= _PACKED_BYTES:
@@ -100,11 +100,11 @@ def collect_blocks(
     device: torch.device | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the blocks of ``tensors`` on one rank, or on every rank; others get ``None``.
+    """Return the blocks of ``tensors`` on one rank, or on every rank; other ranks get ``None``.
 
     Collective: all ranks of the shard group, with the same tensors, none on the meta device, in the same order.
-    ``taker`` is a global number; nothing is done where it is in another copy of the shards. ``dtype`` is for floats; of
-    values in ``out``, contiguous tensors on ranks that get some, its dtypes and devices count.
+    ``taker`` is a global rank; nothing happens if it is in another copy of the shards. ``dtype`` is for floats. On
+    ranks that get blocks, ``out`` has contiguous tensors to fill, whose own dtypes and devices count.
     """
     ranks = tensors[0]._spec.layout.ranks if tensors else None
     if ranks is None or taker not in (None, *ranks.numbers):
@@ -118,7 +118,7 @@ def collect_blocks(
                 for tensor in tensors
             ]
         else:
-            # What is cut in another order than that of its dims arrives in that order first.
+            # A tensor that is cut in another order of its dims arrives in that order first.
             fulls = [
                 tensor._spec.layout.empty_block(full.dtype, full.device) if tensor._spec.layout.order else full
                 for tensor, full in zip(tensors, out, strict=True)
@@ -151,7 +151,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
 
     Collective: all ranks of the shard group, with the same tensors, none on the meta device, in the same order. On
     ``src``, a rank in that group, ``values(index)`` gives the block of a tensor in any dtype and on any device; it is
-    asked once for each, in order.
+    called once for each tensor, in order.
     """
     if not tensors:
         return
@@ -174,13 +174,13 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
 
 
 def _pieces_of(owner: int, tensors: Sequence[RaggedDTensor], flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what a rank of the shard group holds of each block [numel]; views."""
+    """Return the pieces of the blocks [numel] that the rank ``owner`` of the shard group holds; views."""
     bounds = [tensor._spec.layout.bounds[owner : owner + 2] for tensor in tensors]
     return [block[lo:hi] for block, (lo, hi) in zip(flat, bounds, strict=True)]
 
 
 def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of ``tensor`` [any] where floats are cast to ``dtype``; bytes by its name are none."""
+    """Return the dtype of ``tensor`` [any] after a cast of floats to ``dtype``; a tensor of bytes keeps its own."""
     if dtype is None or not tensor.is_floating_point() or getattr(tensor, "_composable_holds_bytes", False):
         return tensor.dtype
     return dtype
@@ -216,10 +216,10 @@ def _distribute(
 
 
 def teach_torch() -> None:
-    """Make what takes placements accept ``RaggedShard``; once.
+    """Let torch's functions that take placements accept ``RaggedShard``; a second call changes nothing.
 
-    Who imported ``distribute_tensor`` before holds torch's function itself, so it is that function
-    whose body changes, not a name in a module.
+    Code that imported ``distribute_tensor`` before holds torch's function itself, so the body of
+    that function changes, not a name in a module.
     """
     if not hasattr(dtensor.distribute_tensor, "__wrapped__"):
         replace_body(dtensor.distribute_tensor, _distribute_tensor)
@@ -265,7 +265,7 @@ def _with_ragged_target(original: Any) -> Any:
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> Any:
-        # torch leaves the pieces as they are and calls them ragged.
+        # torch itself would leave the pieces as they are, and call them ragged.
         if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
             return original(tensor, device_mesh, placements, **options)
         other_mesh = device_mesh is not None and device_mesh != tensor.device_mesh
@@ -285,7 +285,7 @@ def _is_ragged(placements: Sequence[Placement] | None) -> bool:
 
 
 def _with_ragged_instances(original: Any) -> Any:
-    """Wrap what makes every ``DTensor`` in Python: of our placements it makes ours, around the same memory."""
+    """Wrap ``DTensor.__new__``: with a ``RaggedShard`` it makes a ``RaggedDTensor`` around the same memory."""
 
     def new(cls: Any, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> Any:
         if cls is not dtensor.DTensor or not _is_ragged(spec.placements):
@@ -306,7 +306,7 @@ def _with_ragged_instances(original: Any) -> Any:
 
 
 def _with_ragged_shape(original: Any) -> Any:
-    """Wrap what finds the shape and strides of the whole, which no number of equal pieces gives."""
+    """Wrap torch's function for the shape and strides of the whole: torch computes them from equal pieces."""
 
     @wraps(original)
     def compute_global_tensor_info(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
@@ -325,7 +325,7 @@ def _with_ragged_shape(original: Any) -> Any:
 
 
 def _with_ragged_values(original: Any) -> Any:
-    """Wrap what ``torch.distributed.tensor.zeros`` and its kin share: random numbers are those of the whole."""
+    """Wrap the code of ``torch.distributed.tensor.zeros`` and its kin: random numbers are drawn for the whole."""
 
     @wraps(original)
     def init(fill: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
