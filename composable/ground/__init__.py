@@ -1,1 +1,1 @@
-"""The base, which knows no handle and imports only errors."""
+"""The base of the other folders: it uses no handle, and imports only errors."""

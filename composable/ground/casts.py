@@ -1,12 +1,12 @@
 """Casts around the forward of a module.
 
-A replicated module holds copies of its parameters in low precision while it runs. They are cast anew in every forward
-that is not inside another, and kept for what runs again in backward until that ends. Autograd takes the gradient of a
-copy to its parameter, in the dtype that the gradient rests in: so hooks on parameters, and ``param.grad``, are what
-they are without copies. What autograd has saved of the copies lives as long as the graph does; between steps nothing is
-left. Sharded parameters are cast on their way through the collectives.
+A replicated module holds copies of its parameters in low precision while it runs. Each outermost forward makes new
+copies, and keeps them until backward ends, for parts of forward that run again there. Autograd sends the gradient of a
+copy to its parameter, in the dtype of ``param.grad``: so hooks on parameters, and ``param.grad``, are the same as
+without copies. Copies that autograd has saved live as long as the graph; between steps no copy is left. Sharded
+parameters are cast on their way through the collectives.
 
-Streams: all copies are made on the stream that is current when a forward starts; what reads them comes after it.
+Streams: all copies are made on the stream that is current when a forward starts; their readers run after that.
 """
 
 import copy
@@ -50,10 +50,10 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with the floating-point tensors in it, of any shapes, cast by operations that autograd knows.
+    """Return ``value`` with its floating-point tensors, of any shapes, cast to ``dtype`` by differentiable operations.
 
-    It looks into tuples, lists, dicts, dataclasses and what else torch's pytrees know; what has nothing to
-    cast stays the same object.
+    It looks into tuples, lists, dicts, dataclasses and all other containers of torch's pytrees; a value with nothing
+    to cast stays the same object.
     """
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not value.is_floating_point():
@@ -62,7 +62,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if value is None or isinstance(value, _PLAIN):
         return value
     kind = type(value)
-    # What most forwards take: a tree map costs as much as ten tensors that fit.
+    # Most forwards take these types, and a tree map costs as much as ten tensors that need no cast.
     if kind is tuple or kind is list:
         parts = [cast_floats(part, dtype) for part in value]
         return value if all(map(operator.is_, parts, value)) else kind(parts)
@@ -107,11 +107,11 @@ class LentBuffers:
         self._lent: dict[int, _Lent] = {}
 
     def lend(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> torch.Tensor:
-        """Return a copy of ``own`` [any] in ``dtype`` for ``user``, the one that is lent already if there is one."""
+        """Lend ``user`` the copy of ``own`` [any] in ``dtype``; a copy that is lent already serves all users."""
         return self._lent.setdefault(id(own), _Lent(own)).take(dtype, user)
 
     def take_back(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> None:
-        """Undo every ``lend`` to ``user``, if any; ``own``, of any shape, has then what was written to the copy."""
+        """Undo every ``lend`` to ``user``; then ``own``, of any shape, has the values written to the copy."""
         lent = self._lent.get(id(own))
         if lent is not None and not lent.give_back(dtype, user):
             del self._lent[id(own)]
@@ -127,13 +127,13 @@ class _Lent:
         self._copies: dict[torch.dtype, torch.Tensor] = {}
         # Sets: what Ctrl-C has cut short is done again.
         self._users: defaultdict[torch.dtype, set[object]] = defaultdict(set)
-        # With their versions when all had the same values.
+        # The tensors, with their versions when all had the same values.
         self._settled: list[tuple[torch.Tensor, int]] = []
 
     def take(self, dtype: torch.dtype, user: object) -> torch.Tensor:
         self.settle()
         if dtype not in self._copies:
-            # A first forward may be one in inference mode, and what is made there could never be written to again.
+            # The first forward may run in inference mode, and a tensor made there could never be written to later.
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._copies[dtype] = self._own.to(dtype)
         self._note()
@@ -141,7 +141,7 @@ class _Lent:
         return self._copies[dtype]
 
     def give_back(self, dtype: torch.dtype, user: object) -> bool:
-        """Take the copy from ``user``; returns whether anybody has one left."""
+        """Take the copy back from ``user``; returns whether any copy is still lent."""
         self.settle()
         self._users[dtype].discard(user)
         if not self._users[dtype]:
@@ -150,7 +150,7 @@ class _Lent:
         return bool(self._copies)
 
     def settle(self) -> None:
-        """Let all have what was written to one of them since; the buffer's own values count last."""
+        """Give the buffer and all copies the values written to one of them since; the buffer's own values come last."""
         written = [one for one, version in self._settled if _version_of(one) != version]
         if not self._copies or (running_transform() is not None and not written):
             return
@@ -159,7 +159,7 @@ class _Lent:
             for one in (*self._copies.values(), self._own):
                 if one is not values:
                     one.resize_(values.shape)
-                    # A write that tells of itself lets autograd refuse what it saved of the others, too.
+                    # A write that raises the version lets autograd refuse saved values of this tensor too.
                     tells = bool(written) and all(one is not other for other in written)
                     (one if tells else one.data).copy_(values)
         self._note()
@@ -171,8 +171,8 @@ class _Lent:
         resized = next((one for one in self._copies.values() if one.shape != own.shape), None)
         if resized is not None:
             return resized
-        # Not by versions: `F.batch_norm` and writes to `.data` change none. Element by element, since what nobody
-        # wrote to keeps its precision, and since no host has to wait for the answer.
+        # Versions do not show all writes: `F.batch_norm` and writes to `.data` change none. Element by element, so
+        # that elements without a write keep their precision, and no host has to wait for a result.
         values = own
         for one in self._copies.values():
             values = torch.where(one == own.to(one.dtype), values, one.to(own.dtype))
@@ -191,10 +191,10 @@ def _nothing() -> None:
 
 
 class Lending(ABC):
-    """Lets modules hold other tensors while one of them runs, forward or backward; else they hold their own.
+    """Puts other tensors into modules while one of the modules runs, forward or backward; else they hold their own.
 
     Attributes:
-        number: As of all that end a backward.
+        number: The number of an ``Ending``.
         untraceable: Why a graph of compiled autograd cannot do this.
     """
 
@@ -207,11 +207,11 @@ class Lending(ABC):
         self._end: Callable[[], object] = _nothing
 
     def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
-        """Lend what ``modules`` are to hold.
+        """Put the other tensors into ``modules`` for a call.
 
         Args:
-            modules: That the tensors belong to.
-            is_outermost: No other call of theirs is running: one that was cut short is over.
+            modules: The modules that own the tensors.
+            is_outermost: No other call of the modules is running; an interrupted call is over.
         """
         if is_outermost:
             self._depth = 0
@@ -226,22 +226,22 @@ class Lending(ABC):
         self._restore_idle()
 
     def enter_backward(self, modules: Sequence[nn.Module]) -> None:
-        """Lend until the running backward ends, in any way: checkpointing runs parts of forward in it."""
+        """Lend until the running backward ends, also by an exception: checkpointing runs parts of forward in it."""
         if self._end() is None:
-            # No local holds what autograd does: frames live on in the traceback of Ctrl-C.
+            # No local variable holds the callback that autograd holds: the traceback of Ctrl-C keeps frames alive.
             self._end = weakref.ref(at_end_of_backward(self), self._leave_backward)
             self._lend(modules)
 
     def put_back(self) -> None:
-        """Let the modules hold their own after a call that was cut short; one that runs backward keeps them."""
+        """Put the modules' own tensors back after an interrupted call; while a backward runs, the others stay."""
         self._depth = 0
         self._restore_idle()
 
     def start(self) -> None:
-        """Do nothing: no rank waits for this one."""
+        """Do nothing: a lending starts no collective."""
 
     def finish(self) -> None:
-        """Let the modules hold their own: what Ctrl-C cuts short here, ``_leave_backward`` does again."""
+        """Put the modules' own tensors back; if Ctrl-C interrupts this, ``_leave_backward`` does it again."""
         if not self._depth:
             self._restore()
 
@@ -255,21 +255,21 @@ class Lending(ABC):
 
     @abstractmethod
     def _lend(self, modules: Sequence[nn.Module]) -> None:
-        """Put the other tensors in place; do nothing where they are."""
+        """Put the other tensors into ``modules``; do nothing if they are there already."""
 
     @abstractmethod
     def _restore(self) -> None:
-        """Put the modules' own back."""
+        """Put the modules' own tensors back."""
 
 
 class CastBuffers(Lending):
-    """Lets modules hold their floating-point buffers in another dtype while one of them runs, forward or backward.
+    """Puts copies of floating-point buffers, in another dtype, into modules while one runs, forward or backward.
 
-    Before and after they hold their own, with what the computation wrote into the others: nothing that
-    reads a model between steps knows of this.
+    Before and after, modules hold their own buffers, with the values that the computation wrote into the copies:
+    code that reads a model between steps sees no copy.
 
     Args:
-        dtype: The other dtype.
+        dtype: The dtype of the copies.
     """
 
     __slots__ = ("_dtype", "_lender", "_lent")
@@ -281,7 +281,7 @@ class CastBuffers(Lending):
         self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
 
     def take_from(self, lender: LentBuffers) -> None:
-        """Let modules hold the copies of ``lender``, that of the tree that they are in."""
+        """Take the copies from ``lender``, which serves all modules of a tree."""
         if not self._lent:
             self._lender = lender
 
@@ -302,7 +302,7 @@ class CastBuffers(Lending):
         for module, name, own, _ in self._lent:
             held = module._buffers.get(name)
             if held is not None and id(held) not in own_of and held.dtype is self._dtype:
-                # Computed from what was lent, and assigned: it goes on in the precision of what it replaces.
+                # A new tensor, computed from the copy and assigned: cast it to the dtype of the buffer it replaces.
                 own_of[id(held)] = held.to(own.dtype)
             if held is not None:
                 module._buffers[name] = own_of.get(id(held), held)
@@ -311,7 +311,7 @@ class CastBuffers(Lending):
 
 
 class ParamSlot(NamedTuple):
-    """Where a parameter hangs, and what it is computed with: a module, the name in it, and the dtype of its copies."""
+    """The place of a parameter, a module and a name in it, and the dtype of the copies that are put there."""
 
     module: nn.Module
     name: str
@@ -319,7 +319,7 @@ class ParamSlot(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """What is in a place, what is put there, and the version of that: writing counts it up."""
+    """A place, its own parameter, the copy that is put there, and the copy's version, which each write raises."""
 
     slot: ParamSlot
     own: Any
@@ -328,10 +328,10 @@ class _Copy(NamedTuple):
 
 
 class LowPrecisionParams(Lending):
-    """Lets modules hold copies of their parameters in another dtype.
+    """Puts copies of parameters, in another dtype, into modules while one of them runs, forward or backward.
 
     Args:
-        slots: All places of the parameters, also of tied ones. One that has the dtype already is left alone.
+        slots: All places of the parameters, also of tied ones. A parameter that has the dtype already stays.
     """
 
     __slots__ = ("_copies", "_is_lent", "_slots")
@@ -347,7 +347,7 @@ class LowPrecisionParams(Lending):
         if is_outermost and self._end() is None:
             self._depth = 0
             self._restore()
-            # Optimizers may write by ways that no version counts: a step is noticed by nothing.
+            # Optimizers may write in ways that raise no version, so nothing shows that a step has run.
             self._copies = []
         super().enter(modules, is_outermost=is_outermost)
 
@@ -361,7 +361,7 @@ class LowPrecisionParams(Lending):
         return next((slot for slot, _, copied, version in self._copies if copied._version != version), None)
 
     def put_back(self) -> None:
-        """Let the modules hold their own, as ``Lending`` does, and keep no copies."""
+        """Put the modules' own parameters back, as ``Lending`` does, and drop the copies."""
         super().put_back()
         self.forget()
 
@@ -372,13 +372,13 @@ class LowPrecisionParams(Lending):
     def _lend(self, modules: Sequence[nn.Module]) -> None:
         if self._is_lent:
             return
-        # Noted first: an exception on the way leaves none behind.
+        # Set first, so that `_restore` removes all copies also after an exception on the way.
         self._is_lent = True
         if not self._copies:
             self._copies = _copies_of(self._slots)
         for slot, own, copied, _ in self._copies:
             params: dict[str, Any] = slot.module._parameters
-            # What holds something else by now, in backward say, keeps it.
+            # A module that holds another parameter by now, for example in backward, keeps it.
             if params.get(slot.name) is own:
                 params[slot.name] = copied
         self._replace_flat_weights({id(own): copied for _, own, copied, _ in self._copies})
@@ -388,25 +388,25 @@ class LowPrecisionParams(Lending):
             return
         for slot, own, copied, _ in self._copies:
             params = slot.module._parameters
-            # What was assigned meanwhile is the user's.
+            # A parameter that was assigned meanwhile is the user's, and stays.
             if params.get(slot.name) is copied:
                 params[slot.name] = own
         self._replace_flat_weights({id(copied): own for _, own, copied, _ in self._copies})
         self._is_lent = False
 
     def _replace_flat_weights(self, others: dict[int, Any]) -> None:
-        """Exchange parameters in the lists that recurrent modules keep beside their dicts."""
+        """Replace parameters in the lists that recurrent modules keep beside their dicts."""
         for module in {slot.module: None for slot in self._slots if isinstance(slot.module, nn.RNNBase)}:
             replace_flat_weights(module, others)
 
 
 def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
-    """Return copies of what is in ``slots`` and has another dtype; one for all places of a tied parameter."""
+    """Return copies of the parameters in ``slots`` that have another dtype; one copy for all places of a tied one."""
     found: list[tuple[ParamSlot, Any]] = []
     made: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     plain: list[tuple[nn.Parameter, torch.Tensor]] = []
     is_transformed = running_transform() is not None
-    # Inside a forward without gradients there may be a part with them.
+    # A forward without gradients may have a part with gradients inside.
     with torch.inference_mode(mode=False), torch.enable_grad():
         for slot in slots:
             own, dtype = slot.module._parameters.get(slot.name), slot.dtype
@@ -416,7 +416,7 @@ def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
             if (id(own), dtype) in made:
                 continue
             if is_transformed or type(own) is not nn.Parameter:
-                # What a functional call lends, a DTensor, an instance of a user's class: as they cast.
+                # A parameter of a functional call, a DTensor, an instance of a user's class: by its own cast.
                 made[id(own), dtype] = own.to(dtype)
             else:
                 value = torch.empty_like(own, dtype=dtype, requires_grad=False)
@@ -427,14 +427,14 @@ def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
                 foreach_copy_([value for _, value in plain], [own for own, _ in plain])
         for own, value in plain:
             copied = alias_of(own, value) if own.requires_grad else value
-            copied._is_param = True  # as modules ask of their parameters
+            copied._is_param = True  # so that modules take it as a parameter
             made[id(own), value.dtype] = copied
     held = [(slot, own, made[id(own), slot.dtype]) for slot, own in found]
     return [_Copy(slot, own, copied, copied._version) for slot, own, copied in held]
 
 
 class LendHook(GradientHook):
-    """Runs when the gradient of an output arrives: lends for the rest of the backward."""
+    """A hook on the gradient of an output: it lends for the rest of the backward."""
 
     __slots__ = ("_lending", "_modules")
 
@@ -448,7 +448,7 @@ class LendHook(GradientHook):
 
 
 def keep_dtype(module: nn.Module) -> list[RemovableHandle]:
-    """Let a module run in the dtype of its parameters, or buffers, whatever its inputs have, and return theirs."""
+    """Make a module run in the dtype of its parameters or buffers: cast its inputs to it, and its outputs back."""
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
     if dtype is None:
@@ -458,7 +458,7 @@ def keep_dtype(module: nn.Module) -> list[RemovableHandle]:
 
 
 class _KeptDtype:
-    """The hooks of one such module."""
+    """The hooks of ``keep_dtype`` on one module."""
 
     __slots__ = ("_dtype", "_given")
 

@@ -1,9 +1,9 @@
-"""Which APIs annotate a module, and their state.
+"""The registry of a module's annotations, and their states.
 
 ``@contract(state_cls=...)`` turns ``fn(module_or_modules, ...)`` into an annotation. The
 decorator makes one state object per call, enters it in a registry on the module before
 ``fn`` runs (so ``fn`` reads it with ``fn.state(module)``), and checks afterwards that ``fn``
-changed no FQN. An API is known by its function's name; several may annotate one module.
+changed no FQN. An API has the name of its function; several APIs may annotate one module.
 
 The registry is one entry in ``module.__dict__``: it follows the object when its class is
 swapped, is no parameter, buffer or submodule, and never shows in a state dict. A deep copy
@@ -52,12 +52,12 @@ _RECORD_KEY = "_composable_record"
 
 @dataclass(frozen=True)
 class Annotation:
-    """One API on one module.
+    """One annotation of one module.
 
     Attributes:
-        name: The API, by its function's name.
-        state: What it remembers; one object for all modules of one call.
-        incompatible: APIs that may not annotate the same module.
+        name: The name of the function that annotates.
+        state: The state of the annotation; one object for all modules of one call.
+        incompatible: Names of annotations that may not be on the same module.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Annotation:
 
 
 class AnnotationFn(Protocol[_P, _State_co]):
-    """What ``@contract`` makes of a function."""
+    """A function that ``@contract`` has decorated."""
 
     __name__: str
 
@@ -75,41 +75,41 @@ class AnnotationFn(Protocol[_P, _State_co]):
         ...
 
     def state(self, module: nn.Module) -> _State_co | None:
-        """Return the state of this API on ``module``, or ``None``; leaves no trace on it."""
+        """Return the state of this annotation on ``module``, or ``None``; does not change the module."""
         ...
 
 
 @dataclass
 class _Record:
-    """What a module carries: annotations, and states that manage it for an ancestor, by the name of the API."""
+    """The entry in a module: its annotations, and the states of ancestors that manage it, by the name of the API."""
 
     annotations: dict[str, Annotation] = field(default_factory=dict)
     members: dict[str, object] = field(default_factory=dict)
 
 
-# Of a module that carries nothing.
+# The record of a module without an entry.
 _NOTHING = _Record()
 
 
 def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
-    """Return the APIs on ``module`` in the order they were applied; a read-only view."""
+    """Return the annotations of ``module``, by name, in the order of their calls; a read-only view."""
     return MappingProxyType(_record_of(module).annotations)
 
 
 def annotated_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
-    """Yield modules at or below ``modules`` with the state of each annotation on them."""
+    """Yield (module, state) for each annotation of each module at or below ``modules``."""
     for module in dict.fromkeys(below for one in modules for below in one.modules()):
         for annotation in get_registry(module).values():
             yield module, annotation.state
 
 
 def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
-    """Refuse ``what`` on modules with annotations that ranks without inputs follow, which it would change.
+    """Refuse the call ``what`` inside of torch's ``Join``: ranks without inputs would not see its changes.
 
-    Alike on all ranks that have inputs, before they communicate.
+    All ranks that have inputs raise alike, before they communicate.
 
     Raises:
-        UsageError: torch's ``Join`` is around.
+        UsageError: An annotation at or below ``modules`` runs inside of ``Join``.
     """
     for module, state in annotated_below(modules):
         if getattr(state, "is_joined", False):
@@ -121,22 +121,22 @@ def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
 
 
 def excludes(module: nn.Module, api_name: str) -> bool:
-    """Say whether an API on ``module`` is incompatible with ``api_name``, which then leaves all below alone too."""
+    """Say whether an annotation of ``module`` excludes ``api_name``, from this module and from all modules below it."""
     return any(api_name in annotation.incompatible for annotation in get_registry(module).values())
 
 
 def managing_state(module: nn.Module, api_name: str) -> object | None:
-    """Return the state of ``api_name`` that manages ``module``: its own, or that of which it is a member."""
+    """Return the state of ``api_name`` that manages ``module``: the module's own or an ancestor's; else ``None``."""
     record = _record_of(module)
     own = record.annotations.get(api_name)
     return own.state if own is not None else record.members.get(api_name)
 
 
 def set_member(module: nn.Module, api_name: str, state: object) -> None:
-    """Note that ``state``, of an annotation further up, manages ``module``.
+    """Register ``module`` as a member of ``state``, the state of an ancestor's annotation.
 
     Raises:
-        ConfigError: ``module`` carries this API or one incompatible with it, or is a member of another state.
+        ConfigError: ``module`` has this annotation or an incompatible one, or is a member of another state.
     """
     record = _record_of(module)
     why = [f"{one.name} is on it" for one in record.annotations.values() if api_name in {one.name, *one.incompatible}]
@@ -148,12 +148,12 @@ def set_member(module: nn.Module, api_name: str, state: object) -> None:
 
 
 def remove_member(module: nn.Module, api_name: str) -> None:
-    """Forget that ``module`` is a member; no error if it is not one."""
+    """Remove ``module`` from the members of the annotation ``api_name``; no error if it is no member."""
     _remove(module, _record_of(module).members, api_name)
 
 
 def remove_annotation(module: nn.Module, api_name: str) -> None:
-    """Take ``api_name`` off ``module``'s registry; what the API did to the module is its own to undo."""
+    """Remove ``api_name`` from the registry of ``module``; the annotation must undo its own changes to the module."""
     _remove(module, _record_of(module).annotations, api_name)
 
 
@@ -172,7 +172,7 @@ def contract(
 def contract(
     state_cls: Callable[[], object] = SimpleNamespace, *, incompatible: Iterable[str] = ()
 ) -> Callable[[Callable[Concatenate[Any, _P], object]], AnnotationFn[_P, Any]]:
-    """Make a function of a module, or of a sequence of modules, an annotation: it registers a state on each module.
+    """Turn a function of a module, or of a sequence of modules, into an annotation, with a state on each module.
 
     The function reads the state by ``function.state(module)``. If a sequence holds a module and one inside of it, the
     outer module gets the state. Not collective.
@@ -182,8 +182,8 @@ def contract(
         incompatible: Names of annotations that may not be on the same module, before or after.
 
     The annotation raises ``ConfigError``, and leaves no registry entry, when the module carries this annotation or an
-    incompatible one, or when the function changed an FQN. The result of the function is not looked at, and a function
-    that fails undoes its own changes.
+    incompatible one, or when the function changed an FQN. The result of the function is ignored, and a function that
+    fails undoes its own changes.
     """
     if isinstance(incompatible, str):
         raise ConfigError("incompatible is a str", fix=f"pass the names in a tuple: ({incompatible!r},)")
@@ -258,7 +258,7 @@ def _forget(module: nn.Module, annotation: Annotation) -> None:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not inside another one of them: what is on the outer one holds for the inner."""
+    """Return the modules that are inside no other of ``modules``: the outer one's annotation holds for inner ones."""
     if len(modules) < 2:
         return list(modules)
     inside = {below for module in modules for below in _modules_in(module) if below is not module}
@@ -302,7 +302,7 @@ def _check_modules(name: str, rivals: frozenset[str], modules: Sequence[object])
 
 
 def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
-    """Refuse a module below which an annotation from further up manages modules that ``name`` would hide from it."""
+    """Refuse ``module`` if an ancestor's annotation, incompatible with ``name``, manages modules below it."""
     below = [_record_of(one) for one in _modules_in(module)] if rivals else []
     own = {id(annotation.state) for record in below for annotation in record.annotations.values()}
     members = ((api, state) for record in below for api, state in record.members.items())
@@ -315,7 +315,7 @@ def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
 
 
 def _modules_in(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield what ``modules()`` does, which recurses and so ends at a thousand levels."""
+    """Yield the modules of ``root.modules()`` at any depth: torch's method recurses, and fails at a thousand levels."""
     seen: set[nn.Module] = set()
     stack = [root]
     while stack:
@@ -327,7 +327,7 @@ def _modules_in(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _names_in(root: nn.Module) -> list[str]:
-    """Return the names of all modules, parameters and buffers; of what is met again, also where it was met first."""
+    """Return the names of all modules, parameters and buffers; a second name of one also says its first name."""
     names: list[str] = []
     places: dict[int, str] = {}
     stack = [("", root)]
@@ -352,7 +352,7 @@ def _names_in(root: nn.Module) -> list[str]:
 
 
 def _check_same_names(name: str, module: nn.Module, old: list[str], new: list[str]) -> None:
-    """Raise ``ConfigError`` if ``name``, an annotation of ``module``, changed a name between the two."""
+    """Raise ``ConfigError`` if the annotation ``name`` changed a name in ``module`` from ``old`` to ``new``."""
     if old != new:
         was, now = next((was, now) for was, now in zip_longest(old, new, fillvalue="nothing") if was != now)
         raise ConfigError(

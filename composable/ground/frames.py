@@ -1,7 +1,7 @@
-"""Reads from frames which code runs now.
+"""Reads Python frames to see which code runs now.
 
-Where torch or Python does not hand on what the caller was asked for, its frame tells. None of it is for
-a hot path, nor for a compiled region, but ``in_backward``.
+Where torch or Python does not pass on the arguments of a caller, the caller's frame has them. Except for
+``in_backward``, nothing here is for a hot path or a compiled region.
 """
 
 import copy
@@ -76,18 +76,18 @@ def runs_backward(frame: FrameType) -> bool:
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield ``frame``, and those that have called it."""
+    """Yield ``frame``, then the frames of its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
-    """Return where in the user's code a thread is: "train.py:20, in run"; empty: nowhere in it.
+    """Return the place of a thread in the user's code: "train.py:20, in run"; empty if it runs no such code.
 
     Args:
-        frame: The innermost of the thread.
-        not_the_users: How the paths of files begin that are not the user's.
+        frame: The innermost frame of the thread.
+        not_the_users: The beginnings of the paths of files that are not the user's.
     """
     for each in outwards(frame):
         if not each.f_code.co_filename.startswith(not_the_users):
@@ -96,18 +96,18 @@ def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
 
 
 def in_backward_of_function() -> bool:
-    """Say whether the backward of a function, as of a reentrant checkpoint, has started the one that is running."""
+    """Say whether the running backward was started by an ``autograd.Function``, such as a reentrant checkpoint."""
     inner = next(_frames_of(backward_code), None)
     return inner is not None and next(_frames_of(BackwardCFunction.apply.__code__, frame=inner), None) is not None
 
 
 def in_torch_save() -> bool:
-    """Say whether what is being pickled goes into a file of ``torch.save``."""
+    """Say whether ``torch.save`` is running, so that pickled objects go into its file."""
     return _is_running(torch.save.__code__)
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
-    """Say whether the backward that is running gets to ``leaf`` [any], or has got there. Inside a backward only."""
+    """Say whether the running backward reaches ``leaf`` [any], or has reached it. Inside a backward only."""
     try:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
@@ -115,15 +115,15 @@ def will_get_gradient(leaf: torch.Tensor) -> bool:
 
 
 class _Alive:
-    """Lives as long as what holds it."""
+    """An object whose end shows that the graph that holds it is freed."""
 
     __slots__ = ("__weakref__",)
 
 
 def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
-    """Return a function that says whether a graph of autograd to any of ``leaves`` [any], made so far or later, lives.
+    """Return a function that says whether any autograd graph, old or new, to any of ``leaves`` [any] is alive.
 
-    Of leaves that are all frozen no graph is known: it says yes.
+    If all leaves are frozen, no graph can be watched: the function says yes.
     """
     alive = _Alive()
     known = [leaf for leaf in leaves if leaf.requires_grad]
@@ -131,7 +131,7 @@ def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
         return lambda: True
     with outside_transforms() if running_transform() is not None else nullcontext(), torch.enable_grad():
         for leaf in known:
-            # Of all graphs to a leaf, which hold this node.
+            # All graphs to a leaf hold this node.
             node = get_gradient_edge(leaf).node
             node.metadata[alive] = None  # type: ignore[index]  # a dict that is there when it is asked for
     reference = weakref.ref(alive)
@@ -139,7 +139,7 @@ def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
 
 
 def watch_running_node() -> Callable[[], bool]:
-    """Return a function that says whether the node of autograd that is running, or whose hooks are, lives."""
+    """Return a function that says whether the autograd node that runs now, itself or its hooks, is still alive."""
     alive = _Alive()
     node = current_autograd_node()
     if node is None:
@@ -157,13 +157,13 @@ def modules_in_call() -> list[nn.Module]:
     return [frame.f_locals["self"] for frame in _frames_of(module_call_code, run_as_call.__code__)]
 
 
-def run_as_call(self: nn.Module, run: Callable[[], _T]) -> _T:  # by that name its frame is read
+def run_as_call(self: nn.Module, run: Callable[[], _T]) -> _T:  # `self` is read from its frame
     """Return ``run()``, which counts as a call of the module ``self``."""
     return run()
 
 
 def is_called_again(module: nn.Module) -> bool:
-    """Say whether a call of ``module`` is under way around the one that is starting."""
+    """Say whether the call of ``module`` that is starting is inside another call of it."""
     return sum(called is module for called in modules_in_call()) > 1
 
 
@@ -175,7 +175,7 @@ def _copied_values(memo: dict[Any, Any]) -> Iterator[object]:
 
 
 def is_strict_load() -> bool:
-    """Say whether the ``load_state_dict`` around this call is strict: torch tells its hooks ``True`` always."""
+    """Say whether the ``load_state_dict`` around this call is strict: torch always passes ``True`` to its hooks."""
     frame = next(_frames_of(nn.Module.load_state_dict.__code__), None)
     return frame is not None and bool(frame.f_locals["strict"])
 
@@ -186,60 +186,60 @@ def is_load() -> bool:
 
 
 def is_functional_call() -> bool:
-    """Say whether a ``functional_call`` of torch, which lends modules other parameters, is under way."""
+    """Say whether a ``functional_call`` of torch, which puts other parameters into modules, is under way."""
     return _is_running(functional_call_code)
 
 
 def in_split_backward() -> bool:
-    """Say whether a stage of torch's pipelines is taking the gradients of its inputs, those of parameters later."""
+    """Say whether a stage of torch's pipelines computes gradients of its inputs; those of parameters follow later."""
     return _is_running(split_backward_code())
 
 
 def is_in_model_averager() -> bool:
-    """Say whether an averager of torch, for models that ranks train apart, is at work."""
+    """Say whether a model averager of torch is running, which averages models that ranks train separately."""
     return _is_running(model_averager_code())
 
 
 def _is_running(code: CodeType | None) -> bool:
-    """Say whether ``code`` runs on this thread; ``None``: who could call it has not imported it."""
+    """Say whether ``code`` runs on this thread; ``None`` is code of a file that is not imported."""
     return code is not None and next(_frames_of(code), None) is not None
 
 
 def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[FrameType]:
     frame = frame or inspect.currentframe()
-    while frame is not None:  # in place of `outwards`: some of it is asked in every call of a module
+    while frame is not None:  # not by `outwards`, to be fast: some callers run in every call of a module
         if frame.f_code in codes:
             yield frame
         frame = frame.f_back
 
 
 def in_region(what: str, name: str, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return ``call(*args, **kwargs)``; a trace shows it as ``composable::what name``.
+    """Return ``call(*args, **kwargs)``; a trace shows the call as a region ``composable::what name``.
 
     Args:
-        what: Such as ``gather``.
-        name: Of what it is done to; the empty FQN is the root.
+        what: The work, such as ``gather``.
+        name: FQN of the handle, or name of the bucket; empty for the root.
         call: Runs inside the region.
-        *args: Of ``call``.
-        **kwargs: Of ``call``.
+        *args: Positional arguments of ``call``.
+        **kwargs: Keyword arguments of ``call``.
     """
     with autograd_profiler.record_function(f"composable::{what} {name or '(root)'}"):
         return call(*args, **kwargs)
 
 
 _MEMO_KEY = "composable extent"
-# What holds no module that a copy would take along, and much else.
+# Types that hold no module that a copy would take along, and many other values.
 _HOLDERS = (nn.Module, list, tuple, dict, set)
 _OPAQUE = (type, torch.Tensor, str, bytes, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
-    """Return the modules that the running ``copy.deepcopy`` takes along, as a set that keeps order.
+    """Return the modules that the running ``copy.deepcopy`` copies, as a set that keeps order.
 
-    What the user asked to copy is known to the outermost call only: it is read from that call's frame.
+    Only the outermost call has the object that the user copies: it is read from that call's frame.
 
     Args:
-        memo: Of that ``deepcopy``.
+        memo: The memo of that ``deepcopy``.
     """
     outermost = next(reversed(list(_copied_values(memo))), None)
     known: tuple[object, dict[nn.Module, None]] | None = memo.get(_MEMO_KEY)
@@ -249,12 +249,12 @@ def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
 
 
 def is_part_of_module(memo: dict[Any, Any]) -> bool:
-    """Say whether what is being copied right now is copied as part of a module."""
+    """Say whether the object that is being copied now is a part of a module that is copied."""
     return any(isinstance(value, nn.Module) for value in _copied_values(memo))
 
 
 def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError:
-    """Return the error for a handle of ``modules`` that lies only partly in what is to be, say, "copied"."""
+    """Return the error for a handle of ``modules`` of which only a part is to be, for example, "copied"."""
     names = " and ".join(describe_module(module) for module in modules)
     return UsageError(
         f"a part of a model cannot be {verb}: a handle owns parameters inside and outside of it",

@@ -47,13 +47,13 @@ __all__ = [
 ]
 
 
-# What wrappers of torch, which are no annotations, add to the names of what is below them.
+# The parts that wrappers of torch add to the names of tensors and modules below them; annotations add none.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def join_fqn(fqn: str, name: str) -> str:
-    """Return the FQN of what the module at ``fqn`` holds under ``name``: a wrapper of torch adds nothing to it."""
+    """Return the FQN of the member ``name`` of the module ``fqn``; wrappers of torch add no part to an FQN."""
     if name in _WRAPPERS:
         return fqn
     return f"{fqn}.{name}" if fqn else name
@@ -65,24 +65,24 @@ def plain_fqn(fqn: str) -> str:
 
 
 def class_name(value: object) -> str:
-    """Return the name of the class that users gave an object: a fully sharded module has another one."""
+    """Return the name of an object's class as the user wrote it: ``fully_shard`` gives a module another class."""
     kind = type(value)
     name: str = vars(kind).get("_composable_class_name", kind.__name__)
     return name
 
 
 def module_text(fqn: str, kind: str) -> str:
-    """Return what messages call a module: by its FQN and its class; one that has no FQN is the root of its tree."""
+    """Return the text for a module in messages: its FQN and its class; the root of a tree has an empty FQN."""
     return f"module {fqn!r} ({kind})" if fqn else f"module {kind}"
 
 
 def handle_name(module_fqns: Sequence[str]) -> str:
-    """Return what plans call a handle: the FQN of its module, or the positions of several."""
+    """Return the name of a handle in plans: the FQN of its module, or the positions of several modules."""
     return ", ".join(fqn or "(root)" for fqn in module_fqns)
 
 
 def list_text(names: Collection[str], most: int = 5, *, write: Callable[[str], str] = repr) -> str:
-    """Return names for a message: the first ``most``, and how many more there are."""
+    """Return a text of names for a message: the first ``most`` names, and how many more there are."""
     shown = ", ".join(map(write, islice(names, most)))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
@@ -112,14 +112,14 @@ def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
 
 
 def sibling_lines(entries: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Return a line for each entry, or for a run of them that differ only in the number in their name, which rises.
+    """Return a line for each entry, or one line for entries in a row that differ only in a number that rises by one.
 
     Args:
-        entries: A name with its indent, what follows it, and what is said of it.
+        entries: For each, a name with its indent, the text right after the name, and a description.
     """
-    runs: list[tuple[tuple[str, str, str], int, int]] = []  # what is equal in a run, first and last number
+    runs: list[tuple[tuple[str, str, str], int, int]] = []  # equal parts of a run, first and last number
     for name, after, text in entries:
-        # A name of several modules is none of siblings.
+        # The name of a handle with several modules has no siblings.
         numbered = None if ", " in name else _LAST_NUMBER.fullmatch(name)
         before, number, rest = (numbered[1], int(numbered[2]), numbered[3]) if numbered else (name, -1, "")
         key = (before, rest + after, text)
@@ -135,35 +135,35 @@ def sibling_lines(entries: Iterable[tuple[str, str, str]]) -> list[str]:
     return lines
 
 
-# On a meta buffer of which an annotation has taken other names: the tensor with memory that took its place there.
+# An attribute of a meta buffer that an annotation replaced under its other names: the tensor with memory in its place.
 SUCCESSOR = "_composable_successor"
 
 
 def describe_module(module: nn.Module) -> str:
     """Name ``module`` for an error: its FQN below the outermost module that is alive, and its class.
 
-    A module does not know its parents, so this looks through the live objects: slow, for errors only.
+    A module has no reference to its parents, so this searches all live objects: slow, for errors only.
     """
     return module_text(_find_fqn(module), class_name(module))
 
 
 def fqn_in_model(module: nn.Module, name: str, fqn: str = "") -> str:
-    """Name what ``module`` holds under ``name`` for an error, below the outermost module that is alive; slow.
+    """Return the FQN of a parameter or buffer below the outermost module that is alive; slow, for errors only.
 
     Args:
-        module: Holds it.
-        name: Of a parameter or buffer.
-        fqn: A name of it from elsewhere, which counts where it says more.
+        module: The module that holds the parameter or buffer.
+        name: Its name in ``module``.
+        fqn: An FQN from another place; returned if it ends with the found FQN, so has more parts.
     """
     found = join_fqn(_find_fqn(module), name)
     return fqn if fqn.endswith(f".{found}") else found
 
 
 def _find_fqn(module: nn.Module) -> str:
-    # By id: this must not fail on a module that cannot be hashed, and what is compared stays alive.
+    # By id: this must not fail on a module that cannot be hashed, and all compared modules stay alive.
     parents: dict[int, tuple[nn.Module, str]] = {}
     for candidate in gc.get_objects():
-        # Not isinstance: a proxy object answers it by running code of its own.
+        # Not isinstance, which would run code of a proxy object.
         if issubclass(type(candidate), nn.Module):
             for name, child in candidate.__dict__.get("_modules", {}).items():
                 parents.setdefault(id(child), (candidate, name))
@@ -182,7 +182,7 @@ def _find_fqn(module: nn.Module) -> str:
 
 
 def answer_of(name: str, function: Callable[..., Any], *args: object, at: str, fix: str) -> Any:
-    """Return what a user's function, the argument ``name``, answers; what it raises is a ``ConfigError``."""
+    """Return the result of a user's function, the argument ``name``; turn its exceptions into ``ConfigError``."""
     try:
         return function(*args)
     except Exception as error:
@@ -196,14 +196,14 @@ def check_module(name: str, value: object) -> None:
 
 
 def check_optimizer(name: str, value: object) -> None:
-    """Raise unless ``value`` is an optimizer of torch's kind."""
+    """Raise unless ``value`` is a ``torch.optim.Optimizer``."""
     if not isinstance(value, torch.optim.Optimizer):
         what = f"{name} is {described(value)}, not an optimizer"
         raise ConfigError(what, at=place_of_rank(), fix="pass a torch.optim.Optimizer")
 
 
 def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
-    """Raise unless ``value`` is ``True`` or ``False`` itself: what is merely true is mostly an argument too early."""
+    """Raise unless ``value`` is ``True`` or ``False`` itself: another value is mostly an argument in a wrong place."""
     if not isinstance(value, bool) and not (or_none and value is None):
         choices = "True, False or None" if or_none else "True or False"
         raise ConfigError(f"{name} is {described(value)}, not a bool", at=place_of_rank(), fix=f"pass {choices}")
@@ -215,7 +215,7 @@ def check_number(
     """Return ``value`` as a float.
 
     Raises:
-        ConfigError: It is no number, or a tensor of several, or NaN, or below ``least``, or not above ``above``.
+        ConfigError: It is no number, a tensor of several numbers, NaN, below ``least``, or not above ``above``.
     """
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     if isinstance(number, Real) and not isinstance(number, bool):
@@ -226,10 +226,10 @@ def check_number(
 
 
 def as_path(name: str, value: object) -> Path:
-    """Return the path of a file or folder that the argument ``name`` is.
+    """Return the argument ``name``, which is ``value``, as the path of a file or folder.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is no path.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -238,7 +238,7 @@ def as_path(name: str, value: object) -> Path:
 
 
 def check_device(name: str, value: object, *, or_none: bool = False) -> None:
-    """Raise unless ``value`` names a device, or is one, or the number of an accelerator that there is."""
+    """Raise unless ``value`` is a device, the name of a device, or the number of an accelerator on this host."""
     if isinstance(value, torch.device) or (or_none and value is None):
         return
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < torch.accelerator.device_count():
@@ -251,18 +251,18 @@ def check_device(name: str, value: object, *, or_none: bool = False) -> None:
 
 
 def readable_twice(value: Any) -> Any:
-    """Return ``value``; of what can be read only once, such as ``module.parameters()``, a list."""
+    """Return ``value``, or a list of its items if they can be read only once, as in ``module.parameters()``."""
     return list(value) if isinstance(value, Iterator) else value
 
 
 def list_of_tensors(name: str, value: object) -> list[torch.Tensor]:
-    """Return one tensor, or all of an iterable of tensors, of any shapes and dtypes, as a list."""
+    """Return a tensor, or an iterable of tensors, of any shapes and dtypes, as a list."""
     if isinstance(value, torch.Tensor):
         return [value]
-    # A module may be iterable, and its class was meant for something else.
+    # A module may be iterable too, and a module or a class in place of tensors is a mistake.
     is_list = isinstance(value, Iterable) and not isinstance(value, str | type | nn.Module)
     found: list[Any] = list(value) if is_list else [value]  # type: ignore[call-overload]  # it is iterable
-    # By type: there are few, and clipping asks in every step.
+    # Each type is checked once: there are few types, and clipping calls this in every step.
     if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
         wrong = next(one for one in found if not isinstance(one, torch.Tensor))
         what = f"{name} is or holds {described(wrong)}"
@@ -271,7 +271,7 @@ def list_of_tensors(name: str, value: object) -> list[torch.Tensor]:
 
 
 def described(value: object) -> str:
-    """Name a value: short ones as they are written, others by their type."""
+    """Return the text for a value in messages: short values as they are written, others by their type."""
     if value is None or isinstance(value, bool | int | float | str):
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:77]}..."
@@ -290,8 +290,8 @@ def check_outside_inference(caller: str) -> None:
         )
 
 
-# What to write in place of an argument that an annotation lacks. By the names that ``FullyShardedDataParallel``,
-# ``DistributedDataParallel`` and torch's ``replicate`` have for them; of several the first that an annotation can take.
+# The fix for an argument that an annotation lacks, by its name in ``FullyShardedDataParallel``,
+# ``DistributedDataParallel`` or torch's ``replicate``; of several fixes, the first one that the annotation allows.
 _IN_OPTIONS = "pass it inside of options=HandleOptions(...)"
 _PLACES = {
     "align": (_IN_OPTIONS,),
@@ -323,7 +323,7 @@ _PAGES = {"fully_shard": "docs/from_fsdp1.md", "replicate": "docs/from_ddp.md"}
 
 
 def check_call(function: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """Raise ``SignatureError``, which says what to write, unless ``function`` takes such arguments."""
+    """Raise ``SignatureError``, which says what to write, unless ``function`` accepts these arguments."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)

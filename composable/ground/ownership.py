@@ -1,10 +1,10 @@
 """Marks of the annotation that manages a parameter.
 
-``replicate`` marks with a ``Claim``; ``fully_shard`` has a mark of its own on both faces of a parameter, the handle's,
-which is only read here. What of torch averages too is known by the names of classes: nothing of it is imported. torch
-calls a hook when a module or parameter is registered, which is rare, and the hook counts those below an annotation: who
-remembers the count sees at its next forward whether to look. ``ModuleList.insert`` and others write to a module's
-dicts, of which torch tells nobody: ``Contents`` remembers what is in them.
+``replicate`` marks a parameter with a ``Claim``. A handle of ``fully_shard`` sets its own mark on the sharded and the
+unsharded parameter; this file only reads it. Wrappers of torch that average gradients too are recognised by class
+names, without an import. torch calls a hook when a module or parameter is registered, which is rare. The hook counts
+registrations below annotations: if the count has changed, the next forward checks the modules. ``ModuleList.insert``
+and others write to a module's dicts without that hook: ``Contents`` compares what the dicts hold.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Claim:
     """The mark of ``replicate`` on a parameter.
 
     Attributes:
-        fqn: Its name below the annotated module.
+        fqn: The parameter's name below the annotated module.
     """
 
     __slots__ = ("_holder", "_owner", "fqn")
@@ -62,25 +62,25 @@ class Claim:
 
     @property
     def owner(self) -> object | None:
-        """The state of the annotation; ``None`` once that is gone."""
+        """The state of the annotation; ``None`` once the state is freed."""
         return self._owner()
 
     def holds_for(self, param: object) -> bool:
-        """Say whether the mark was made for ``param``: ``copy.copy`` takes the marks of a tensor along."""
+        """Say whether the mark was made for ``param``: ``copy.copy`` of a tensor copies its marks too."""
         return self._holder == id(param) and self.owner is not None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # In another process nobody manages the parameter. A type that `torch.load(weights_only=True)` takes.
+        # In another process no annotation manages the parameter. `torch.load(weights_only=True)` accepts this type.
         return (OrderedDict, ())
 
 
 def claim(param: nn.Parameter, fqn: str, owner: object) -> None:
-    """Note that ``owner``, the state of a ``replicate``, averages ``param``, of any shape, and calls it ``fqn``."""
+    """Mark ``param``, of any shape and named ``fqn``, as averaged by ``owner``, the state of a ``replicate``."""
     setattr(param, _AVERAGED, Claim(fqn, owner, id(param)))
 
 
 def release(params: Iterable[nn.Parameter]) -> None:
-    """Undo ``claim`` for parameters of any shapes."""
+    """Remove the marks of ``claim`` from parameters of any shapes."""
     for param in params:
         vars(param).pop(_AVERAGED, None)
 
@@ -92,12 +92,12 @@ def claim_of(param: object) -> Claim | None:
 
 
 def mark_of(param: object) -> Any:
-    """Return the mark of ``fully_shard`` on a parameter, or on what stands in for it; ``None``: there is none."""
+    """Return the mark of ``fully_shard`` on a parameter, or on a parameter in its place; ``None`` if there is none."""
     return getattr(param, _SHARDED, None)
 
 
 def is_sharded(param: object) -> bool:
-    """Say whether ``fully_shard`` manages ``param``: its sharded face, or what stands in for that for a while."""
+    """Say whether ``fully_shard`` manages ``param``: a parameter of a handle, or one that replaces it for a while."""
     mark = mark_of(param)
     return mark is not None and mark.handle() is not None
 
@@ -107,22 +107,22 @@ def is_managed(param: object) -> bool:
     return is_sharded(param) or claim_of(param) is not None
 
 
-# What of torch averages gradients too
+# Wrappers and annotations of torch that average gradients too
 
 _WRAPPER = "DistributedDataParallel"
 _SHARDS = "torch's fully_shard"
-# Where a class is defined, what it is called, and how messages call it.
+# The module and the name of each class, and its name in messages.
 _CLASSES = {
     ("torch.nn.parallel.distributed", _WRAPPER): _WRAPPER,
     ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"): "torch's replicate",
     ("torch.distributed.fsdp", "FSDPModule"): _SHARDS,
 }
-# Where torch's own annotations have the key under which a module keeps their names; who uses none has not imported it.
+# The file of torch with the key under which a module keeps torch's annotations; without them it is not imported.
 _CONTRACT, _KEY = "torch.distributed._composable.contract", "REGISTRY_KEY"
 
 
 def rival_on(module: nn.Module) -> str | None:
-    """Return what of torch averages the gradients of ``module`` and all below it, in words; or ``None``."""
+    """Return the name of torch's wrapper or annotation that averages all gradients of ``module``; or ``None``."""
     for base in type(module).__mro__:
         found = _CLASSES.get((base.__module__, base.__qualname__))
         if found is not None:
@@ -132,21 +132,21 @@ def rival_on(module: nn.Module) -> str | None:
 
 
 def keep_one(rival: str) -> str:
-    """Return what to do about a rival."""
+    """Return the fix for an error about ``rival``, a name from ``rival_on``."""
     if rival == _WRAPPER:
         return "keep one of them: docs/works_with.md says how to keep a trainer from wrapping the model"
     return f"keep one of them: import {rival.partition(' ')[2]} from composable everywhere, not from torch"
 
 
 def names_left_alone(module: nn.Module) -> Collection[str]:
-    """Return the parameters and buffers below ``module`` that users told DistributedDataParallel to leave alone."""
+    """Return the names of parameters and buffers in ``module`` that users told DistributedDataParallel to ignore."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
 
 
 def _averaged_twice(rival: str | None, wrapped: nn.Module) -> UsageError | None:
-    """Return the error for a parameter of ``wrapped`` that ``rival``, of torch, takes care of as an annotation does."""
+    """Return the error if ``rival`` of torch averages an annotated parameter of ``wrapped`` too; else ``None``."""
     if rival is None or rival == _SHARDS:
-        return None  # What torch shards may have been told to ignore any of them.
+        return None  # torch's fully_shard may have been told to ignore these parameters.
     left = names_left_alone(wrapped)
     for fqn, param in wrapped.named_parameters():
         if param.requires_grad and fqn not in left and is_managed(param):
@@ -162,19 +162,19 @@ def _two_averages(rival: str, fqn: str) -> UsageError:
     )
 
 
-# What is added or chosen later
+# Changes after an annotation
 
 
 class _Changes:
-    """Other numbers after each change in this process: while one stays, what was looked at need not be again.
+    """A number for each kind of change in this process: while it stays the same, an earlier check is still valid.
 
     Ranks may be threads: no two changes give the same number.
 
     Attributes:
-        hooks: On gradients of sharded parameters.
-        choices: Of users, for handles, which ranks compare.
-        marks: On parameters that were replaced.
-        registrations: Of modules and parameters in modules that are watched.
+        hooks: Changes of hooks on gradients of sharded parameters.
+        choices: Choices of users for handles, which ranks compare.
+        marks: New marks on replaced parameters.
+        registrations: New modules and parameters in watched modules.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class _Changes:
         self.hooks = self.choices = self.marks = self.registrations = 0
 
     def note(self, what: Literal["hooks", "choices", "marks", "registrations"]) -> None:
-        """Something has changed."""
+        """Give the number of ``what`` a new value: something of this kind has changed."""
         setattr(self, what, next(self._numbers))
 
 
@@ -190,13 +190,13 @@ CHANGES = _Changes()
 
 
 class _Registrations:
-    """The modules of the process below annotations.
+    """The modules of this process that annotations manage, or managed before.
 
-    By id: what is registered in may be anybody's module, whose own hash need not work yet.
+    By id: torch calls the hook for modules of any library, also before their own hash works.
 
     Attributes:
         watched: The modules in which registrations count.
-        left: Modules whose annotation was undone, put nowhere else since.
+        left: Modules whose annotation was undone, and that were put into no module since.
     """
 
     __slots__ = ("_hooks", "left", "watched")
@@ -207,7 +207,7 @@ class _Registrations:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Count what is registered in any of ``modules`` from now on."""
+        """Count registrations in any of ``modules`` from now on."""
         if not self._hooks:
             self._hooks = before_every_registration(_before_module, _before_parameter)
         self.watched.update((id(module), module) for module in modules)
@@ -220,7 +220,7 @@ class _Registrations:
         return is_watched
 
     def no_longer_left(self, modules: Iterable[nn.Module]) -> None:
-        """Note that ``modules`` are annotated, or put somewhere, again."""
+        """Note that ``modules`` are annotated again, or put into another module."""
         for module in modules:
             self.left.pop(id(module), None)
 
@@ -230,27 +230,27 @@ watch_registrations = _REGISTRATIONS.watch
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:
-    """Note that an annotation manages what ``modules`` hold themselves, and watch them."""
+    """Note that an annotation manages the own parameters of ``modules``, and watch these modules."""
     taken = list(modules)
     _REGISTRATIONS.no_longer_left(taken)
     _REGISTRATIONS.watch(taken)
 
 
 def leave_alone(modules: Iterable[nn.Module]) -> None:
-    """Note that the annotation of ``modules`` was undone, which is no mistake where another one is around them."""
+    """Note that the annotation of ``modules`` was undone: an annotation around them then raises no error for them."""
     _REGISTRATIONS.left.update((id(module), module) for module in modules)
 
 
 def is_left_alone(module: nn.Module) -> bool:
-    """Say whether the annotation of ``module`` was undone, and it was put nowhere else since."""
+    """Say whether the annotation of ``module`` was undone, and the module was put into no other module since."""
     return _REGISTRATIONS.left.get(id(module)) is module
 
 
 def check_callers() -> None:
-    """Refuse a forward inside a wrapper of torch that takes care of parameters which an annotation manages.
+    """Refuse a forward inside a wrapper of torch that averages gradients of annotated parameters too.
 
     Raises:
-        UsageError: The wrapper is older than the annotation, so only a forward shows it.
+        UsageError: The running call is inside such a wrapper, older than the annotation, so only a forward shows it.
     """
     for module in modules_in_call():
         error = _averaged_twice(rival_on(module), module._modules.get("module") or module)
@@ -269,11 +269,11 @@ def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> Non
 
 @opaque
 def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
-    # Annotations themselves place parameters in modules that watch assignments: those are managed.
+    # Annotations themselves assign parameters in modules that watch assignments: these parameters are managed.
     if is_managed(param):
         return
     if is_sharded(parent._parameters.get(name)) and is_load():
         param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/handle.py
     if _REGISTRATIONS.note(parent) and hasattr(param, "_st_info"):
-        # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
+        # The wrapper, or torch's replicate, which uses it, replaces a sharded parameter by one with this attribute.
         raise _two_averages(_WRAPPER, name)

@@ -1,7 +1,7 @@
 """The only file that registers hooks.
 
-What the hooks do is the business of who registers them; when they run, and in which order with
-those of others, is said here.
+Callers decide what their hooks do. This file decides when hooks run, and in which order with hooks
+of users and of torch.
 """
 
 import itertools
@@ -62,10 +62,10 @@ __all__ = [
 
 
 class Ending(Protocol):
-    """What one annotation has to do when a backward ends.
+    """The work of one annotation at the end of a backward.
 
     Attributes:
-        number: From ``next_ending_number``: all ranks made their annotations in the same order.
+        number: From ``next_ending_number``; equal on all ranks, since all made their annotations in the same order.
     """
 
     number: int
@@ -75,15 +75,15 @@ class Ending(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for them."""
+        """Wait for the collectives that ``start`` has started."""
         ...
 
 
 class EndOfBackward:
-    """What is to be done when a backward ends well.
+    """The work of all annotations at the end of a backward that ends well.
 
-    One for all annotations: they start in the order of their numbers, whichever heard of the backward first on
-    this rank, and only then wait.
+    Annotations start their collectives in the order of their numbers, no matter which of them the backward reached
+    first on this rank, and only then wait.
     """
 
     __slots__ = ("__weakref__", "_endings")
@@ -92,22 +92,22 @@ class EndOfBackward:
         self._endings: list[Ending] = []
 
     def add(self, ending: Ending) -> Callable[[], None]:
-        """Let ``ending`` run too; returns what autograd frees when the backward ends in any way.
+        """Add ``ending``; returns a callback that autograd frees when the backward ends, also by an exception.
 
-        Each ending has one of its own, which nothing else holds: frames live on in the traceback of an exception that
-        was raised here, with what the backward of another ending was to be told by.
+        Each ending has its own callback, which nothing else holds: the traceback of an exception that was raised here
+        keeps frames alive, and with them a callback that has to be freed for another ending.
         """
         self._endings.append(ending)
-        # A callback that does nothing, in no frame of Python.
+        # A callback that does nothing, without a Python frame.
         held: Callable[[], Any] = partial(bool)
         queue_callback(held)
         return held
 
     @opaque
     def end_backward(self) -> None:  # messages name it, for the ranks that wait in it
-        """Start all, then finish all whose start went well; raise the first failure.
+        """Start all endings, then finish those that started; raise the first failure.
 
-        One that failed is left as an exception in backward leaves it, and so are all after Ctrl-C.
+        An ending that failed is left as after an exception in backward; after Ctrl-C all endings are.
         """
         if running_transform() is not None:
             with outside_transforms():
@@ -116,10 +116,10 @@ class EndOfBackward:
         failures: list[Exception] = []
         started: list[Ending] = []
         seen = 0
-        while seen < len(self._endings):  # One that starts may add others.
+        while seen < len(self._endings):  # An ending that starts may add others.
             waiting = sorted(self._endings[seen:], key=attrgetter("number"))
             seen += len(waiting)
-            # What one has raised is noted: the others have to go on, or other ranks would wait for them.
+            # A failure is raised later: the other endings have to go on, or other ranks would wait for them.
             for ending in waiting:
                 try:
                     ending.start()
@@ -136,28 +136,28 @@ class EndOfBackward:
             try:
                 raise failures[0]
             finally:
-                # Else the traceback would hold itself, and what its frames hold.
+                # Else the traceback would hold itself, and all objects in its frames.
                 failures.clear()
 
 
 class _Endings:
-    """The ends of the backwards that are running, and how many annotations may have something to do then."""
+    """The ``EndOfBackward`` of each running backward, and the count that gives endings their numbers."""
 
     __slots__ = ("_lock", "_running", "next_number")
 
     def __init__(self) -> None:
         self.next_number = itertools.count().__next__
-        # By the id of the backward, which no other has.
+        # By autograd's id of the backward, which is unique.
         self._running: WeakValueDictionary[int, EndOfBackward] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def add(self, ending: Ending) -> Callable[[], None]:
-        """Let ``ending`` run at the end of the backward that is running on this thread; returns what autograd holds."""
+        """Add ``ending`` to the backward that is running on this thread; returns the callback that autograd holds."""
         task = current_graph_task_id()
         end = self._running.get(task)
         if end is None:
             with self._lock:
-                # Another device's thread may be as far.
+                # The thread of another device may have added it meanwhile.
                 end = self._running.get(task)
                 if end is None:
                     end = EndOfBackward()
@@ -172,24 +172,24 @@ at_end_of_backward = _ENDINGS.add
 
 
 def around_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
-    """Call ``before(module, args, kwargs)`` and ``after(module, args, output)`` around the hooks that are there.
+    """Call ``before(module, args, kwargs)`` and ``after(module, args, output)`` around the present forward hooks.
 
-    So activation checkpointing and users' hooks run between them; of those that are registered later,
-    a forward hook runs after ``after`` until ``put_outermost``. ``after`` also runs when forward raises. ``before``
-    may return other (args, kwargs), ``after`` another output.
+    So activation checkpointing and users' hooks run between them. A forward hook that is registered later runs
+    after ``after``, until ``put_outermost`` is called. ``after`` also runs when forward raises. ``before`` may
+    return other (args, kwargs), ``after`` another output.
     """
     outer = module.register_forward_hook(after, prepend=False, always_call=True)
-    # A copy of the module keeps the class of the handle.
+    # The class goes along when the module, and the handle with it, is copied.
     outer.__class__ = _Outermost
     return [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), outer]
 
 
 class _Outermost(RemovableHandle):
-    """Of a hook that runs after all other forward hooks of its module."""
+    """The handle of a hook that runs after all other forward hooks of its module."""
 
 
 def put_outermost(handles: Iterable[RemovableHandle]) -> None:
-    """Let what ``around_forward`` calls after a forward run after the hooks that were registered since."""
+    """Move the ``after`` hooks of ``around_forward`` behind the forward hooks that were registered since."""
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if isinstance(handle, _Outermost) and hooks is not None and handle.id in hooks:
@@ -197,7 +197,7 @@ def put_outermost(handles: Iterable[RemovableHandle]) -> None:
 
 
 def beside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
-    """Call ``before(module, args)`` and ``after(module, args, output)`` in their turn among other forward hooks.
+    """Call ``before(module, args)`` and ``after(module, args, output)`` in the order of registration of all hooks.
 
     ``after`` also runs when forward raises.
     """
@@ -205,7 +205,7 @@ def beside_forward(module: nn.Module, before: Callable[..., None], after: Callab
 
 
 def inside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
-    """Call ``before(module, args)`` and ``after(module, args, output)`` inside of all forward hooks that are there.
+    """Call ``before(module, args)`` and ``after(module, args, output)`` inside of all present forward hooks.
 
     ``after`` also runs when forward raises.
     """
@@ -214,15 +214,15 @@ def inside_forward(module: nn.Module, before: Callable[..., None], after: Callab
 
 
 def before_forward(module: nn.Module, before: Callable[..., Any]) -> RemovableHandle:
-    """Let ``before(module, args, kwargs)`` return the arguments of each forward, before the hooks that are there."""
+    """Call ``before(module, args, kwargs)``, which returns the arguments of forward, before all present hooks."""
     handle: RemovableHandle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     return handle
 
 
 class GradientHook(ABC):
-    """What runs when the gradient of a tensor arrives; others may join it."""
+    """A hook that runs when the gradient of a tensor arrives; several hooks can share a tensor."""
 
-    __torch_unserializable__ = True  # Who saves the tensor is not warned that hooks are not saved.
+    __torch_unserializable__ = True  # Saving the tensor gives no warning that hooks are not saved.
     __slots__ = ()
 
     @abstractmethod
@@ -230,11 +230,11 @@ class GradientHook(ABC):
 
 
 class _Joined(GradientHook):
-    """Several on one tensor.
+    """Several gradient hooks on one tensor.
 
-    A module that returns what a module inside it gave has its part on the same tensor. Autograd would run them in
-    the order in which they came, inner first; where another rank's outer module has an output of its own it
-    runs the outer one first, so that is what happens here.
+    A module that returns the output of an inner module has its hook on the same tensor. Autograd would run hooks in
+    the order of registration, inner module first. On another rank the outer module may return a tensor of its own,
+    so that its hook runs first: for equal order on all ranks, the outer module's hook runs first here too.
     """
 
     __slots__ = ("hooks",)
@@ -252,13 +252,13 @@ class _Joined(GradientHook):
 
 
 def on_gradient(tensor: torch.Tensor, hook: GradientHook) -> None:
-    """Call ``hook`` when the gradient of ``tensor`` [any] arrives; also after an in-place change of it as a view.
+    """Call ``hook`` when the gradient of ``tensor`` [any] arrives; also if it is a view and is changed in place later.
 
-    Of several on one tensor the last one registered runs first. Of equal ones (``==``) only one stays.
+    Of several hooks on one tensor the last registered runs first. Of equal hooks (``==``) only one stays.
     """
     base = tensor._base
     if base is None and not tensor._backward_hooks:
-        hook_gradient(tensor, hook)  # as a rule
+        hook_gradient(tensor, hook)  # the usual case
         return
     _join(tensor, hook)
     if base is not None and base.grad_fn is not None:
@@ -267,7 +267,7 @@ def on_gradient(tensor: torch.Tensor, hook: GradientHook) -> None:
 
 
 def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
-    known = tensor._backward_hooks  # None again after an in-place change, which makes another gradient of it.
+    known = tensor._backward_hooks  # None again after an in-place change: the tensor has another gradient then.
     if known:
         for key, other in known.items():
             if isinstance(other, GradientHook):
@@ -278,7 +278,7 @@ def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
 
 
 def in_backward_of_nothing(call: Callable[[], None]) -> None:
-    """Run a backward that gets to no parameter, and ``call`` in it: what is queued there runs when it ends."""
+    """Run a backward that reaches no parameter, with ``call`` in it: callbacks queued there run when it ends."""
     with torch.enable_grad():
         root = torch.zeros((), requires_grad=True).clone()
     root.register_hook(lambda _: call())
@@ -286,7 +286,7 @@ def in_backward_of_nothing(call: Callable[[], None]) -> None:
 
 
 def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call ``arrive`` whenever a backward gets to a leaf [any], before it adds the gradient to what the leaf has."""
+    """Call ``arrive`` whenever a backward reaches a leaf [any], before it adds the gradient to the leaf's ``grad``."""
     return [leaf.register_hook(arrive) for leaf in leaves]
 
 
@@ -325,7 +325,7 @@ def before_step(optimizer: torch.optim.Optimizer, check: Callable[..., None]) ->
 
 
 def after_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> RemovableHandle:
-    """Call ``call(optimizer, args, kwargs)`` after each step of ``optimizer``, before all that is called then."""
+    """Call ``call(optimizer, args, kwargs)`` after each step of ``optimizer``, before all other such hooks."""
     registered: RemovableHandle = optimizer.register_step_post_hook(call)
     hooks = registered.hooks_dict_ref()
     if hooks is not None:
@@ -337,9 +337,9 @@ def before_every_registration(
     of_module: Callable[[nn.Module, str, nn.Module | None], None],
     of_parameter: Callable[[nn.Module, str, nn.Parameter], None],
 ) -> list[RemovableHandle]:
-    """Call ``of_module(parent, name, child)`` or ``of_parameter(parent, name, param)`` before any module gets one.
+    """Call ``of_module(parent, name, child)`` or ``of_parameter(parent, name, param)`` before each registration.
 
-    Of the whole process. What writes to ``_modules`` or ``_parameters`` itself is not seen: ``ModuleList.insert`` does.
+    In all modules of the process, but not when ``ModuleList.insert`` and others write to the dicts of a module.
     """
     return [
         register_module_module_registration_hook(of_module),
@@ -348,18 +348,18 @@ def before_every_registration(
 
 
 class Contents:
-    """What is in modules, to see in each forward whether that has changed: some 100 ns for each of them.
+    """The children and parameters of modules, compared in each forward: some 100 ns for each module.
 
     Args:
         modules: The modules.
-        of_params: ``dict.values``, or ``dict.keys`` where each name holds one parameter or another.
+        of_params: ``dict.values``, or ``dict.keys`` where the library itself replaces the parameter under a name.
     """
 
     __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
 
     def __init__(self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]]) -> None:
         found = list(modules)
-        # Some containers may be given another dict, when what is in them is deleted.
+        # Some containers get a new dict when a module in them is deleted.
         self._parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
         self._leaves = [one._modules for one in found if not one._modules]
         self._params = [one._parameters for one in found if one._parameters]
@@ -367,7 +367,7 @@ class Contents:
         self._before = self._look()
 
     def have_changed(self) -> bool:
-        """Say whether a module or a parameter was added, put in the place of another one, or taken away."""
+        """Say whether a module or a parameter was added, replaced or removed."""
         now = self._look()
         return any(self._leaves) or len(now) != len(self._before) or not all(map(is_, now, self._before))
 
@@ -391,7 +391,7 @@ def around_optimizer(
 ) -> list[RemovableHandle]:
     """Call a function before and after each step, before ``state_dict()`` and after ``load_state_dict()``.
 
-    ``before_step`` may return other (args, kwargs), of which the first is what steps.
+    ``before_step`` may return other (args, kwargs); the first of args is the optimizer that steps.
     """
     return [
         optimizer.register_step_pre_hook(before_step),
@@ -402,7 +402,7 @@ def around_optimizer(
 
 
 def differentiable_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield those of ``tensors_in`` that require grad, of any shapes."""
+    """Yield the tensors in ``value``, of any shapes, that require grad."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
 
 
@@ -423,7 +423,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def values_held_by(value: object) -> list[Any]:
-    """Return what a value holds: the items of a container, the attributes of an object, also those in slots."""
+    """Return the values in ``value``: the items of a container, or the attributes of an object, also those in slots."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (tuple, list, set, frozenset, deque)):

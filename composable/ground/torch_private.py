@@ -17,38 +17,38 @@ import torch
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from composable.errors import UsageError, place_of_rank
 
-# There is no `__all__`: the file is the list. Sorted by who uses them.
+# There is no `__all__`: the file is the list. Sorted by the folders that use the names.
 # ruff: noqa: F401, I001
 
 
 try:
     # -- mixed precision of replicated modules: composable/replication/
-    _alias = torch.ops.aten._unsafe_view.default  # the only operation that gives its input's memory, and no view of it
+    _alias = torch.ops.aten._unsafe_view.default  # the only operation on the input's memory that makes no view
 
     # -- transport: composable/comm/
     from torch._C._distributed_c10d import AllgatherOptions  # the only options torch.distributed does not export
 
-    from torch.autograd.graph import _engine_run_backward  # its frame tells that a thread runs a backward
+    from torch.autograd.graph import _engine_run_backward  # its frame shows that a thread runs a backward
 
     # -- ragged parameters: composable/dtensor/
     from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
     from torch import _foreach_mul as foreach_mul  # scales many gradients in a graph
     from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
     from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
-    from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
+    from torch._C import _disabled_torch_function_impl as disabled_torch_function  # every DTensor has it
     from torch._C._distributed import Placement  # base of placements; subclasses call super().__init__()
-    from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
+    from torch._ops import OpOverload  # the operations that `__torch_dispatch__` gets
     from torch.distributed import _functional_collectives as traceable_collectives  # torch.compile traces them
-    from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # where a graph is being made
+    from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # whether a graph is being made
     from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
     from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the values of a tree, as they are saved
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # puts values that were read into a tree
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # makes a tree of values that were read
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import _api as dtensor_api  # what makes DTensors of local tensors, and of values
+    from torch.distributed.tensor import _api as dtensor_api  # makes DTensors of local tensors, and of full values
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
     from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # types that get foreach
-    from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, to clip
+    from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same for clipping
     from torch.utils._python_dispatch import TorchDispatchMode  # sees every tensor that is made, also by users' code
     from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
 
@@ -59,7 +59,7 @@ try:
     from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
     from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
-    from torch._C._autograd import _get_sequence_nr as next_node_number  # of the next node of autograd of this thread
+    from torch._C._autograd import _get_sequence_nr as next_node_number  # number of this thread's next autograd node
     from torch.autograd.variable import Variable  # its `_execution_engine` runs the end of a backward
     from torch.nn.utils import stateless
     from torch.utils._pytree import tree_map  # moves nested inputs to the device
@@ -71,23 +71,23 @@ try:
     from torch._C._dynamo import eval_frame as frame_evaluation  # what the compiler does with the frames of a function
 
     # -- transforms of torch.func: hooks of sharded modules
-    from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost one, or None
+    from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost transform, or None
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # as a context
 
     # -- ranks as threads: composable/testing/
-    from torch._C import _distributed_c10d as c10d_bindings  # looks groups up by name, per thread where told so
+    from torch._C import _distributed_c10d as c10d_bindings  # finds groups by name, per thread if asked
     from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
     from torch.distributed import distributed_c10d as c10d  # its `_world` holds all groups, its helper makes them
-    from torch.distributed.distributed_c10d import _World as TorchWorld  # what torch reads of a world
-    from torch.utils._python_dispatch import _disable_current_modes  # collectives are no operations of the caller
+    from torch.distributed.distributed_c10d import _World as TorchWorld  # the attributes that torch reads
+    from torch.utils._python_dispatch import _disable_current_modes  # hides collectives from the caller's modes
 
-    dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
+    dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
-    module_load = torch.nn.Module._load_from_state_dict  # what a module that loads in its own way overrides
+    module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
     backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
     functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
-    # Used below, at run time; here so that one that is gone is missed at import too.
+    # Used below, at run time; listed here so that the import fails too if a name is gone.
     _USED_BELOW = (
         ProcessGroup._allgather_base,
         ProcessGroup._get_backend,
@@ -118,12 +118,12 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
 
     Args:
         callback: Runs if the backward ends well.
-        needed_by: May say in ``untraceable`` what a graph cannot do for it.
+        needed_by: The object that needs the callback; its ``untraceable``, if any, says why a graph cannot call it.
 
     Raises:
-        UsageError: Compiled autograd runs it, which takes callbacks and never calls them.
+        UsageError: Compiled autograd runs the backward: it takes callbacks and never calls them.
     """
-    # As below: what nobody has imported nobody can have used.
+    # A file of torch that is not imported is not in use.
     if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
         why = getattr(needed_by, "untraceable", "")
         raise UsageError(
@@ -131,7 +131,7 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
             at=place_of_rank(),
             fix="leave compiled autograd off: compiled models do not need it",
         )
-    Variable._execution_engine.queue_callback(callback)  # the engine takes it for the backward that runs
+    Variable._execution_engine.queue_callback(callback)  # the engine runs it after the running backward
 
 
 # -- replication: composable/replication/
@@ -150,27 +150,27 @@ graph_collectives: Any = torch.ops._c10d_functional  # collectives that a graph 
 
 
 def opaque(fn: _FunctionT, *, traced: Callable[..., Any] | None = None) -> _FunctionT:
-    """Let ``torch.compile`` call ``fn`` as it is: no frame of it, nor of what it calls, is traced or compiled.
+    """Make ``torch.compile`` call ``fn`` as it is: the frames of ``fn``, and of its callees, are not compiled.
 
-    Where ``traced`` is given, that is traced instead, if ``fn`` is met while a graph is made.
+    If ``traced`` is given, a graph that is being made traces ``traced`` in place of ``fn``.
 
-    What ``torch.compiler.disable`` does, but that imports the compiler, which takes longer than the rest of torch,
-    and wraps every call. This costs nothing where nobody compiles.
+    ``torch.compiler.disable`` does the same, but it imports the compiler, which takes longer than the rest of torch,
+    and wraps every call. This function costs nothing in a process that does not compile.
     """
     function: Any = fn
     skip = frame_evaluation._FrameAction.SKIP  # evaluate a frame as Python does
-    strategy = frame_evaluation._FrameExecStrategy(skip, skip)  # this one, and those below it
+    strategy = frame_evaluation._FrameExecStrategy(skip, skip)  # for this frame, and for its callees
     frame_evaluation.set_code_exec_strategy(function.__code__, strategy)  # for a call outside of a graph
-    function._torchdynamo_disable = True  # for a call that is met while a graph is made: the graph ends before it
+    function._torchdynamo_disable = True  # for a call while a graph is made: the graph ends before it
     function._torchdynamo_disable_msg = "a hook of an annotation communicates; to export, call unannotate(model) first"
     if traced is not None:
-        function._torchdynamo_inline = traced  # what stands before all that
+        function._torchdynamo_inline = traced  # the compiler looks at it first
     return fn
 
 
 def find_backend(name: str) -> Callable[..., Any] | None:
     """Return the backend of ``torch.compile`` of this name, if there is one."""
-    # Who asks compiles, and imports the compiler anyway.
+    # The caller compiles, so it imports the compiler anyway.
     from torch._dynamo import list_backends, lookup_backend
 
     return lookup_backend(name) if name in list_backends(exclude_tags=()) else None
@@ -185,29 +185,29 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
     if type(tensor) is not torch.Tensor or node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
         return
-    hooks: Any = OrderedDict(((hook, hook),))  # handles of other hooks refer to it weakly
+    hooks: Any = OrderedDict(((hook, hook),))  # no plain dict: handles of other hooks need weak references to it
     tensor._backward_hooks = hooks
-    node._register_hook_dict(tensor)  # what lets autograd read it
+    node._register_hook_dict(tensor)  # autograd reads the dict from now on
 
 
 # -- ragged parameters: composable/dtensor/
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of which ``mesh`` is a part; itself if it is no part."""
+    """Return the whole mesh of which ``mesh`` is a part; ``mesh`` itself if it is whole."""
     root: DeviceMesh = mesh._get_root_mesh()
     return root
 
 
 def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh of the dims of all, which are parts of one mesh."""
+    """Return a mesh with the dims of all ``meshes``, which are parts of one mesh."""
     joined: DeviceMesh = DeviceMesh._concatenate(meshes)  # also of flattened dims, which are not sliced
     return joined
 
 
 def dispatch_rule_holder() -> Any:
-    """Return the class whose ``find(cls)`` says what runs an operation on tensors of class ``cls``, or ``None``."""
-    # Asked for only where torch skips `__torch_dispatch__` of subclasses of DTensor.
+    """Return the class whose ``find(cls)`` gives the rule that runs an operation on tensors of ``cls``, or ``None``."""
+    # Needed only where torch skips `__torch_dispatch__` of subclasses of DTensor.
     from torch._library.simple_registry import GenericTorchDispatchRuleHolder  # one for each operation
 
     return GenericTorchDispatchRuleHolder
@@ -219,21 +219,21 @@ def dispatch_rule_holder() -> Any:
 def alias_of(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return ``values``, of any dtype, as a tensor whose gradient goes to ``leaf`` and is cast to its dtype.
 
-    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward. The gradient gets to
-    ``leaf`` as soon as it is there, whenever the alias was made.
+    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward. The gradient reaches
+    ``leaf`` as soon as it is computed, no matter when the alias was made.
     """
     alias: torch.Tensor = _alias(leaf, leaf.shape)
     alias.data = values
     node: Any = alias.grad_fn
     if node is not None:  # else there is no gradient to come
-        # Of nodes that are ready autograd runs the one that was made last: without this the first ones of a forward
-        # would wait for the end of the backward, with all gradients.
-        node._set_sequence_nr(2**63 - 1)  # before all but leaves
+        # Of all nodes that are ready, autograd runs the newest first: without this, the first aliases of a forward
+        # would wait until the end of the backward, and hold their gradients until then.
+        node._set_sequence_nr(2**63 - 1)  # runs before all nodes but leaves
     return alias
 
 
 def replace_flat_weights(module: torch.nn.Module, others: Mapping[int, torch.Tensor]) -> None:
-    """Let ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, which keep a list of their weights, compute with others, by id."""
+    """Replace weights, by id, in the list of weights that ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` compute with."""
     weights = module.__dict__.get("_flat_weights")
     if weights:
         module._flat_weights = [others.get(id(one), one) for one in weights]  # type: ignore[assignment]  # a list
@@ -246,7 +246,7 @@ def flat_weight_refs(module: torch.nn.Module) -> Any:
 
 @contextmanager
 def without_flat_weight_refs(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Take these references away for a while: a tensor that has any cannot be swapped, as to another device."""
+    """Remove ``flat_weight_refs`` for a while: a tensor with weak references cannot be swapped, as in a move."""
     held: list[Any] = [module for module in modules if flat_weight_refs(module)]
     for module in held:
         module._flat_weight_refs = []
@@ -271,7 +271,7 @@ def reduce_scatter_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Te
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return how long the collectives of ``group`` wait for a peer: on the CPU, if it talks there."""
+    """Return how long the collectives of ``group`` wait for a peer: on the CPU, if it has a backend there."""
     devices = group._device_types
     cpu = torch.device("cpu")
     backend: Any = group._get_backend(cpu if cpu in devices or not devices else devices[0])
@@ -280,13 +280,13 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def default_timeout_of(group: ProcessGroup) -> timedelta:
-    """Return what torch gives a group of this backend that is told no timeout."""
-    kind = "nccl" if real_backend(group) == "nccl" else "gloo"  # others have that of gloo
+    """Return the timeout that torch gives a group of this backend by default."""
+    kind = "nccl" if real_backend(group) == "nccl" else "gloo"  # other backends have gloo's default
     return c10d._get_default_timeout(c10d.Backend(kind))  # torch shows it in no other way
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let what is started in ``group`` from now on wait that long."""
+    """Set how long collectives that start in ``group`` from now on wait for a peer."""
     for device in group._device_types:
         change = getattr(group._get_backend(device), "_set_default_timeout", None)  # gloo and NCCL have it
         if change is not None:
@@ -305,14 +305,14 @@ def groups_of_process() -> dict[str, ProcessGroup]:
 
 
 def new_named_group(name: str, numbers: Sequence[int], backend: str | None, timeout: timedelta | None) -> ProcessGroup:
-    """Return a new group of these global ranks, in this order: as ``new_group``, which takes no name."""
-    default: Any = c10d._get_default_group()  # its device, where it has one of its own, is that of all groups
-    own_backend, store = c10d._world.pg_map[default]  # where all groups have their keys
+    """Return a new group ``name`` of these global ranks, in this order: like ``new_group``, which takes no name."""
+    default: Any = c10d._get_default_group()  # all groups have its device, if it has one
+    own_backend, store = c10d._world.pg_map[default]  # all groups keep their keys in this store
     kind = c10d.Backend(backend or own_backend)
-    timeout = timeout or c10d._get_default_timeout(kind)  # what torch gives who names none
+    timeout = timeout or c10d._get_default_timeout(kind)  # as torch does without a timeout
     places = {number: place for place, number in enumerate(numbers)}
     made: Any
-    made, _ = c10d._new_process_group_helper(  # what is behind ``new_group``, once that has chosen a name
+    made, _ = c10d._new_process_group_helper(  # ``new_group`` chooses a name and calls it
         len(places),
         places[default.rank()],
         list(numbers),
@@ -328,12 +328,12 @@ def new_named_group(name: str, numbers: Sequence[int], backend: str | None, time
 
 
 def store_of_default_group() -> Store:
-    """Return where the ranks of the default process group find each other."""
-    return c10d._get_default_store()  # where else can a rank be asked that is in no collective
+    """Return the key-value store through which ranks of the default process group find each other."""
+    return c10d._get_default_store()  # the only way to ask a rank that is in no collective
 
 
 def real_backend(group: ProcessGroup) -> str:
-    """Return ``gloo`` where host tensors travel by gloo, else ``nccl`` or nothing: a group that only pretends."""
+    """Return ``gloo`` if host tensors travel by gloo, else ``nccl``, if the group has it; empty: it is simulated."""
     devices = group._device_types  # a group may have a backend for each of several devices
     found = {type(group._get_backend(device)).__name__ for device in devices}
     return next(
@@ -351,9 +351,9 @@ def torch_keeps_groups_by_thread(
     """Give threads process groups of their own while the context lasts.
 
     Args:
-        world: Returns what holds the process groups of the calling thread, ``None`` for those of the process.
-        new_group: Makes a process group for a thread; gets its world, and what torch's own function gets.
-        number: Returns what tells meshes of the calling thread from those of others, or ``None``.
+        world: Returns the holder of the calling thread's process groups; ``None``: it uses those of the process.
+        new_group: Makes a process group for a thread; gets its world, and the arguments of torch's own function.
+        number: Returns a number of the calling thread, which makes its meshes different from others', or ``None``.
     """
     distributed: Any = c10d
     mesh_class: Any = DeviceMesh
@@ -361,8 +361,8 @@ def torch_keeps_groups_by_thread(
     own_world, own_new_group = distributed._world, distributed._new_process_group_helper
     own_init = mesh_class.__init__
     if torch.__version__ < "2.13":
-        # DTensor makes fake tensors, for which torch 2.11, built for CUDA but without a device, keeps a guard for the
-        # process in the first thread that asks, and crashes once that one has ended (pytorch/pytorch#178950).
+        # For DTensor's fake tensors, torch 2.11, built for CUDA but without a device, keeps one guard in the first
+        # thread that needs it, and crashes once that thread has ended (pytorch/pytorch#178950).
         torch._C._ensureCUDADeviceGuardSet()
 
     class WorldOfThread:
@@ -378,7 +378,7 @@ def torch_keeps_groups_by_thread(
 
     def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
         own_init(mesh, *args, **kwargs)
-        # DTensor caches by mesh: those of two ranks are equal but for this.
+        # DTensor caches by mesh: the meshes of two ranks differ only in this number.
         if (own_number := number()) is not None:
             mesh._thread_id, mesh._hash = own_number, None
 
@@ -401,7 +401,7 @@ def register_group(name: Any, group: ProcessGroup) -> None:
 
 def forget_meshes() -> None:
     """Empty the caches of DTensor that hold meshes."""
-    # By a torch that has not been asked for DTensor, there is none to be emptied.
+    # If DTensor is not imported, there is no such cache.
     if "torch.distributed.tensor" in sys.modules:
         dispatcher = torch.distributed.tensor.DTensor._op_dispatcher  # its results are cached by mesh
         cache = dispatcher.sharding_propagator.propagate_op_sharding
@@ -410,31 +410,31 @@ def forget_meshes() -> None:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no mode of the caller sees what tensors do."""
-    # Switching off what is not on costs as much as a small collective.
+    """Return a context in which no mode of the caller sees the operations on tensors."""
+    # Without a mode nothing is switched off, since that costs as much as a small collective.
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def split_backward_code() -> CodeType | None:
-    """Return the code in which torch's pipelines take the gradients of inputs alone; ``None``: it is not imported."""
+    """Return the code in which torch's pipelines compute only gradients of inputs; ``None``: it is not imported."""
     function = getattr(sys.modules.get("torch.distributed.pipelining._backward"), "stage_backward_input", None)
     return getattr(function, "__code__", None)
 
 
 def model_averager_code() -> CodeType | None:
-    """Return the code in which torch averages models that ranks train apart; ``None``: it is not imported."""
+    """Return the code in which torch averages models that ranks train separately; ``None``: it is not imported."""
     module = sys.modules.get("torch.distributed.algorithms.model_averaging.utils")
     function = getattr(module, "average_parameters", None)
     return getattr(function, "__code__", None)
 
 
 def replace_body(function: Any, body: Callable[..., Any], *, only_with: tuple[str, int] = ("", -1)) -> None:
-    """Let ``function`` of torch, the same object, do what ``body`` does, which gets torch's own first; once.
+    """Make ``function`` of torch, the same object, run ``body``, which gets torch's own code as its first argument.
 
     Args:
-        function: Of torch, in Python.
+        function: A Python function of torch; replaced only once.
         body: Runs in its place.
-        only_with: An argument of ``function``, its name and position: without it, torch's own runs.
+        only_with: Name and position of an argument of ``function``: calls without it run torch's own code.
     """
     if hasattr(function, "__wrapped__"):
         return
@@ -445,15 +445,15 @@ def replace_body(function: Any, body: Callable[..., Any], *, only_with: tuple[st
     function.__defaults__ = None
     function.__kwdefaults__ = {"_body": partial(body, original), "_original": original, "_only_with": only_with}
     function.__code__ = _call_body.__code__
-    # The compiler passes over torch's own files, so over these two frames, and not over what they call.
-    action = frame_evaluation._FrameAction  # what it does with a frame
-    strategy = frame_evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)  # with one, with those below
+    # The compiler skips torch's own files: so it has to skip these two frames, but not the functions that they call.
+    action = frame_evaluation._FrameAction  # the compiler's choices for a frame
+    strategy = frame_evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)  # for a frame, for its callees
     for code in (_call_body.__code__, getattr(body, "__code__", _call_body.__code__)):
-        frame_evaluation.set_code_exec_strategy(code, strategy)  # they stand in for torch's
+        frame_evaluation.set_code_exec_strategy(code, strategy)  # both run in place of torch's code
 
 
 def _call_body(*args: Any, _body: Any, _original: Any, _only_with: tuple[str, int], **kwargs: Any) -> Any:
-    # Runs as the body of torch's function, among the globals of torch's file: nothing of this one is in sight.
+    # Runs as the body of torch's function, with the globals of torch's file: it can use no name of this file.
     name, position = _only_with
     if len(args) <= position and kwargs.get(name) is None:
         return _original(*args, **kwargs)
