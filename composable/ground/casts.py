@@ -98,7 +98,7 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
 class LentBuffers:
     """The copies of buffers that the modules of a tree hold while they run.
 
-    Modules that share a buffer share its copies: what one of them writes, the others read as soon as it has run.
+    Modules that share a buffer share its copies: a write of one module is visible to the others when it has run.
     """
 
     __slots__ = ("_lent",)
@@ -125,7 +125,7 @@ class _Lent:
     def __init__(self, own: torch.Tensor) -> None:
         self._own = own
         self._copies: dict[torch.dtype, torch.Tensor] = {}
-        # Sets: what Ctrl-C has cut short is done again.
+        # Sets, since a step that Ctrl-C has interrupted is done again.
         self._users: defaultdict[torch.dtype, set[object]] = defaultdict(set)
         # The tensors, with their versions when all had the same values.
         self._settled: list[tuple[torch.Tensor, int]] = []

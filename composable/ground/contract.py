@@ -8,7 +8,7 @@ changed no FQN. An API has the name of its function; several APIs may annotate o
 The registry is one entry in ``module.__dict__``: it follows the object when its class is
 swapped, is no parameter, buffer or submodule, and never shows in a state dict. A deep copy
 of a module gets a deep copy of its states, so that two models never share one by accident;
-a state that cannot be copied says so in its own ``__deepcopy__``.
+a state that cannot be copied raises in its own ``__deepcopy__``.
 
 A module may also be a *member* of an annotation: managed by the state of an ancestor whose
 policy picked it, without being annotated itself.

@@ -96,7 +96,7 @@ def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
 
 
 def in_backward_of_function() -> bool:
-    """Say whether the running backward was started by an ``autograd.Function``, such as a reentrant checkpoint."""
+    """Say whether the backward of an ``autograd.Function``, such as a reentrant checkpoint, started the running one."""
     inner = next(_frames_of(backward_code), None)
     return inner is not None and next(_frames_of(BackwardCFunction.apply.__code__, frame=inner), None) is not None
 
@@ -201,7 +201,7 @@ def is_in_model_averager() -> bool:
 
 
 def _is_running(code: CodeType | None) -> bool:
-    """Say whether ``code`` runs on this thread; ``None`` is code of a file that is not imported."""
+    """Say whether ``code`` runs on this thread; ``None`` stands for code of a file that is not imported."""
     return code is not None and next(_frames_of(code), None) is not None
 
 

@@ -68,7 +68,7 @@ try:
     from torch.autograd import profiler as autograd_profiler  # its `_is_profiler_enabled` says whether one runs
 
     # -- torch.compile: every hook of ours
-    from torch._C._dynamo import eval_frame as frame_evaluation  # what the compiler does with the frames of a function
+    from torch._C._dynamo import eval_frame as frame_evaluation  # how the compiler treats the frames of a function
 
     # -- transforms of torch.func: hooks of sharded modules
     from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost transform, or None
