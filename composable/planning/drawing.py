@@ -1,8 +1,8 @@
 """A plan as an SVG picture.
 
 The picture has a limited height. Handles that differ only in the numbers in their names share a row, and so do ranks
-that hold as much. Where rows are still too many, neighbours of similar size share one, which says the most of each.
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
+that hold the same bytes. If there are still too many rows, neighbours of similar size share one, which shows their
+maximum. Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 import re
@@ -15,12 +15,12 @@ from composable.ground.names import bytes_text, count_text, list_text
 
 __all__ = ["Canvas", "HandleFigures", "draw_plan", "shortened"]
 
-# In pixels: the picture, its margin, a row; names, and a place, a width and a heading for columns of bars.
+# In pixels: the picture, its margin, a row, the names; then the place, width and heading of columns of bars.
 _WIDTH, _MARGIN, _ROW, _NAMES = 1000, 24, 38, 240
 _WIDE = (272, 704, "")
 _NARROW = [(272, 262, "Rests on each rank"), (560, 110, "Unsharded"), (704, 272, "Sent in a step")]
 _MOST_HANDLE_ROWS, _MOST_RANK_ROWS = 24, 8
-# Of a letter, as a part of the size of its font: wide enough for the sans-serif fonts of all systems.
+# Width of a letter, as a part of its font size: wide enough for the sans-serif fonts of all systems.
 _LETTER = 0.6
 _INK, _FAINT, _PAPER = "#1b1f24", "#57606a", "#ffffff"
 _COLOURS = {
@@ -34,12 +34,12 @@ _COLOURS = {
 }
 *_AMOUNTS, _PADDING = _COLOURS.values()
 _LEFT_OUT = "Not counted: activations, module buffers, ignored parameters, and what an optimizer allocates for a while."
-# A name, what is said of it, and for each column a text and the parts of its bar: amounts and colours.
+# A name, a note, and for each column a text and the parts of its bar: amounts and colours.
 _Row: TypeAlias = tuple[str, str, list[tuple[str, list[tuple[int, str]]]]]
 
 
 class HandleFigures(NamedTuple):
-    """A handle, and its bytes on one rank, one amount for each colour but that of padding."""
+    """A handle, and its bytes on one rank, one amount for each colour except that of padding."""
 
     name: str
     class_names: tuple[str, ...]
@@ -70,11 +70,11 @@ class Canvas:
         self._elements.append(f"{start}>{inside}</{tag}>" if inside else f"{start}/>")
 
     def text(self, x: float, y: float, text: str, size: float = 12, fill: str = _INK, weight: str = "normal") -> None:
-        """Add a line of text from ``x`` on, at its baseline ``y``; one that would leave the picture is cut."""
+        """Add a line of text from ``x`` on, with its baseline at ``y``; a text that would leave the picture is cut."""
         self.add("text", shortened(text, self.width - x, size), x=x, y=y, font_size=size, fill=fill, font_weight=weight)
 
     def bar(self, x: float, y: float, pixels: float, parts: Iterable[tuple[int, str]]) -> None:
-        """Add parts in a row, each of an amount and a colour; a unit has ``pixels``."""
+        """Add a bar of parts in a row, each with an amount and a colour; an amount of 1 is ``pixels`` wide."""
         for width, fill in ((max(amount * pixels, 1.5), fill) for amount, fill in parts if amount):
             self.add("rect", x=x, y=y, width=width, height=11, fill=fill)
             x += width
@@ -88,7 +88,7 @@ class Canvas:
 
 
 def _parts(values: Sequence[int], most: int) -> list[range]:
-    """Cut a row of numbers into at most ``most`` parts of neighbours, equal ones or else similar ones."""
+    """Cut a row of numbers into at most ``most`` parts of neighbours that are equal, or else similar."""
     found = [range(len(values))]
     for _ in range(most - 1):
         widest = max(found, key=lambda part: max(values[at] for at in part) - min(values[at] for at in part))
@@ -113,7 +113,7 @@ def _numbered(names: Sequence[str]) -> str:
 def _handle_rows(handles: Sequence[HandleFigures]) -> list[_Row]:
     alike: dict[tuple[object, ...], list[HandleFigures]] = {}
     for one in handles:
-        # The names of several modules together are none of siblings.
+        # The name of a handle with several modules has no siblings.
         pattern = one.name if ", " in one.name else re.sub(r"\d+", "#", one.name)
         alike.setdefault((pattern, *one[1:]), []).append(one)
     named = [(_numbered([one.name for one in group]), group) for group in alike.values()]
@@ -163,11 +163,11 @@ def draw_plan(
     Args:
         text: The plan in words, of which the first two lines are shown.
         handles: Left to right, depth first.
-        padding: Of each rank that shares parameters, the bytes of its shards that belong to no parameter.
-        peak: The most bytes at a time on the device, in forward and backward.
+        padding: For each rank that shares parameters, the bytes of its shards that belong to no parameter.
+        peak: The peak bytes on the device, in forward and backward.
         replicas: Ranks that hold each shard.
-        rests_on_host: What rests between steps does so in host memory.
-        is_traffic_known: Which ranks share a host is known.
+        rests_on_host: Shards, gradients and optimizer state rest in host memory between steps.
+        is_traffic_known: The plan has the host of each rank, so that bytes sent are known.
     """
     *at_rest, _, inside, between = (sum(one.amounts[at] for one in handles) for at in range(6))
     parameters, on_device = at_rest[0], 0 if rests_on_host else sum(at_rest[:2])

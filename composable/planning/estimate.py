@@ -1,14 +1,14 @@
-"""Bytes that a step sends, and memory.
+"""The bytes that a step sends, and its peak of memory.
 
-A collective cuts each buffer into as many slices as its group has ranks, p. Two ways to move them are known. *Direct*:
-every rank sends each other one its slice; that is what ``point_to_point`` does. *Ring*: in p - 1 rounds, twice as many
-in an all-reduce, every rank sends a slice to the next one, in the order of ranks. That is what gloo does in all-gathers
-and all-reduces, and NCCL where it takes rings.
+A collective cuts each buffer into p slices, where p is the number of ranks in its group. There are two ways to move
+the slices. *Direct*: every rank sends each other rank its slice; ``point_to_point`` does this. *Ring*: in p - 1 rounds,
+twice as many in an all-reduce, every rank sends a slice to the next rank, in the order of ranks. gloo does this in
+all-gathers and all-reduces, and NCCL where it chooses rings.
 
-What the modules compute, their activations, is not known here; neither is what optimizers make for a while.
+Activations of the modules are not counted, nor tensors that an optimizer makes for a while.
 
-Source: Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005; that nothing sends less than a ring, Patarasuk and Yuan,
-doi 10.1016/j.jpdc.2008.09.002.
+Source: Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005; for the proof that no algorithm sends less than a ring,
+Patarasuk and Yuan, doi 10.1016/j.jpdc.2008.09.002.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ _GRADIENT_BUFFERS = 2
 
 
 class Senders(NamedTuple):
-    """The groups of ranks that have a collective each, and what of it leaves their hosts.
+    """The groups of ranks that each run a collective, and the slices of it that leave a host.
 
     Attributes:
         size: Ranks of each group.
@@ -46,7 +46,7 @@ class Senders(NamedTuple):
 
     @staticmethod
     def of(groups: Sequence[Sequence[int]], *, is_direct: bool = False) -> "Senders":
-        """Count, given for each rank of each group the host that it is on; slices go around a ring or directly."""
+        """Count groups and slices; ``groups`` has the host of each rank of each group. A ring, if not ``is_direct``."""
         size = len(groups[0])
         if is_direct:
             leaving = sum(on_host * (size - on_host) for group in groups for on_host in Counter(group).values())
@@ -55,16 +55,16 @@ class Senders(NamedTuple):
         return Senders(size, len(groups), leaving)
 
     def sent_bytes(self, whole_bytes: int) -> tuple[int, int]:
-        """Return what one rank sends of buffers, and what of that goes to other hosts; means over ranks, rounded."""
+        """Return the bytes that one rank sends, and its bytes to other hosts; means over ranks, rounded."""
         sent = whole_bytes * (self.size - 1) / self.size
         return round(sent), round(whole_bytes * self.leaving / (self.size**2 * self.number))
 
 
 class HandleCollectives(NamedTuple):
-    """What one handle's collectives amount to in one training step: calls, and bytes.
+    """Calls and bytes of one handle's collectives in one training step.
 
-    Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards. Gathers from
-    secondary shards, which are between a part of the ranks, are counted apart.
+    Bytes are bytes of whole buffers; for all-reduces, which are between the ranks that hold copies, bytes of shards.
+    Gathers from secondary shards, which are between a part of the ranks, are counted separately.
     """
 
     module_fqns: tuple[str, ...]
@@ -79,14 +79,14 @@ class HandleCollectives(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in a training step, for one handle or for all; the mean over all ranks.
+    """The bytes that one rank sends in a training step, for one handle or for all; the mean over all ranks.
 
     Attributes:
-        module_fqns: The fully sharded module, or the positions of several; of all handles none.
-        collectives: Calls, also of those that move nothing as there is one rank only.
-        inside_bytes: To ranks on the same host.
-        between_bytes: To ranks on other hosts.
-        handles: What adds up to it, of all handles.
+        module_fqns: The fully sharded module, or the positions of several; empty for all handles together.
+        collectives: Number of collectives; with one rank they are counted, and send nothing.
+        inside_bytes: Bytes to ranks on the same host.
+        between_bytes: Bytes to ranks on other hosts.
+        handles: The traffic of each handle, if this is the sum of all handles.
     """
 
     module_fqns: tuple[str, ...]
@@ -109,11 +109,11 @@ class Reduced(NamedTuple):
     """Bytes of the reduction of one flat buffer's gradients.
 
     Attributes:
-        whole: Of the buffer that is reduced.
-        output: Of this rank's shard of the result.
-        landing: Of what arrives beside the result.
-        scratch: Of what is needed for a while, when all has arrived.
-        is_late: The shard is made when all has arrived, beside what landed; else it is there from the beginning.
+        whole: Bytes of the buffer that is reduced.
+        output: Bytes of this rank's shard of the result.
+        landing: Bytes of slices that arrive beside the result.
+        scratch: Bytes of memory for the sum, needed for a while when all slices have arrived.
+        is_late: The shard is made when all slices have arrived, beside them; else it is there from the beginning.
     """
 
     whole: int
@@ -127,12 +127,12 @@ class HandleBytes(NamedTuple):
     """Bytes of one handle.
 
     Attributes:
-        depth: Handles around it.
-        unsharded: Of the parameters.
-        gradients: Of what autograd accumulates.
-        reduced: Of its trainable buffers.
+        depth: Number of handles around it.
+        unsharded: Bytes of the unsharded parameters.
+        gradients: Bytes of the gradients that autograd accumulates.
+        reduced: The reduction of each trainable buffer.
         is_freed: The parameters are freed between forward and backward.
-        secondary: Of the secondary shards that stay then.
+        secondary: Bytes of the secondary shards that stay between forward and backward.
     """
 
     depth: int
@@ -144,7 +144,7 @@ class HandleBytes(NamedTuple):
 
 
 def peak_of_step(handles: Sequence[HandleBytes]) -> int:
-    """Return the most bytes at a time, in forward and backward, beside what rests between steps.
+    """Return the peak bytes of forward and backward, without the bytes that rest between steps.
 
     Args:
         handles: Left to right, depth first, as they run.
@@ -154,7 +154,7 @@ def peak_of_step(handles: Sequence[HandleBytes]) -> int:
 
 def _forward(handles: Sequence[HandleBytes]) -> int:
     kept = peak = following = 0
-    running: list[HandleBytes] = []  # the current one and those around it
+    running: list[HandleBytes] = []  # the current handle and the handles around it
 
     def live() -> int:
         return kept + sum(one.unsharded for one in running if one.is_freed) + following
@@ -188,7 +188,7 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
         return kept + parameters + gradients + shards + sum(one.whole + one.landing for one in under_way)
 
     def finish_first() -> int:
-        """End the first reduction under way; returns the bytes while that runs."""
+        """End the first reduction under way; returns the peak bytes while it ends."""
         nonlocal shards
         first = under_way[0]
         late = first.output if first.is_late else 0
@@ -198,7 +198,7 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
         return peak
 
     for position, index in enumerate([*order, None]):
-        # What ran after this one in forward is complete when its backward begins.
+        # Handles that ran after this one in forward have all gradients when its backward begins.
         end = -1 if index is None else ends[index]
         for done in sorted((one for one in met if one > end), reverse=True):
             reduced = handles[done].reduced
@@ -223,7 +223,7 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
             met.append(index)
             unsharded |= {index, *order[position + 1 : position + 2]}
             yield live()
-    pooled = 0  # Buffers of gradients go when backward is over.
+    pooled = 0  # Gradient buffers are freed when backward is over.
     while under_way:
         whole = under_way[0].whole
         yield pooled + finish_first()
@@ -231,7 +231,7 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
 
 
 def _order(handles: Sequence[HandleBytes]) -> tuple[list[int], dict[int, int]]:
-    """Return the handles as backward meets them, the reverse of how forward leaves them, and the last one in each."""
+    """Return the handles in the order of backward, which is forward's exits reversed, and the last handle in each."""
     left: list[int] = []
     ends: dict[int, int] = {}
     running: list[int] = []

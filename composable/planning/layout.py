@@ -1,12 +1,12 @@
 """The place of each parameter in a flat buffer.
 
 Shapes in, numbers out: no process group, so a layout for 512 ranks can be checked on a laptop. Sizes and offsets are
-in elements. Parameters lie whole and in the given order; the buffer is cut into equal shards. What is chosen is where
-padding goes (between parameters or at the end, never inside one) so that the cuts fall on row boundaries of the
-parameters they cross. A cut may fall anywhere, at bounds that all ranks know.
+in elements. Parameters lie whole and in the given order; the buffer is cut into equal shards. This file chooses only
+where padding goes (between parameters or at the end, never inside one), so that the cuts fall on row boundaries of
+the parameters they cross. A cut may fall anywhere, at bounds that all ranks know.
 
-A parameter is flattened in the order of its memory, which need not be that of its dims (``channels_last``). Its
-*order* are the dims from the outermost in memory to the innermost; empty where that is how they are numbered.
+A parameter is flattened in the order of its memory, which may differ from the order of its dims (``channels_last``).
+Its *order* lists the dims from the outermost in memory to the innermost; it is empty if they lie as numbered.
 
 Source: flat parameters, arXiv 2304.11277; ragged shards, arXiv 2602.22437.
 """
@@ -44,9 +44,9 @@ __all__ = [
 
 Align: TypeAlias = Literal["row", "element", "tensor"] | int
 
-# Most of the buffer that may be padding for the sake of row cuts and aligned starts, as 1 / this.
+# Padding for row cuts and aligned starts may take at most 1 / this of the buffer.
 _PADDING_SHARE = 100
-# 16 bytes of a two-byte dtype: what vectorised loads and tensor-core matmuls ask of an address.
+# 16 bytes of a two-byte dtype: the alignment that vectorised loads and tensor-core matmuls need.
 _START_ALIGN = 8
 # Row sizes tried as the grain of a shard, most frequent first: bounds the search, not the result's validity.
 _MAX_GRAINS = 8
@@ -57,10 +57,10 @@ class RaggedShard(Placement):
 
     Args:
         bounds: One more than there are ranks; from 0 to the tensor's numel, never falling.
-        order: In which the dims are flattened, the outermost first; empty: as they are numbered.
+        order: The dims in the order of flattening, the outermost first; empty: as they are numbered.
 
     Raises:
-        ConfigError: The bounds do not start at 0, or fall; or the order is none of dims.
+        ConfigError: The bounds do not start at 0, or fall; or the order does not have each dim once.
     """
 
     def __init__(self, bounds: Sequence[int], order: Sequence[int] = ()) -> None:
@@ -75,7 +75,7 @@ class RaggedShard(Placement):
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
             raise ConfigError(f"bounds are {self.bounds}", fix="give world_size + 1 bounds that rise from 0 to numel")
         self._hash = hash((self.bounds, self.order))
-        # That of the parameter that was cut so: what others make with its placements is cut as it is.
+        # The layout of the parameter with this cut: a tensor that gets the same placement is cut alike.
         self.layout: weakref.ref[Any] | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -93,14 +93,14 @@ class RaggedShard(Placement):
         return repr(self)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return repr(self), {"RaggedShard": RaggedShard}  # what a graph that the compiler has made says in its source
+        return repr(self), {"RaggedShard": RaggedShard}  # the text in the source of a compiled graph
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RaggedShard, (self.bounds, self.order))
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the order of the memory of a tensor of any shape and dtype; empty: that of its dims, or it has gaps."""
+    """Return the memory order of a tensor of any shape and dtype; empty: as dims are numbered, or memory has gaps."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return ()
     strides = tensor.stride()
@@ -123,7 +123,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose memory is in an order."""
+    """Return the strides of a dense tensor with this shape and this order of memory."""
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(order or range(len(shape))):
@@ -136,7 +136,7 @@ def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int, order: S
     """Return the shape of the piece that ``rank`` owns.
 
     ``(rows, *shape[1:])`` when *all* bounds fall on rows, else one dimension, so that every rank
-    sees the same number of dimensions. Scalars, and what has an order of its own, are one-dimensional.
+    sees the same number of dimensions. Pieces of scalars, and of parameters with an order, are one-dimensional.
     """
     numel = bounds[rank + 1] - bounds[rank]
     row = math.prod(shape[1:])
@@ -182,10 +182,10 @@ def boxes(
 
 @dataclass(frozen=True)
 class Promise:
-    """Where alone a parameter may be cut, whatever that costs in padding.
+    """The only places where a parameter may be cut, at any cost in padding.
 
     Attributes:
-        block: Slices of ``dim`` that stay together; ``None``: all, the parameter is whole on one rank.
+        block: Number of slices of ``dim`` that stay together; ``None``: all, so the parameter is whole on one rank.
         dim: The dim that is outermost in memory.
     """
 
@@ -217,7 +217,7 @@ class Span:
         return self.stop - self.start
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's place in a flat buffer [numel of the layout] of any dtype, as a view in its shape."""
+        """Return the parameter as a view [*shape] of its place in a flat buffer [numel of the layout] of any dtype."""
         flat = buffer[self.start : self.stop]
         if not self.order:
             return flat.view(self.shape)
@@ -225,11 +225,11 @@ class Span:
 
 
 class ShardSplit(NamedTuple):
-    """A shard as a row of parts, padding among them.
+    """A shard as a row of parts: pieces of parameters, and padding.
 
     Attributes:
         sizes: Elements of each part; they add up to the shard.
-        indices: For each parameter its part, ``None`` where the rank owns nothing of it.
+        indices: For each parameter the index of its part; ``None`` if the rank owns nothing of it.
     """
 
     sizes: list[int]
@@ -238,7 +238,7 @@ class ShardSplit(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A buffer of ``world_size * shard_numel`` elements; what no span covers is padding."""
+    """A buffer of ``world_size * shard_numel`` elements; elements that no span covers are padding."""
 
     spans: tuple[Span, ...]
     world_size: int
@@ -321,11 +321,11 @@ def plan_layout(
     Args:
         params: (FQN, shape) pairs in ``named_parameters()`` order.
         world_size: Ranks that share the buffer, at least 1.
-        align: What a cut may do to a parameter, by FQN. ``"row"`` (the default) cuts between rows where that costs at
-            most 1 % of padding in all, and anywhere else; ``"element"`` cuts anywhere. ``"tensor"`` (never cut: whole
-            on one rank) and an int n (cut between blocks of n rows only) are promises, kept at any cost in padding.
-        orders: Dims of parameters from the outermost in memory, by FQN; what has none lies row by row. The rows of what
-            has one are the slices of its outermost dim.
+        align: Where a parameter may be cut, by FQN. ``"row"`` (the default) cuts between rows if that costs at most
+            1 % of padding in all, else anywhere; ``"element"`` cuts anywhere. ``"tensor"`` (never cut: whole on one
+            rank) and an int n (cut between blocks of n rows only) are promises, kept at any cost in padding.
+        orders: Dims of parameters from the outermost in memory, by FQN; a parameter without an order lies row by row.
+            With an order, the rows are the slices of the outermost dim.
     """
     align, orders = align or {}, orders or {}
     pieces = [_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
@@ -338,7 +338,7 @@ def plan_layout(
 
 
 def layout_of_rows(fqn: str, shape: torch.Size, world_size: int) -> FlatLayout:
-    """Give each rank the same number of rows of one parameter, the last ranks what is left: as ``torch.chunk``.
+    """Give each rank the same number of rows of one parameter, and the last ranks the rest, as ``torch.chunk`` does.
 
     ``shape`` has at least one dim.
     """
@@ -420,7 +420,7 @@ def _grains(pieces: Iterable[_Piece], limit: int) -> list[int]:
 
 
 def _least_placement(pieces: Sequence[_Piece], total: int, world_size: int) -> _Placement:
-    """Return a placement that keeps every promise, in the smallest shards found; other gaps there are none."""
+    """Return a placement that keeps every promise, in the smallest shards found, with no other gaps."""
 
     def place(shard_numel: int) -> _Placement | None:
         return _place(pieces, shard_numel, world_size * shard_numel - total, is_greedy=False)
@@ -432,7 +432,7 @@ def _least_placement(pieces: Sequence[_Piece], total: int, world_size: int) -> _
     best = _Placement(total, [0, *accumulate(piece.numel for piece in pieces)][:-1], len(pieces))
     for grain in _grains([piece for piece in pieces if piece.is_promised], total):
         sizes = range(_round_up(floor, grain), best.shard_numel, grain)
-        # With mixed grains the condition is not quite monotone, so this may miss the optimum; what it finds is checked.
+        # With mixed grains the condition is not quite monotone, so this may miss the optimum; the result is checked.
         index = bisect_left(sizes, True, key=lambda shard_numel: place(shard_numel) is not None)
         if index < len(sizes):
             best = place(sizes[index]) or best

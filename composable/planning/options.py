@@ -1,8 +1,7 @@
 """The options of ``fully_shard``, checked once.
 
-Dtypes, and where things rest between uses, are policies of their own, since ``replicate`` takes the first one too.
-Nothing here casts or copies anything: casts and copies happen on the way to the buffers and from them, see
-``engine/``.
+Mixed precision and offload are policies of their own, since ``replicate`` takes the first one too. This file casts
+and copies nothing: casts and copies happen on the way to the buffers and from them, see ``engine/``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -35,16 +34,16 @@ __all__ = [
     "skipped_modules",
 ]
 
-# By FQN below the annotated module, or a function of (FQN, parameter) that has no wish where it returns ``None``.
+# By FQN below the annotated module, or a function of (FQN, parameter) that may return ``None`` for the default.
 AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
 
-# What every backend can sum, and every device compute with.
+# Dtypes that every backend can sum, and every device can compute with.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class ParamDtypes(NamedTuple):
-    """What one parameter is computed with, and how its gradient travels."""
+    """The dtypes of one parameter: in computation, and of its gradient in reduction."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -59,25 +58,25 @@ class MixedPrecisionPolicy:
     that asks for the dtypes that are there changes nothing.
 
     Attributes:
-        param_dtype: Of unsharded parameters, or of the copies that replicated modules compute with, and so of
-            all-gathers, forward and backward. ``None``: their own.
-        reduce_dtype: Of gradients in reduce-scatters and all-reduces, and of those that ``no_sync`` keeps in
-            sharded modules. ``None``: that in which the parameter is computed with, ``param_dtype`` where it is given.
+        param_dtype: Dtype of unsharded parameters, or of the copies that replicated modules compute with, and so of
+            all-gathers, forward and backward. ``None``: the parameter's own.
+        reduce_dtype: Dtype of gradients in reduce-scatters and all-reduces, and of gradients that ``no_sync`` keeps in
+            sharded modules. ``None``: the dtype of computation, ``param_dtype`` where it is given.
         output_dtype: Floating-point outputs of the annotated modules are cast to it.
         cast_forward_inputs: Cast floating-point inputs of the annotated modules to ``param_dtype``;
-            autograd takes the gradient back through the cast. Of ``fully_shard``, these are all that have a handle.
-        cast_root_forward_inputs: The same for the module where forward starts; ``None``: as for all others.
-        buffer_dtype: Floating-point buffers are cast to it while the annotated module around them runs, and
-            are their own before and after: state dicts and checkpoints never see the cast.
+            autograd takes the gradient back through the cast. With ``fully_shard``, all modules with a handle cast.
+        cast_root_forward_inputs: The same for the module where forward starts; ``None``: as for all other modules.
+        buffer_dtype: Floating-point buffers are cast to it while the annotated module around them runs, and have
+            their own dtype before and after: state dicts and checkpoints never see the cast.
         keep_low_precision_grads: Gradients stay in the dtype in which they were
-            reduced. Few optimizers take them; it saves memory where something else consumes them.
-        skipped_module_classes: Modules of these classes, with all below, keep the dtype of their parameters and
-            buffers; their inputs are cast to it, and their outputs back. Such as ``nn.LayerNorm``.
-        param_dtype_override_fn: Called once with each parameter: the dtype that it is computed with, or ``None``
-            for that of ``param_dtype``. Must answer alike on every rank.
+            reduced. Few optimizers take such gradients; it saves memory where other code consumes them.
+        skipped_module_classes: Modules of these classes, such as ``nn.LayerNorm``, with all below, keep the dtype of
+            their parameters and buffers; their inputs are cast to it, and their outputs back.
+        param_dtype_override_fn: Called once with each parameter; returns its dtype in computation, or ``None`` for
+            ``param_dtype``. Must return the same on every rank.
 
     Raises:
-        ConfigError: A dtype is none that ranks can reduce, or another option is of the wrong type.
+        ConfigError: Ranks cannot reduce in one of the dtypes, or another option is of the wrong type.
 
     Source: mixed precision training, arXiv 1710.03740.
     """
@@ -91,7 +90,7 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     skipped_module_classes: tuple[type[nn.Module], ...] = ()
-    # What it answers is in the dtypes of the plan.
+    # Not compared: its results are in the dtypes of the plan.
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +117,7 @@ class MixedPrecisionPolicy:
             )
 
     def dtypes_of(self, param: nn.Parameter, fqn: str, *, is_skipped: bool) -> ParamDtypes:
-        """Return what becomes of a parameter.
+        """Return the dtypes of a parameter in computation and reduction.
 
         Raises:
             ConfigError: ``param_dtype_override_fn`` raised, or returned something else than a dtype or ``None``.
@@ -136,14 +135,14 @@ class MixedPrecisionPolicy:
         return ParamDtypes(compute, self.reduce_dtype or compute)
 
     def casts_inputs(self, *, is_root: bool) -> torch.dtype | None:
-        """Return the dtype to which a fully sharded module casts its inputs; ``None``: it leaves them."""
+        """Return the dtype to which a fully sharded module casts its inputs; ``None``: it casts no inputs."""
         casts = self.cast_forward_inputs
         if is_root and self.cast_root_forward_inputs is not None:
             casts = self.cast_root_forward_inputs
         return self.param_dtype if casts else None
 
     def __str__(self) -> str:
-        """Return what is not the default, as the plan prints it; empty where nothing is."""
+        """Return the options that are not the default, as the plan prints them; may be empty."""
         asked = ((one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default)
         return ", ".join(f"{name}={_text(value)}" for name, value in asked)
 
@@ -161,10 +160,10 @@ NO_CASTS = MixedPrecisionPolicy()
 
 
 def as_mixed_precision(policy: object) -> MixedPrecisionPolicy:
-    """Return a policy as one of ours: also torch's, of either of its sharded data parallels; ``None`` asks for nothing.
+    """Return this library's policy for ``policy``, which may also be torch's; for ``None``, a policy without casts.
 
     Raises:
-        ConfigError: It is none, or asks for what there is not.
+        ConfigError: It is no such policy, or has an option that this library lacks.
     """
     if policy is None:
         return NO_CASTS
@@ -188,7 +187,7 @@ def as_mixed_precision(policy: object) -> MixedPrecisionPolicy:
 
 
 def skipped_modules(managed: Collection[nn.Module], policy: MixedPrecisionPolicy) -> dict[nn.Module, nn.Module]:
-    """Return those of an annotation's modules that keep their dtype, each with the outermost one that is skipped."""
+    """Return the managed modules that keep their dtype, each with the outermost skipped module around it."""
     found: dict[nn.Module, nn.Module] = {}
     if policy.skipped_module_classes:
         for module in managed:
@@ -202,7 +201,7 @@ class OffloadPolicy:
     """Offload nothing: shards, gradients and optimizer state rest on the device of the mesh. The default.
 
     Attributes:
-        is_offloading: Something rests on the host.
+        is_offloading: Shards, gradients and optimizer state rest on the host.
         pins: The host memory is page-locked.
     """
 
@@ -213,7 +212,7 @@ class OffloadPolicy:
         return bool(getattr(self, "pin_memory", False))
 
     def __str__(self) -> str:
-        """Return what the plan prints; empty where nothing is offloaded."""
+        """Return the text that the plan prints; empty where nothing is offloaded."""
         return ""
 
 
@@ -221,8 +220,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Shards, their gradients and so the optimizer's state rest in host memory, and the optimizer steps there.
 
-    Each gather first copies this rank's shard to the device, each reduction its result to the host. Without a
-    device, on a mesh of CPUs, that is where they are already, and nothing changes.
+    Each gather first copies this rank's shard to the device, each reduction its result to the host. On a mesh of
+    CPUs, shards are in host memory already, and nothing changes.
 
     Attributes:
         pin_memory: Page-lock the host memory, so that copies run beside the computation. Without it the host
@@ -249,7 +248,7 @@ NO_OFFLOAD = OffloadPolicy()
 
 
 def _as_offload(policy: object) -> OffloadPolicy:
-    """Return a policy as one of ours, or what torch calls it; ``None`` asks for nothing."""
+    """Return this library's policy for ``policy``, which may also be torch's; ``None``: one that offloads nothing."""
     if policy is None or isinstance(policy, OffloadPolicy):
         return policy or NO_OFFLOAD
     # By their names, as nothing of torch's sharded data parallels is imported here.
@@ -271,20 +270,20 @@ def _as_offload(policy: object) -> OffloadPolicy:
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """What is sharded, and what is freed when: data, so that others than these may be written down.
+    """A choice of what is sharded, and of when parameters are freed; a user can make one beside the choices below.
 
     Gradients, optimizer state and parameters between steps are sharded over the last dim of the mesh.
 
     Attributes:
-        name: What plans and messages call it; of those below what ``strategy=`` accepts too.
-        reshard_after_forward: Parameters are freed between forward and backward; a number: but for secondary shards
-            over as many ranks, as ``fully_shard`` takes it.
+        name: The name in plans and messages; ``strategy=`` accepts the names of the choices below too.
+        reshard_after_forward: Parameters are freed between forward and backward; a number: except secondary shards
+            over that many ranks, as ``fully_shard`` takes it.
         has_copies: The ranks along another dim of the mesh hold copies of each shard.
         FULL_SHARD: Parameters are freed after forward and gathered again for backward (ZeRO stage 3).
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
-        HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over those of the other.
-        HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` in its place.
-        NO_SHARD: Every rank keeps everything, which is what ``replicate`` does.
+        HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over the ranks of the other.
+        HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` over the ranks of one dim, copies over the ranks of the other.
+        NO_SHARD: Every rank keeps everything, as with ``replicate``.
 
     Source: ZeRO, arXiv 1910.02054.
     """
@@ -312,7 +311,7 @@ _NAMED = {name: one for name, one in vars(ShardingStrategy).items() if isinstanc
 
 
 def _named(strategy: object) -> ShardingStrategy | None:
-    """Return the strategy that a user means: one, its name, or torch's of that name; ``None``: it is none."""
+    """Return the strategy that a user gave, also by name or as torch's own; ``None`` for other values."""
     if isinstance(strategy, ShardingStrategy):
         return strategy
     kind = type(strategy)
@@ -322,13 +321,13 @@ def _named(strategy: object) -> ShardingStrategy | None:
 
 
 def is_hybrid(strategy: object) -> bool | None:
-    """Say whether a strategy keeps copies of shards; ``None``: it is none."""
+    """Say whether a strategy keeps copies of shards; ``None``: it is no strategy."""
     chosen = _named(strategy)
     return None if chosen is None else chosen.has_copies
 
 
 def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
-    """Return the strategy that is meant; ``ConfigError`` unless it can be run with as many copies of each shard."""
+    """Return the strategy that a user means; ``ConfigError`` unless it can run with ``replicas`` copies of a shard."""
     names = ", ".join(repr(name) for name in _NAMED if name != "NO_SHARD")
     chosen = _named(strategy)
     if chosen is None:
@@ -349,15 +348,15 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What decides a plan, beside the module: the arguments of ``plan``, and how far they go together.
+    """The options of a plan, beside the module: the arguments of ``plan``, checked alone and together.
 
-    Strategy and policies may be given as text, or as torch's own; as attributes they are those of this library.
+    Strategy and policies may be given as text, or as torch's own; the attributes are those of this library.
 
     Attributes:
-        strategy: What is sharded, and what is freed when.
+        strategy: What is sharded, and when parameters are freed.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
-        hosts: Of each rank the host that it is on, as ``ShardPlan`` has them.
+        hosts: The host of each rank, as in ``ShardPlan``.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -389,7 +388,7 @@ class ShardOptions:
         ):
             value = getattr(self, name)
             is_value = value is None or (name == "align" and isinstance(value, Mapping))
-            # Modules and classes can be called too, and were meant for something else.
+            # Modules and classes can be called too, but here they are a mistake.
             if not is_value and (not callable(value) or isinstance(value, type | nn.Module)):
                 raise ConfigError(f"{name} is {described(value)}", fix=fix)
         if self.transport != "auto":
@@ -410,16 +409,16 @@ class ShardOptions:
 
     @property
     def frees(self) -> bool | int | None:
-        """Whether parameters are freed between forward and backward; ``None``: where the module is not the root.
+        """Whether parameters are freed between forward and backward; ``None``: only if the module is not the root.
 
-        An int: but for secondary shards over as many ranks, more than one and less than all.
+        An int, more than 1 and less than all ranks: all is freed except secondary shards over that many ranks.
         """
         freed = self.reshard_after_forward
         if isinstance(self.strategy, ShardingStrategy):
             freed = self.strategy.reshard_after_forward
         if freed is None or isinstance(freed, bool):
             return freed
-        # A shard over one rank is the whole, and one over all ranks is the shard.
+        # A secondary shard over one rank is the whole buffer, and over all ranks it is the shard itself.
         return int(freed) if 1 < freed < self.world_size else freed > 1
 
 

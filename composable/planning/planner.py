@@ -1,10 +1,10 @@
-"""Makes plans.
+"""Makes the plan of an annotation.
 
-No process group is needed, and parameters may be on the meta device. First the *structure*: which modules get a handle
-and which parameters each handle owns. Then where each parameter may be *cut*, which ``align`` and
-``shard_placement_fn`` say: a flat range of a parameter is a slice of one dim where that dim is the outermost in memory,
-so a cut along another dim is had by laying the parameter out in another order. Then the *layout* of each handle's
-buffers, which depends on the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
+No process group is needed, and parameters may be on the meta device. First comes the *structure*: which modules get a
+handle, and which parameters each handle owns. Then the *cuts*, from ``align`` and ``shard_placement_fn``: where each
+parameter may be cut. A flat range of a parameter is a slice of the dim that is outermost in memory; so, for a cut along
+another dim, the parameter is laid out in another order. Then the *layout* of each handle's buffers, which depends on
+the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,10 +61,10 @@ def plan(
         module: An unannotated module, or several that share one handle; may be on the meta device.
         world_size: Ranks that would share the parameters.
         replicas: Ranks that would hold each shard. If there is more than one, ``world_size`` times as many ranks train.
-        ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
-            those that share parameters are neighbours.
+        ranks_per_host: Ranks on each host, from which bytes between hosts follow: ranks are numbered host by host, and
+            ranks that share parameters are neighbours.
         policy: Which submodules get handles of their own, as ``fully_shard`` takes it.
-        strategy: What is sharded and freed, also by name; instead of ``reshard_after_forward``.
+        strategy: The sharding strategy, or its name; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward, as ``fully_shard`` takes it.
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
@@ -111,12 +111,12 @@ def plan(
 def make_plan(
     module: nn.Module | Sequence[nn.Module], options: ShardOptions
 ) -> tuple[ShardPlan, tuple[HandleMembers, ...]]:
-    """Make the plan, and for each of its handles the objects that it names.
+    """Make the plan, and for each of its handles the modules and parameters that it names.
 
-    The annotated modules may carry this annotation already: it is entered before it plans.
+    The registry of the annotated modules may have this annotation already, which is entered before it plans.
 
     Raises:
-        ConfigError: As ``plan``.
+        ConfigError: An argument is wrong, as in ``plan``.
     """
     handles, kept_fqns, ignored_fqns = find_structure(
         module, options.policy, options.ignored_params, options.ignored_modules
@@ -156,7 +156,7 @@ def make_plan(
 
 
 def _check_secondary(params: Sequence[FoundParam], frees: bool | int | None) -> None:
-    """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard."""
+    """Refuse secondary shards of parameters that their class gathers: a class gathers only rows of its shard."""
     names = [found.fqns[0] for found in params if found.kind == "gathered"]
     if names and type(frees) is int:
         raise ConfigError(
@@ -175,12 +175,12 @@ def _dtypes_of(found: FoundParam, policy: MixedPrecisionPolicy, skipped: Collect
 
 
 class _Cut(NamedTuple):
-    """What ``plan_layout`` needs to know of one parameter, beside its shape.
+    """The arguments of ``plan_layout`` for one parameter, beside its shape.
 
     Attributes:
-        align: Where it may be cut.
+        align: Where the parameter may be cut.
         order: Its dims from the outermost in memory; empty: as they are numbered.
-        promise: What of that holds at any cost.
+        promise: The places for cuts that hold at any cost in padding.
     """
 
     align: Align
@@ -223,18 +223,18 @@ def _plan_buffers(
 
 
 def _choose_cuts(params: Sequence[FoundParam], options: ShardOptions) -> dict[FoundParam, _Cut]:
-    """Return where each parameter may be cut; asks each function once a parameter.
+    """Return where each parameter may be cut; calls each user's function once a parameter.
 
     Raises:
-        ConfigError: ``align`` names a parameter that is not among ``params``, or a value or a placement is none
-            that can be had, or the two contradict each other, or a function raised.
+        ConfigError: ``align`` names a parameter that is not among ``params``, or a value or a placement is not
+            possible, or the two contradict each other, or a function raised.
     """
     wishes = _wishes(params, options.align)
     return {found: _cut_of(found, wishes.get(found), _ask_dim(options.shard_placement_fn, found)) for found in params}
 
 
 def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
-    """Return what both arguments ask for; a cut along a dim is one between its slices."""
+    """Return the cut that both arguments ask for; a cut along ``dim`` is between its slices."""
     if dim is not None:
         if align is None or (dim == 0 and align == "row"):
             align = 1
@@ -265,13 +265,13 @@ def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
 
 
 def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[FoundParam, Align]:
-    """Return what ``align`` says of each parameter that it says something of."""
+    """Return the value of ``align`` for each parameter that it names or has an answer for."""
     if not isinstance(align, Mapping):
         if align is None:
             return {}
         answers = {found: _ask(align, "align", found, found.fqns[0], found.param) for found in params}
         return {found: _checked_align(found.fqns[0], wish) for found, wish in answers.items() if wish is not None}
-    # Plans name parameters below wrappers without the wrapper's part; users may name them with it.
+    # FQNs in plans leave out the parts that wrappers add; users may write them.
     align = {plain_fqn(name): _checked_align(name, wish) for name, wish in align.items()}
     known = {name for found in params for name in found.fqns}
     if unknown := [name for name in align if name not in known]:
@@ -305,10 +305,10 @@ def _checked_align(fqn: str, align: Any) -> Align:
 
 
 def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None:
-    """Return the dim that ``shard_placement_fn`` wants cut, counted from the first; ``None``: it has no wish.
+    """Return the dim that ``shard_placement_fn`` asks to cut, counted from the first; ``None``: the default.
 
     Raises:
-        ConfigError: The function raised, or what it returned is no ``Shard`` of a dim that the parameter has.
+        ConfigError: The function raised, or its result is no ``Shard`` of a dim that the parameter has.
     """
     placement = None if function is None else _ask(function, "shard_placement_fn", found, found.param)
     if placement is None:

@@ -38,15 +38,15 @@ from composable.planning.subclasses import Subclass
 __all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "ShardPlan"]
 
 
-# Of a list of names, as a plan prints it.
+# The most names of a list that a plan prints.
 FQNS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` says where alone it may be cut.
+    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` has the only places for cuts, if limited.
 
-    ``subclass`` is there where what is sharded is not a plain parameter; shape and dtype are of what is sharded.
+    ``subclass`` is set if the tensor that is sharded is no plain parameter; shape and dtype are of that tensor.
     """
 
     fqn: str
@@ -59,22 +59,22 @@ class ParamPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan says of it in particular."""
+        """The notes on this parameter that a plan prints."""
         return tuple(str(note) for note in (self.promise, self.subclass) if note is not None)
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The flat buffer for one class of a handle's parameters, which are alike in all but their shapes.
+    """The flat buffer for those parameters of a handle that are alike in all but their shapes.
 
     Attributes:
-        dtype: In which the shards rest, and optimizers step.
+        dtype: Dtype in which the shards rest, and optimizers step.
         requires_grad: Whether there are gradients.
-        compute_dtype: Of the unsharded buffer.
-        reduce_dtype: Of gradients while they are reduced.
+        compute_dtype: Dtype of the unsharded buffer.
+        reduce_dtype: Dtype of gradients while they are reduced.
         layout: Where each parameter lies.
-        is_gathered_by_class: The only parameter's class says what ranks exchange; dtype and bytes of the unsharded
-            buffer are then those of what a plain parameter would have.
+        is_gathered_by_class: The class of its only parameter chooses the tensors that ranks exchange; dtype and bytes
+            of the unsharded buffer are then given as for a plain parameter.
     """
 
     dtype: torch.dtype
@@ -100,11 +100,11 @@ class BufferPlan:
 
     @property
     def dtypes(self) -> str:
-        """The dtypes in words: where it rests, and where they differ, is computed with and reduced."""
+        """The dtypes in words: of shards at rest and, if they differ, of computation and of reduction."""
         text = dtype_text(self.dtype)
         if self.compute_dtype != self.dtype:
             text += f" as {dtype_text(self.compute_dtype)}"
-        # Also where it follows from the other: elsewhere the rule is another one.
+        # Also where it follows from the compute dtype, since readers may expect another rule.
         if self.requires_grad and not self.dtype == self.compute_dtype == self.reduce_dtype:
             text += f" reduced in {dtype_text(self.reduce_dtype)}"
         return text
@@ -118,12 +118,12 @@ class HandlePlan:
         module_fqns: The fully sharded module, below the annotated one (``''`` is itself), or
             the positions of several annotated together.
         class_names: The classes of those modules.
-        reason: Why they have a handle.
+        reason: Why the modules have a handle.
         params: In ``named_parameters()`` order.
-        buffers: One for each class of parameters.
-        reshard_after_forward: ``None``: only where the module is not the root. An int: but for secondary shards, from
-            which as many ranks gather again.
-        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
+        buffers: One for each set of parameters that are alike in all but their shapes.
+        reshard_after_forward: ``None``: only if the module is not the root. An int: all is freed except secondary
+            shards, from which that many ranks gather again.
+        unused_gradients: The gradient of a parameter that no rank has a gradient for: ``none`` or ``zero``.
     """
 
     module_fqns: tuple[str, ...]
@@ -136,7 +136,7 @@ class HandlePlan:
 
     @property
     def name(self) -> str:
-        """What plans call it."""
+        """The name of the handle in plans."""
         return handle_name(self.module_fqns)
 
     @property
@@ -172,7 +172,7 @@ class HandlePlan:
         return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
 
     def __str__(self) -> str:
-        """Return what is said of a handle after its name and class."""
+        """Return the description of the handle that a plan prints after its name and class."""
         tied = sum(bool(param.shared_fqns) for param in self.params)
         kinds = ", ".join(buffer.dtypes + ("" if buffer.requires_grad else " frozen") for buffer in self.buffers)
         padding = f", padding {bytes_text(self.padding_bytes)}" if self.padding_bytes else ""
@@ -214,7 +214,7 @@ class ShardPlan:
         mp_policy: Dtypes of computation and reduction, as they were asked for.
         offload_policy: Where shards, gradients and optimizer state rest.
         replicas: Ranks that hold each shard.
-        hosts: Of each rank, one copy of all shards after the other, the host that it is on; empty: not known.
+        hosts: The host of each rank, one copy of all shards after the other; empty: not known.
     """
 
     world_size: int
@@ -259,7 +259,7 @@ class ShardPlan:
 
         Args:
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
-            state_dtype: Their dtype; default: that of the parameter.
+            state_dtype: Their dtype; default: the parameter's dtype.
         """
         return 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
 
@@ -282,7 +282,7 @@ class ShardPlan:
 
         Args:
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
-            state_dtype: Their dtype; default: that of the parameter.
+            state_dtype: Their dtype; default: the parameter's dtype.
             is_root: Forward starts at the annotated module.
         """
         step = []
@@ -304,11 +304,11 @@ class ShardPlan:
     def _reduced(self, buffer: BufferPlan) -> Reduced:
         low = buffer.reduce_dtype
         own = self._gradient_dtype(buffer)
-        # Copies of a shard are added up in what travels.
+        # An all-reduce adds up the copies of a shard in the dtype that travels.
         is_late = self.replicas > 1 and own != low
         ranks, numel = self.world_size, buffer.layout.shard_numel
         is_cast = ranks > 1 and own != low and not is_late
-        # What arrives from one rank lands in the result, if that has its dtype; what arrives from others beside it.
+        # The slice of one rank lands in the result, if the dtypes agree; slices of other ranks land beside it.
         slices, scratch = is_cast + is_late, 0
         if self._is_direct and ranks > 1:
             slices += ranks - 2
@@ -317,7 +317,7 @@ class ShardPlan:
                 scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
         landing, output = slices * numel * low.itemsize, numel * own.itemsize
         if self.offload_policy.is_offloading:
-            # On the device until it was copied to the host.
+            # The result is on the device until it is copied to the host.
             landing, output, is_late = landing + output, 0, False
         return Reduced(buffer.gradient_bytes, output, landing, scratch, is_late)
 
@@ -348,14 +348,14 @@ class ShardPlan:
 
     @property
     def _is_direct(self) -> bool:
-        """Slices go straight to the rank that needs them; which transport ``auto`` stands for is not known."""
+        """Whether slices go straight to the rank that needs them; ``False`` for ``auto``, which is not chosen yet."""
         return self.transport != "auto" and transport_class(self.transport).is_direct
 
     def on_hosts(self, ranks_per_host: int) -> "ShardPlan":
-        """Return this plan for hosts that have so many ranks each, in order: the first host the first ranks, and so on.
+        """Return this plan for hosts with ``ranks_per_host`` ranks each, in order: the first host has the first ranks.
 
         Raises:
-            ConfigError: It is no number that divides that of all ranks.
+            ConfigError: ``ranks_per_host`` does not divide the number of all ranks.
         """
         ranks = self.world_size * self.replicas
         is_number = isinstance(ranks_per_host, int) and not isinstance(ranks_per_host, bool)
@@ -367,11 +367,11 @@ class ShardPlan:
         return replace(self, hosts=tuple(rank // ranks_per_host for rank in range(ranks)))
 
     def expected_traffic(self, *, is_root: bool = True) -> Traffic:
-        """Return what one rank sends in one training step, to ranks on its host and to those on others.
+        """Return the bytes that one rank sends in one training step, to ranks on its host and to ranks on other hosts.
 
-        Counted are the bytes of the collectives of ``expected_collectives`` on links, as means over all ranks. They
-        are exact where the transport sends slices straight to who needs them (``point_to_point``), but for
-        all-reduces; elsewhere those of a ring, below which no algorithm stays in all. See ``docs/memory.md``.
+        The bytes are those that the collectives of ``expected_collectives`` send on links, as means over all ranks.
+        If the transport sends slices straight to the ranks that need them (``point_to_point``), they are exact except
+        for all-reduces; else they are those of a ring, and no algorithm sends less in all. See ``docs/memory.md``.
 
         Args:
             is_root: Forward starts at the annotated module.
@@ -398,7 +398,7 @@ class ShardPlan:
                 sharing[self.world_size].sent_bytes(one.all_gather_bytes),
                 sharing[self.world_size].sent_bytes(one.reduce_scatter_bytes),
                 sharing[handle.secondary_ranks or self.world_size].sent_bytes(one.secondary_all_gather_bytes),
-                # Each slice goes around once to be added up, and once more to all.
+                # Each slice goes around once to be added up, and once more to reach all ranks.
                 copies.sent_bytes(2 * one.all_reduce_bytes),
             ]
             calls = one.all_gathers + one.reduce_scatters + one.all_reduces + one.secondary_all_gathers
@@ -421,14 +421,14 @@ class ShardPlan:
             Path("plan.svg").write_text(made.draw(ranks_per_host=8), encoding="utf-8")
 
         Args:
-            ranks_per_host: Ranks on each host, as ``on_hosts`` takes them. ``None``: as the plan knows it; where it
-                does not, the picture has no bytes sent.
+            ranks_per_host: Ranks on each host, as ``on_hosts`` takes them. ``None``: as in the plan; if the plan has
+                no hosts, the picture has no bytes sent.
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
-            state_dtype: Their dtype; default: that of the parameter.
+            state_dtype: Their dtype; default: the parameter's dtype.
 
         Raises:
-            ConfigError: ``ranks_per_host`` is no number that divides that of all ranks, or ``optimizer_states`` is no
-                number from 0 on.
+            ConfigError: ``ranks_per_host`` does not divide the number of all ranks, or ``optimizer_states`` is not a
+                number of at least 0.
         """
         check_number("optimizer_states", optimizer_states, fix="pass 2 for Adam, 1 for momentum, 0 for SGD", least=0)
         placed = self if ranks_per_host is None else self.on_hosts(ranks_per_host)
@@ -463,7 +463,7 @@ class ShardPlan:
         return replace(self, handles=kept, ignored_fqns=(*self.ignored_fqns, *fqns))
 
     def digest(self) -> str:
-        """Return a hash of all that must be equal on every rank: not the names of classes, nor those of policies."""
+        """Return a hash of all that must be equal on every rank: it leaves out class names and reasons for handles."""
         handles = [replace(handle, class_names=(), reason="") for handle in self.handles]
         policies = str(self.mp_policy), str(self.offload_policy)
         contents = self.world_size, self.replicas, self.transport, *policies, handles

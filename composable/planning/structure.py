@@ -1,6 +1,6 @@
 """Which modules get handles, and with which parameters.
 
-The first half of a plan: it looks at a module tree and at identities, never at values or ranks. A parameter with
+The first half of a plan: it looks at modules and at identities of tensors, never at values or ranks. A parameter with
 several names belongs to the innermost handle that is around all of its places, so that every use finds it unsharded.
 
 Annotating gives modules new parameters. An optimizer that was built before still holds the old ones, and would update
@@ -50,7 +50,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _Named: TypeAlias = tuple[str, nn.Module]
-# Nothing in them can be called as one unit; of others without forward a method may be, once it is registered.
+# Containers that nothing calls as one unit. Other modules without forward may have a method that users register.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _MARK = "_composable_replaced_by"
 
@@ -71,7 +71,7 @@ class Replacement:
         self._name = name
 
     def find(self) -> nn.Parameter | None:
-        """Return the parameter, of full shape, that its module has now; ``None``: it is gone, or has it unsharded."""
+        """Return the parameter, of full shape, that the module has now; ``None``: the module is gone, or unsharded."""
         module = None if self._module is None else self._module()
         param = None if module is None else module._parameters.get(self._name)
         return None if param is None or replacement_of(param) is not None else param
@@ -86,7 +86,7 @@ class Replacement:
 
 
 def mark_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str) -> None:
-    """Note that ``param``, of any shape, is one no more: ``module`` has another under ``name``."""
+    """Mark ``param``, of any shape, as replaced: ``module`` has another parameter under ``name``."""
     setattr(param, _MARK, Replacement(fqn, module, name))
     CHANGES.note("marks")
 
@@ -98,20 +98,20 @@ def replacement_of(param: object) -> Replacement | None:
 
 
 def first_replacement(params: Sequence[object]) -> Replacement | None:
-    """Return the mark of the first replaced parameter; in every step of every optimizer, so 40 ns for each in use."""
+    """Return the mark of the first replaced parameter; 40 ns a parameter, since every optimizer step calls this."""
     marks: list[Replacement | None] = list(map(getattr, params, repeat(_MARK), repeat(None)))
     return None if marks.count(None) == len(marks) else next(mark for mark in marks if mark is not None)
 
 
 @dataclass(eq=False)
 class HandleMembers:
-    """The modules that get one handle, why they do, and the parameters that it owns: what a ``HandlePlan`` names.
+    """The objects that a ``HandlePlan`` names: the modules of one handle, and the parameters that it owns.
 
     Attributes:
         modules: The fully sharded modules.
-        fqns: Their names, or positions.
-        reason: Why they have a handle.
-        is_picked: A policy has picked them.
+        fqns: The FQNs of the modules, or their positions in a list.
+        reason: Why the modules have a handle.
+        is_picked: A policy has picked the modules.
         params: In ``named_parameters()`` order; complete once the whole tree was searched.
     """
 
@@ -133,7 +133,7 @@ class HandleMembers:
 
     @cached_property
     def forms(self) -> dict[str, Form]:
-        """How those of tensor subclasses are sharded."""
+        """The form of each parameter of a tensor subclass, by FQN."""
         return {found.fqns[0]: found.form for found in self.params if found.form is not None}
 
 
@@ -143,7 +143,7 @@ class FoundParam:
 
     Attributes:
         param: The parameter.
-        form: How it is sharded where it is of a tensor subclass.
+        form: How it is sharded if it is of a tensor subclass; else ``None``.
         fqns: All its names, in ``named_parameters()`` order.
         owners: Every (module, attribute name) that holds it.
         paths: For each name, the handles around that place, innermost first.
@@ -157,24 +157,24 @@ class FoundParam:
 
     @property
     def kind(self) -> str:
-        """How it is sharded: ``plain``, or as ``Subclass`` has it."""
+        """The kind of the parameter: ``plain``, or a kind of ``Subclass``."""
         return "plain" if self.form is None else self.form.kind
 
     @property
     def storage(self) -> torch.Tensor:
-        """What is sharded of it: itself, or a tensor inside, in the shape and dtype of that."""
+        """The tensor that is sharded: the parameter, or a tensor inside of it with a shape and dtype of its own."""
         return self.param if self.form is None else self.form.storage_of(self.param)
 
     @property
     def whole(self) -> torch.Tensor:
-        """What is alike on ranks that have other blocks of a split parameter: shape and strides of the whole."""
+        """A tensor with the shape and strides of the whole parameter, also where this rank has only a block of it."""
         if self.form is None or self.form.node is None:
             return self.storage
         return torch.empty_strided(self.form.node.spec.shape, self.form.node.spec.stride, device="meta")
 
     @property
     def place(self) -> str:
-        """Names it for an error."""
+        """The text for the parameter in an error."""
         return f"parameter {list_text(self.fqns)} {_describe_tensor(self.storage)}"
 
 
@@ -190,7 +190,7 @@ def find_structure(
 
     Returns:
         The handles that own parameters, left to right, depth first; the FQNs of the outermost modules below that an
-        earlier annotation manages, and those of parameters left alone.
+        earlier annotation manages; and the FQNs of parameters that are left alone.
 
     Raises:
         ConfigError: An argument is wrong, or a parameter cannot be sharded, or something else averages its gradient.
@@ -229,7 +229,7 @@ def find_structure(
 
 
 def named_roots(module: object) -> tuple[_Named, ...]:
-    """Check what is to be annotated and return (FQN, module) pairs: ``''``, or positions in a list.
+    """Check the modules to annotate and return (FQN, module) pairs; an FQN is ``''``, or the position in the list.
 
     Raises:
         ConfigError: It is neither a module nor a list of different modules, or one is a container without forward.
@@ -259,7 +259,7 @@ def _checked_root(root: object, at: str | None) -> nn.Module:
 
 
 def name_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the FQN of every module at or below ``roots``; of several roots, by their position."""
+    """Return the FQN of every module at or below ``roots``; with several roots, it begins with the root's position."""
     names: dict[nn.Module, str] = {}
     for position, root in enumerate(roots):
         prefix = str(position) if len(roots) > 1 else ""
@@ -269,7 +269,7 @@ def name_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 def managed_modules(roots: Iterable[nn.Module], ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules of one annotation, in ``modules()`` order, without those that others annotate or it ignores."""
+    """Yield the modules of one annotation, in ``modules()`` order, except ignored and separately annotated ones."""
     starts = tuple(roots)
 
     def is_left(module: nn.Module) -> bool:
@@ -300,7 +300,7 @@ def _children(fqn: str, module: nn.Module) -> list[_Named]:
 
 @dataclass(eq=False)
 class _Exclusion:
-    """What an annotation does not touch.
+    """The modules and parameters that an annotation does not touch.
 
     Attributes:
         ignored_params: Ids of parameters to leave alone.
@@ -308,7 +308,7 @@ class _Exclusion:
         kept: Outermost modules with an earlier ``fully_shard``, with their FQNs.
         ignored: Other outermost modules that are not entered.
         left_params: Ids of unsharded parameters below ``kept``, with the module, the name there and the FQN.
-        ignored_fqns: The first name of each ignored parameter that was met.
+        ignored_fqns: The first name of each ignored parameter that was found.
     """
 
     ignored_params: set[int]
@@ -320,7 +320,7 @@ class _Exclusion:
 
 
 def _exclude(starts: Sequence[_Named], params: list[nn.Parameter], to_ignore: set[nn.Module]) -> _Exclusion:
-    """Find what must not be entered: ignored and replicated subtrees, and those annotated before.
+    """Find the subtrees that must not be entered: ignored, replicated, or annotated before.
 
     Raises:
         ConfigError: An ignored parameter is sharded already, or roots are nested.
@@ -357,7 +357,7 @@ def _exclude(starts: Sequence[_Named], params: list[nn.Parameter], to_ignore: se
                 elif id(param) not in found.ignored_params:
                     found.ignored_params.add(id(param))
                     found.ignored_fqns.append(join_fqn(inner_fqn, name))
-    # Modules and parameters from elsewhere are no mistake: one set serves the calls on all parts of a model.
+    # Modules and parameters outside of this tree are no mistake: one set serves the calls on all parts of a model.
     for index, param in enumerate(params):
         if (replacement := replacement_of(param)) is not None:
             raise ConfigError(
@@ -384,10 +384,10 @@ class _Search:
         """Return the handles that own parameters, outermost first."""
         fqns, roots = zip(*starts, strict=True)
         root_handle = HandleMembers(roots, fqns, reason, is_picked=False)
-        # A module met again is entered again: its parameters have other names there, and other
-        # handles around them. The modules around the current one are remembered against cycles.
+        # A module that is found again is entered again: its parameters have other names there, and
+        # other handles around them. The modules around the current one are remembered against cycles.
         around: set[nn.Module] = set()
-        # Without handles: what is inside of the module is done.
+        # An entry without handles says that the inside of its module is done.
         stack: list[tuple[str, nn.Module, tuple[HandleMembers, ...]]] = [
             (fqn, root, (root_handle,)) for fqn, root in reversed(starts)
         ]
@@ -406,7 +406,7 @@ class _Search:
         for found in self._found.values():
             first, *others = found.paths
             next(handle for handle in first if all(handle in path for path in others)).params.append(found)
-            found.paths.clear()  # They lead back to it: what is replaced is to be freed at once.
+            found.paths.clear()  # They make a cycle, and a replaced parameter should be freed at once.
         return tuple(handle for handle in (root_handle, *self._picked.values()) if handle.params)
 
     def _collect(self, fqn: str, module: nn.Module, handles: tuple[HandleMembers, ...]) -> None:
@@ -443,7 +443,7 @@ class _Search:
                 found.owners.append((module, name))
 
     def _form_of(self, param: nn.Parameter, module: nn.Module, name: str, fqn: str) -> Form | None:
-        """Return how a parameter is sharded; refuse what others have, and what a flat buffer would lose or corrupt."""
+        """Return the form of a parameter; refuse one that others have, or that a flat buffer would lose or corrupt."""
         if (replacement := replacement_of(param)) is not None:
             raise ConfigError(
                 f"parameter '{fqn_in_model(module, name, fqn)}' is tied to '{replacement.fqn_in_model()}', "
@@ -484,7 +484,7 @@ class _Search:
 
 
 def _as_list(name: str, values: Iterable[_T] | None, kind: type[_T]) -> list[_T]:
-    # One tensor and one ModuleList are iterable themselves, and would mean something else.
+    # One tensor and one ModuleList are iterable too, but their items are not what the user means.
     if isinstance(values, torch.Tensor | nn.Module) or not isinstance(values, Iterable | None):
         raise ConfigError(f"{name} is one {type(values).__name__}", fix="pass a list")
     found = [] if values is None else list(values)

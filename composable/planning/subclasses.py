@@ -1,9 +1,9 @@
 """Parameters of tensor subclasses.
 
-Four kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
-beside it, of a frozen parameter. *Gathered*: the class says itself what ranks exchange, in
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. *Split*: a DTensor of tensor parallelism, of which the block
-that this rank has is sharded. Any other is refused.
+There are four kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: a frozen parameter
+with packed storage, and state beside it. *Gathered*: the class itself chooses the tensors that ranks exchange, in
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. *Split*: a DTensor of tensor parallelism, of which each rank
+shards its own block. A parameter of any other kind is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ __all__ = ["PROTOCOL", "Form", "SplitNode", "Subclass", "form_of"]
 
 Kind = Literal["marked", "bytes", "gathered", "split"]
 PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-# What a class may say of its own and still be an ordinary parameter to all who compute with it.
+# The names that a class may define and still compute like an ordinary parameter.
 _HARMLESS = frozenset(
     "__new__ __init__ __init_subclass__ __repr__ __str__ __deepcopy__ __copy__ __reduce__ __reduce_ex__ __setstate__ "
     "__doc__ __module__ __qualname__ __dict__ __weakref__ __annotations__ __class_getitem__ __parameters__".split()
@@ -32,13 +32,13 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Subclass:
-    """What a plan says of a parameter's class.
+    """The class of a parameter, as plans describe it.
 
     Attributes:
-        name: Of the class.
-        kind: How it is sharded.
-        path: The attributes that lead to what is sharded; empty: the parameter itself.
-        splits: How tensor parallelism has split it.
+        name: Name of the class.
+        kind: How parameters of the class are sharded.
+        path: The attributes that lead to the tensor that is sharded; empty: the parameter itself is sharded.
+        splits: How tensor parallelism has split the parameter.
     """
 
     name: str
@@ -59,7 +59,7 @@ class SplitNode:
     """A DTensor, of which this rank has one block.
 
     Attributes:
-        spec: Of the original: its mesh, its placements, the shape of the whole.
+        spec: Mesh, placements and whole shape of the original.
         block_shape: Shape of the block.
     """
 
@@ -67,20 +67,20 @@ class SplitNode:
     block_shape: torch.Size
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor of the whole's shape, of which this rank's block is ``storage`` [*block_shape]."""
+        """Return a DTensor of the whole shape [*spec.shape], with ``storage`` [*block_shape] as this rank's block."""
         shape, order = self.spec.shape, order_of(storage)
         meta = TensorMeta(shape, strides_of(shape, order), storage.dtype)
         spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
         return dtensor_new(DTensor, storage, spec, requires_grad=False)
 
     def block_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's block of a DTensor, of a plain tensor that is the whole, or that is the block.
+        """Return this rank's block of ``value``: a DTensor, a plain tensor of the whole, or the block itself.
 
         Shapes: [*spec.shape] or [*block_shape] -> [*block_shape], same dtype; no copy unless it was redistributed.
-        Collective over the DTensor's ranks if it is placed otherwise, such as a gradient that is still to be summed.
+        Collective over the DTensor's ranks if its placements differ, as in a gradient that is still to be summed.
 
         Raises:
-            ConfigError: It is on another mesh, or has another shape.
+            ConfigError: The DTensor is on another mesh, or has another shape.
         """
         spec = self.spec
         if isinstance(value, DTensor):
@@ -107,7 +107,7 @@ class SplitNode:
 
 
 class _OwnHook(NamedTuple):
-    """A function of the protocol that was set on one parameter, bound to it; others made of it get it bound to them."""
+    """A function of the protocol that was set as a method of one parameter; rebuilt instances get one too."""
 
     function: Any
 
@@ -118,16 +118,16 @@ _Rebuild: TypeAlias = Callable[[torch.Tensor, "Form"], torch.Tensor]
 
 @dataclass(eq=False)
 class Form:
-    """How parameters of one subclass come apart, and together again around other memory; one for each parameter.
+    """How one parameter of a subclass is taken apart, and put together again around other memory.
 
     Attributes:
-        subclass: What the plan says of it.
-        cls: The class.
-        node: Of a parameter that is split, the DTensor that it was.
+        subclass: The description for the plan.
+        cls: The class of the parameter.
+        node: The DTensor that a split parameter was; else ``None``.
         rebuild: Makes an instance; holds nothing that changes.
-        state: Tensors beside what is sharded, whole on every rank, by the dotted path of attributes that leads there.
-        attributes: Of the instance that has memory of its own, which is sharded.
-        marks: Attributes that users gave a wrapper.
+        state: Tensors beside the sharded one, whole on every rank, by their dotted paths of attributes.
+        attributes: Attributes of the tensor that is sharded.
+        marks: Attributes that users set on a parameter whose memory is in inner tensors.
     """
 
     subclass: Subclass
@@ -143,10 +143,10 @@ class Form:
         return self.subclass.kind
 
     def storage_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is sharded of an instance, a plain tensor on the same memory; another tensor as it is.
+        """Return the tensor of an instance that is sharded, plain and on the same memory; other tensors unchanged.
 
-        Shapes: that of the inner tensor at ``subclass.path``, in its dtype; mostly that of the instance. Of a parameter
-        that is split: see ``SplitNode.block_of``.
+        Shapes: shape and dtype of the inner tensor at ``subclass.path``; the shape is mostly the instance's own. For a
+        parameter that is split, see ``SplitNode.block_of``.
         """
         if self.node is not None:
             return self.node.block_of(tensor)
@@ -157,16 +157,16 @@ class Form:
         return _plain(tensor)
 
     def is_mark(self, name: str, value: object) -> bool:
-        """Say whether an attribute of an instance goes along to what stands for it.
+        """Say whether a parameter that replaces an instance gets this attribute of the instance.
 
-        What is sharded does not; nor do functions that gather, nor a module, of which the parameter may be a part.
+        It does not get the sharded tensor, functions that gather, or a module, of which it may be a part.
         """
         return name not in PROTOCOL and name not in self.subclass.path[:1] and not isinstance(value, nn.Module)
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
-        """Return an instance with ``storage``, or rows of it, as what is sharded; no copy.
+        """Return an instance whose sharded tensor is ``storage``; no copy.
 
-        Shapes: that of ``storage_of``, or fewer rows, in its dtype; the instance follows where it had the same shape.
+        Shapes: shape and dtype of ``storage_of``, or fewer rows; the instance has these rows too if the shapes agreed.
         """
         return self.rebuild(storage, self) if self.node is None else self.node.around(storage)
 
@@ -181,13 +181,13 @@ class Form:
         return made
 
     def move(self, device: torch.device) -> None:
-        """Bring the state to a device; objects that are no tensors stay as they are."""
+        """Move the state to a device; objects that are no tensors stay as they are."""
         for held in (self.state, self.attributes):
             held.update({name: value.to(device) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
     def moved_mark(self, name: str, value: Any) -> Any:
-        """Return what an attribute of the original has become."""
-        # With memory of its own the parameter itself has the attributes.
+        """Return the present value of an attribute of the original, on the device that ``move`` chose."""
+        # A parameter with memory of its own is itself the tensor that has the attributes.
         return (self.state if self.subclass.path else self.attributes).get(name, value)
 
 
@@ -198,7 +198,7 @@ def form_of(param: nn.Parameter) -> Form | None:
         param: Not lazy; of any shape and dtype.
 
     Raises:
-        ConfigError: It is of a class that nothing is known of, or that cannot be sharded as it says.
+        ConfigError: Its class is of no known kind, or cannot be sharded as the class asks.
     """
     name = type(param).__name__
     has_hooks = [callable(getattr(param, hook, None)) for hook in PROTOCOL]
@@ -212,7 +212,7 @@ def form_of(param: nn.Parameter) -> Form | None:
     if is_gathered:
         form = _taken_apart(param, "gathered")
         rows = param.shape[0] if param.numel() and param.dim() else 0
-        # Every rank would have them whole. With one row they may be anything, and cutting changes nothing.
+        # Every rank would have these tensors whole. With one row, any tensor fits, and nothing is cut.
         others = [path for path, state in form.state.items() if rows > 1 and state.shape[:1] == (rows,)]
         if not rows or others:
             raise ConfigError(
@@ -243,7 +243,7 @@ def form_of(param: nn.Parameter) -> Form | None:
 
 
 def _is_packed(param: nn.Parameter) -> bool:
-    """Say whether a frozen parameter's class keeps its values in another form: several tensors for rows, or packed."""
+    """Say whether a frozen parameter keeps its values in another form: in several tensors of rows, or packed."""
     if param.requires_grad:
         return False
     rows = [(leaf.shape, leaf.dtype) for _, leaf in _leaves(param, ()) if leaf.shape[:1] == param.shape[:1]]
@@ -266,7 +266,7 @@ def _split_form(param: DTensor) -> Form:
 
 
 def _check_rebuilt(param: nn.Parameter, form: Form) -> None:
-    """Find out now, rather than in the first forward, whether the class can be made around other memory."""
+    """Raise ``ConfigError`` now, not in the first forward, if no instance can be made around other memory."""
     try:
         with torch.no_grad():
             made = form.parameter_around(form.storage_of(param), requires_grad=param.requires_grad)
@@ -280,7 +280,7 @@ def _check_rebuilt(param: nn.Parameter, form: Form) -> None:
 
 
 def _is_only_marked(cls: type) -> bool:
-    """Say whether a class is ``nn.Parameter`` with more attributes: it changes nothing that tensors have."""
+    """Say whether a class is ``nn.Parameter`` with more attributes, and overrides no attribute of tensors."""
     if not issubclass(cls, nn.Parameter):
         return False
     own = cls.__mro__[: cls.__mro__.index(nn.Parameter)]
@@ -294,14 +294,14 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
     name = type(param).__name__
     leaves = list(_leaves(param, ()))
     if kind == "gathered":
-        # The state must not depend on which rows there are.
+        # The state must not depend on the rows that a rank has.
         leaves = [(path, leaf) for path, leaf in leaves if (leaf.shape, leaf.dtype) == (param.shape, param.dtype)]
         if not leaves:
             raise ConfigError(
                 f"{name} gathers rows of itself, and has no inner tensor of its own shape and dtype to cut",
                 fix="if quantised, call requires_grad_(False) first; else name it in ignored_params",
             )
-    # Scales may be as large as what they scale, and are floating-point numbers.
+    # Scales may be as large as the values that they scale, and are floating-point numbers.
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
     state: dict[str, torch.Tensor] = {}
     attributes: dict[str, Any] = {}
@@ -313,7 +313,7 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
 
 
 def _leaves(tensor: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yield the tensors with memory of their own that an instance is made of, with the attributes that lead there."""
+    """Yield the inner tensors that have memory of their own, each with the attributes that lead to it."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         yield path, tensor
         return
@@ -328,15 +328,15 @@ def _rebuild_of(
     state: dict[str, torch.Tensor],
     attributes: dict[str, Any],
 ) -> _Rebuild:
-    """Return what makes the same as ``tensor`` around other storage.
+    """Return a function that makes a tensor like ``tensor`` around other storage.
 
     Args:
         tensor: The parameter, or a tensor inside of it.
-        path: The attributes that lead there.
-        sharded: Path and shape of what is sharded; what has the same shape is made in that of the storage, maybe a
-            piece.
-        state: Gets what is needed beside that, as ``Form`` has it.
-        attributes: The same.
+        path: The attributes that lead to ``tensor``.
+        sharded: Path and shape of the tensor that is sharded; a tensor of the same shape gets the shape of the
+            storage, which may be only a piece.
+        state: Gets the other tensors, as ``Form.state``.
+        attributes: Gets the attributes of the sharded tensor, as ``Form.attributes``.
     """
     cls: Any = type(tensor)
     if not hasattr(cls, "__tensor_flatten__"):
