@@ -2,12 +2,12 @@
 
 Every walk follows ``.modules()`` order with an explicit stack, visits a module once, and
 does not enter a module annotated with an API that excludes ``fully_shard`` (``replicate``):
-what was sharded below it before is no part of the tree that runs from above, but a root of
-its own. What users do to parameters between steps (optimizers, ``unshard_params``) meets it
-all the same: those walk with ``is_everywhere``.
+a sharded module below it is no part of the tree that runs from above, but a root of its own.
+Optimizers and ``unshard_params`` need the parameters of that module too: they walk with
+``is_everywhere``.
 
-Use it as ``import _traversal_utils``, never with ``from``: the runtime states are found
-through it, and it is found through their package.
+Use it as ``import _traversal_utils``, never with ``from``: the files of ``composable`` import
+it, and it imports ``composable``.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ __all__: list[str] = []
 
 _API = "fully_shard"
 
-# The states of ``fully_shard``, which lives above this file: the walks use ``_module_to_handle``, ``_is_root`` and
-# ``lazy_init()`` of them.
+# The state of a ``fully_shard``, whose class this file cannot import: the walks use its ``_module_to_handle``,
+# ``_is_root`` and ``lazy_init()``.
 FsdpState: TypeAlias = Any
 
 
 def _get_modules(module: nn.Module, *, is_everywhere: bool = False) -> Iterator[nn.Module]:
-    """Yield ``module`` and what is below it, without the subtrees of incompatible APIs unless ``is_everywhere``."""
+    """Yield ``module`` and all modules below it, without the subtrees of incompatible APIs unless ``is_everywhere``."""
     seen: set[nn.Module] = set()
     stack = [module]
     while stack:
@@ -41,7 +41,7 @@ def _get_modules(module: nn.Module, *, is_everywhere: bool = False) -> Iterator[
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:
-    """Return the states at or below ``module``, each once, and the module where each was met first."""
+    """Return the states at or below ``module``, each once, and for each the first module that has it."""
     found: dict[FsdpState, nn.Module] = {}
     for visited in _get_modules(module):
         if _API in (annotations := get_registry(visited)):
@@ -65,7 +65,7 @@ def _get_fsdp_handles(module: nn.Module, *, is_everywhere: bool = False) -> list
 def _get_root_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:
     """Return the root states at or below ``module`` and their modules.
 
-    Which states are roots is known after lazy init, so this runs it first, outermost state
+    Lazy init decides which states are roots, so this function runs it before, outermost state
     first. Collective where a state has not been initialised.
     """
     roots: dict[FsdpState, nn.Module] = {}
@@ -85,7 +85,7 @@ def _get_fsdp_root_states(module: nn.Module) -> list[FsdpState]:
 def _get_fully_sharded_module_to_states(
     module: nn.Module, *, is_everywhere: bool = False
 ) -> dict[nn.Module, FsdpState]:
-    """Return the modules at or below ``module`` that are annotated, or picked by a policy, and who manages each."""
+    """Return each annotated or policy-picked module at or below ``module``, with the state that manages it."""
     visits = _get_modules(module, is_everywhere=is_everywhere)
     states = {visited: managing_state(visited, _API) for visited in visits}
     return {visited: state for visited, state in states.items() if state is not None}

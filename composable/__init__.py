@@ -144,17 +144,17 @@ __version__ = "0.1.0"
 
 
 def install() -> None:
-    """Teach torch the parameters of this library. Runs when the package is imported; again, it changes nothing.
+    """Teach torch to handle the parameters of this library. The import calls it; a second call changes nothing.
 
-    * ``RaggedDTensor`` joins the types that optimizers and ``clip_grad_norm_`` treat in lists. On torch 2.11 it also
-      finds our rule for each operation on it.
+    * ``RaggedDTensor`` joins the types that optimizers and ``clip_grad_norm_`` treat in lists. On torch 2.11 torch
+      also finds our rule for each operation on them.
     * ``distribute_tensor`` and ``DTensor.redistribute`` take the placement ``RaggedShard``.
-    * ``set_model_state_dict``, ``set_optimizer_state_dict`` and their kin cut full values for our parameters,
-      and refuse what does not fit before they change anything.
-    * Before each step of every optimizer one look at its parameters: those that an annotation has replaced, or
-      that have no values, are an error.
+    * ``set_model_state_dict``, ``set_optimizer_state_dict`` and similar functions cut full values for our
+      parameters, and refuse values that do not fit before they change anything.
+    * Every optimizer checks its parameters before each step: a parameter that an annotation has replaced, or
+      that has no values, is an error.
 
-    What has none of our tensors in it goes to torch's own code unchanged.
+    Calls without tensors of this library run torch's own code unchanged.
 
     Raises:
         UsageError: This torch cannot run operations on our parameters.

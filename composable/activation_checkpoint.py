@@ -1,8 +1,8 @@
 """Activation checkpointing as an annotation.
 
-The instance gets a ``forward`` of its own that runs the real one under torch's checkpointing. It is what
-``module(...)`` calls between the module's hooks, so a module that is also sharded unshards before either
-run, and hooks of users run once. Nothing about a step is kept: threads, repeated calls and errors need no care.
+The instance gets a ``forward`` of its own, which runs the original one under torch's checkpointing.
+``module(...)`` calls it between the module's hooks, so a module that is also sharded unshards before both
+runs, and hooks of users run once. No state of a step is kept: threads, repeated calls and errors need no care.
 
 Source: sublinear memory cost, arXiv 1604.06174; non-reentrant checkpointing, torch.utils.checkpoint.
 """
@@ -34,10 +34,10 @@ _DETERMINISM_CHECKS = ("default", "none")
 
 @dataclass
 class CheckpointState:
-    """How the modules of one call are checkpointed.
+    """The options of one ``checkpoint`` call.
 
     Attributes:
-        options: Keyword arguments of torch's function; the compiler does not take its default of ``context_fn``.
+        options: Keyword arguments of torch's function; ``context_fn`` only if given: the compiler refuses its default.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,18 +57,18 @@ def checkpoint(
     """Free the activations of ``module`` after forward; backward runs its forward again to compute them.
 
     Class, parameters and names stay as they are. ``fully_shard`` and ``replicate`` may be called before or after it, on
-    the same module, inside or around. Not collective. Without gradients nothing runs again. Forward must do the same in
-    both runs: other changes that it makes, such as those of the running means of a batch norm, happen twice. Forward
-    hooks of ``module`` itself run once.
+    the same module, one inside it or one around it. Not collective. Without gradients nothing runs again. Forward must
+    compute the same in both runs. Its side effects, such as updates of a batch norm's running means, happen twice.
+    Forward hooks of ``module`` itself run once.
 
     Args:
         module: The module to annotate, or several modules of which none is inside another.
-        use_reentrant: Only ``False``: hooks that wait for gradients see nothing of a reentrant backward.
+        use_reentrant: Only ``False``: hooks that wait for gradients do not see a reentrant backward.
         preserve_rng_state: Draw the same random numbers in both runs.
         context_fn: Returns two contexts, for the first run and for the second; the function
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes contexts that keep chosen results.
-        determinism_check: ``"default"``: shapes, dtypes and devices of both runs are compared; or ``"none"``.
-        debug: Name the operations of both runs where they differ; not together with ``context_fn``.
+        determinism_check: ``"default"`` compares shapes, dtypes and devices of both runs; ``"none"`` does not.
+        debug: If the runs differ, list the operations of both in the error; not together with ``context_fn``.
         early_stop: End the second run as soon as everything that backward needs is there.
 
     Returns:
@@ -110,7 +110,7 @@ def checkpoint(
     if context_fn is not None:
         state.options["context_fn"] = context_fn
     for one in modules:
-        # Not by setattr, which some classes hand on to another module.
+        # Not with setattr: some classes forward it to another module.
         one.__dict__["forward"] = CheckpointedForward(one, state)
     return module
 
@@ -119,7 +119,7 @@ def forward_in_place(module: nn.Module) -> "CheckpointedForward":
     """Return the ``forward`` that ``checkpoint`` gave to ``module``.
 
     Raises:
-        UsageError: Somebody gave the instance another one since.
+        UsageError: The instance has got another ``forward`` since.
     """
     found = module.__dict__.get("forward")
     if not isinstance(found, CheckpointedForward):
@@ -134,11 +134,11 @@ def forward_in_place(module: nn.Module) -> "CheckpointedForward":
 class CheckpointedForward:
     """The ``forward`` of one annotated instance.
 
-    An object, not a function: a deep or pickled copy of the module has one that runs the copy.
+    An object, not a function: a deep or pickled copy of the module gets its own, which runs the copy.
 
     Attributes:
         module: The instance.
-        own: The ``forward`` that it had beside that of its class, if any.
+        own: The ``forward`` that the instance itself had before, beside that of its class; ``None``: it had none.
     """
 
     def __init__(self, module: nn.Module, state: CheckpointState) -> None:
@@ -154,8 +154,8 @@ class CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What runs; ``inspect.signature`` shows its arguments, which trainers read."""
-        # Of the class as it is now: other annotations swap it.
+        """The original ``forward``; trainers read its arguments with ``inspect.signature``."""
+        # Looked up at each call: other annotations swap the class.
         return self.own if self.own is not None else partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,12 +178,12 @@ class CheckpointedForward:
         def run_or_run_again(*inputs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                # Backward may get here by a tensor that left the module by another way than its output.
+                # Backward may come here from a tensor that left the module in another way than as its output.
                 return call_as_forward(self.module, run, inputs, {})
             has_run = True
             return run(*inputs)
 
-        # Keyword inputs by place: so their names are not taken for options, and an outer checkpoint frees them too.
+        # Keyword inputs go by position: torch takes none for an option of its own, and an outer checkpoint frees them.
         return run_with_checkpoint(
             run if torch.compiler.is_compiling() else run_or_run_again, *args, *kwargs.values(), **self._state.options
         )

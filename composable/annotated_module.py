@@ -1,4 +1,4 @@
-"""The part that sharded and replicated modules share."""
+"""The class swap, ``no_sync`` and ``reduce_gradients``, which sharded and replicated modules share."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ __all__ = [
     "set_gradient_sync",
 ]
 
-# The mixins are on modules only; the class of the module, which comes after them, has the methods.
+# The mixins are put on modules only: the module's class, which comes after them, has the methods of ``nn.Module``.
 if TYPE_CHECKING:
     _Module = nn.Module
 else:
@@ -49,17 +49,17 @@ class AnnotatedModule(_Module):
 
 
 class ClassSwap:
-    """Gives modules the methods of a mixin, by a subclass of their class, and takes them away again.
+    """A swap of a module's class for a subclass with the methods of a mixin, and back.
 
     Args:
-        mixin: What is gained.
-        prefix: In front of the names of the classes.
+        mixin: The class whose methods modules get.
+        prefix: How the names of the subclasses begin.
     """
 
     def __init__(self, mixin: type[AnnotatedModule], prefix: str) -> None:
         self._mixin = mixin
         self._prefix = prefix
-        # Weakly: torch.fx makes a class for each module.
+        # Weak references: torch.fx makes a class for each module.
         self._classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -92,12 +92,12 @@ def original_class(cls: type) -> Any:
 
 
 def place_of(module: nn.Module) -> str:
-    """Return how messages name this rank and ``module``."""
+    """Return the text that names this rank and ``module`` in messages."""
     return f"{place_of_rank()}, {describe_module(module)}"
 
 
 def _join_hook(module: nn.Module, **_: object) -> NoReturn:
-    """Refuse: ``Join`` asks what it is given for this, as torch's ``DistributedDataParallel`` has it."""
+    """Refuse a module that is given to ``Join``, which calls this method, as ``DistributedDataParallel`` has it."""
     raise ConfigError(
         "Join got an annotated module itself",
         at=place_of(module),
@@ -110,9 +110,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Keep gradients on their rank in the backwards of this context: gradient accumulation without communication.
 
     Gradients add up, in full size, until the next backward outside of the context synchronises all of them, including
-    those of annotated modules that this backward leaves out. The place of the backward counts, not that of its forward.
-    The context covers every module at or below ``module`` that ``fully_shard`` or ``replicate`` manages. All ranks
-    enter it alike; it does not communicate.
+    those of annotated modules that this backward leaves out. It counts where the backward runs, not where its forward
+    ran. The context covers every module at or below ``module`` that ``fully_shard`` or ``replicate`` manages. All ranks
+    must enter it alike; it does not communicate.
 
     Args:
         module: A module that is annotated, or has annotated modules below it.
@@ -130,7 +130,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
         _restore(module, before)
     except BaseException:
-        # Also where Ctrl-C came into the line above.
+        # Also if Ctrl-C interrupted the line above.
         _restore(module, before)
         raise
 
@@ -150,8 +150,8 @@ def reduce_gradients(module: nn.Module) -> None:
         module: A module that is annotated, or has annotated modules below it.
 
     Raises:
-        UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, a backward is running,
-            or a forward of a sharded module is.
+        UsageError: No module is annotated; the call is inside ``no_sync`` or torch's ``Join``; or a backward, or the
+            forward of a sharded module, is running.
         ConfigError: ``module`` is no module.
     """
     found = _synchronised_by(module, caller="reduce_gradients")
@@ -163,7 +163,7 @@ def reduce_gradients(module: nn.Module) -> None:
     states = [state for state in states_of(module.modules()) if isinstance(state, FullyShardState)]
     if not in_backward():
         for state in states:
-            # Before the first forward there is no root, and nothing was left, but for a deep copy.
+            # Before the first forward there is no root, and only a deep copy can have kept gradients.
             if any(handle.accumulated.is_unsynced for handle in state._handles):
                 state.lazy_init()
     schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
@@ -181,7 +181,7 @@ def _untimely(module: nn.Module, when: str, fix: str) -> UsageError:
 
 
 def _synchronised_by(module: nn.Module, *, caller: str) -> list[ReducingUnit]:
-    """Return what synchronises gradients at or below ``module``; raise if nothing does."""
+    """Return the handles and reducers that synchronise gradients at or below ``module``; raise if there are none."""
     check_module("module", module)
     found = list(units_of(module.modules()))
     if not found:
@@ -196,7 +196,7 @@ def _restore(module: nn.Module, before: Iterable[tuple[ReducingUnit, bool, bool 
 
 
 def set_gradient_sync(module: nn.Module, units: Iterable[ReducingUnit], *, requires_gradient_sync: bool) -> None:
-    """Let these, of or below ``module``, synchronise from the next backward on, or no more."""
+    """Switch the gradient synchronisation of ``units``, at or below ``module``, on or off from the next backward on."""
     changed = [one for one in units if one.requires_gradient_sync is not requires_gradient_sync]
     for one in changed:
         one.requires_gradient_sync = requires_gradient_sync

@@ -1,9 +1,9 @@
 """Communication hooks: functions that reduce gradients.
 
 ``hook(state, grad, output)`` gets this rank's gradients, flat and not divided, and fills ``output`` with this rank's
-slice of their mean over the ranks. ``hook(state, grad)`` averages ``grad`` in place, for ranks that all keep the
-whole. ``register_comm_hook`` puts a hook in place, on all ranks or on none, for every handle of ``fully_shard`` and
-every ``replicate`` at or below a module, but where another hook is registered on a module that is nearer.
+slice of their mean over the ranks. ``hook(state, grad)`` averages ``grad`` in place, for modules that keep whole
+gradients. ``register_comm_hook`` registers a hook, on all ranks or on none, for every handle of ``fully_shard`` and
+every ``replicate`` at or below a module; a hook on a nearer module takes precedence.
 
 Sources: the sharded hooks of torch 2.0 (pytorch/pytorch#83254) and the wrappers of its DDP hooks.
 """
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _Hook: TypeAlias = Callable[..., Any]
-_BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # of C++
+_BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # defined in C++
 
 
 class DefaultState:
@@ -59,13 +59,13 @@ class DefaultState:
     large nor very small numbers leave the range of float16.
 
     Args:
-        process_group: The ranks whose gradients are averaged: those of the annotation.
+        process_group: The ranks whose gradients are averaged: the ranks of the annotation.
 
     Attributes:
         process_group: The ranks.
         world_size: How many ranks are in it.
-        gradient_predivide_factor: The first power of two that does not divide the number of ranks, or whose square is
-            not below it.
+        gradient_predivide_factor: The smallest power of two that does not divide the number of ranks, or whose square
+            is at least that number.
         gradient_postdivide_factor: The number of ranks divided by the other factor.
 
     Raises:
@@ -142,7 +142,7 @@ def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: tor
 
     Args:
         state: The ranks, the factors and the dtype of the result.
-        grad: Gradients ``[W * S]`` of this rank, or ``[N]`` without ``output``; the mean replaces those.
+        grad: Gradients ``[W * S]`` of this rank, or ``[N]`` without ``output``, replaced by their mean.
         output: The slice ``[S]`` of the mean that belongs to this rank; ``None`` for modules that keep whole gradients.
     """
     _compress(_default_hook, torch.float16, state.parameter_type, state, grad, output)
@@ -160,7 +160,7 @@ def fp16_compress_wrapper(hook: _Hook) -> _Hook:
         hook: Called as ``hook(state, grad, output)``, or ``hook(state, grad)`` where there is no output.
 
     Raises:
-        ConfigError: ``hook`` is no function, or one of ``DistributedDataParallel``.
+        ConfigError: ``hook`` is no function, or is a hook for ``DistributedDataParallel``.
     """
     return _wrapped(hook, torch.float16)
 
@@ -171,7 +171,7 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
 
 
 class _OfGradients:
-    """A hook of a type of its own, as one of gradients. An object, so that it is copied with what it calls."""
+    """A hook of gradients that calls a hook of another type. An object, so that a copy also copies the inner hook."""
 
     def __init__(self, hook: HookFunction, argument: Any) -> None:
         self.__qualname__ = str(getattr(hook, "__qualname__", type(hook).__qualname__))
@@ -184,15 +184,15 @@ class _OfGradients:
 
 
 def _argument_of(hook: object) -> Any:
-    """Return the class of what ``hook`` takes beside its state, as it declares it, or the name of the argument says.
+    """Return the class of the second argument of ``hook``, from its annotation, else from the argument's name.
 
-    Of hooks that say nothing, as many of torch, those that take no output take a bucket.
+    A hook that shows neither, as many of torch, takes gradients if it can take an output, else a bucket.
     """
     signature = _signature_of(hook)
     second = [*signature.parameters.values()][1:2] if signature is not None else []
     declared = second[0].annotation if second else None
     if isinstance(declared, str):
-        with suppress(Exception):  # whatever evaluating the annotations of others raises
+        with suppress(Exception):  # evaluating annotations of users may raise anything
             declared = get_type_hints(hook)[second[0].name]
     if declared in (torch.Tensor, _BUCKET) or hasattr(declared, "call_hook"):
         return declared
@@ -202,13 +202,13 @@ def _argument_of(hook: object) -> Any:
 
 
 def _as_hook_of_gradients(hook: HookFunction) -> HookFunction:
-    """Return a hook that takes gradients, or a bucket: those of other types are called by their type."""
+    """Return a hook that takes gradients or a bucket: ``hook``, wrapped if its argument is of another class."""
     argument = _argument_of(hook)
     return _OfGradients(hook, argument) if hasattr(argument, "call_hook") else hook
 
 
 def _takes_arguments(hook: object, count: int) -> bool:
-    """Say whether ``hook`` can be called with so many arguments, as far as is known."""
+    """Say whether ``hook`` can be called with ``count`` arguments; true if its signature is not known."""
     signature = _signature_of(hook)
     if signature is None:
         return True
@@ -219,7 +219,7 @@ def _takes_arguments(hook: object, count: int) -> bool:
 
 
 def _signature_of(hook: object) -> inspect.Signature | None:
-    """Return the signature of a function; ``None``: it is none, or a builtin without one."""
+    """Return the signature of ``hook``; ``None``: it is no function, or a builtin without a signature."""
     with suppress(TypeError, ValueError):
         return inspect.signature(hook) if callable(hook) else None
     return None
@@ -249,13 +249,13 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
         )
     called = _as_hook_of_gradients(hook)
 
-    # A copy of it in place of a closure would not be told apart from others when ranks compare.
+    # A closure with a name of its own: ranks compare hooks by name, and two wrapped hooks must differ.
     @functools.wraps(hook)
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
         return _compress(called, dtype, None, state, grad, output)
 
     compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
-    del compress.__wrapped__  # The signature is this one.
+    del compress.__wrapped__  # The signature shown is that of compress.
     return compress
 
 
@@ -270,7 +270,7 @@ def _compress(
     """Let ``hook`` reduce ``grad`` as ``dtype``, complex numbers as pairs, then cast to ``parameter_type``, or back.
 
     Returns:
-        What the hook returned, if that is an error to be seen by who called.
+        What the hook returned, for the caller to check; ``None`` if it returned its result.
     """
     sent = _real(grad).to(dtype)
     if output is None:
@@ -278,7 +278,7 @@ def _compress(
     else:
         result = torch.empty_like(_real(output), dtype=dtype)
         if result.is_floating_point():
-            result.fill_(float("nan"))  # To be seen where the hook leaves it so.
+            result.fill_(float("nan"))  # NaN shows which elements the hook did not write.
         returned, target = hook(state, sent, result), output
     place = _real(target)
     cast_to = place.dtype if parameter_type is None or target.is_complex() else parameter_type
@@ -287,7 +287,7 @@ def _compress(
     else:
         place.copy_(result)
     if result.device.type != "cpu":
-        # The cast is queued, and the memory is not to be given to another stream before it has run.
+        # The cast is queued: until it has run, the allocator must not give the memory to another stream.
         result.record_stream(torch.get_device_module(result.device).current_stream())
     return None if returned is result else returned
 
@@ -297,14 +297,14 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CommHookHandle:
-    """The result of ``register_comm_hook``, which takes the hook off again."""
+    """The result of ``register_comm_hook``, which can remove the hook again."""
 
     def __init__(self, module: nn.Module, registration: Registration) -> None:
         self._module = weakref.ref(module)
         self._registration = registration
 
     def remove(self) -> None:
-        """Take the hook off again; what is registered further out holds then. No error if it is off already.
+        """Remove the hook; a hook registered further out takes its place. A second call does nothing.
 
         Collective: all ranks that registered it, same order.
 
@@ -323,15 +323,15 @@ class CommHookHandle:
                 unit.register_comm_hooks([one for one in unit.comm_hooks if one is not self._registration])
 
 
-# Whom a state serves that remembers buckets, by its id, since torch's PowerSGD gives its states no weak references.
+# Id of a state that remembers buckets -> the reducer that uses it. By id: states of PowerSGD allow no weak references.
 _SERVED: "weakref.WeakValueDictionary[int, Reducer]" = weakref.WeakValueDictionary()
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> CommHookHandle:
-    """Let ``hook`` reduce the gradients of ``module`` and of what is below it, and divide them.
+    """Let ``hook`` reduce and divide the gradients of ``module`` and of all modules below it.
 
-    It holds for what is annotated there now. The registration on the module nearest to the parameters counts,
-    whichever came first. A copy of the module has the hook too, with a copy of its state.
+    It holds for the modules that are annotated now. Of several hooks around a parameter, the one on the nearest module
+    runs, whichever was registered first. A copy of the module has the hook too, with a copy of its state.
 
     Collective: all ranks of every annotation at or below ``module``, same order, with the same hook.
 
@@ -340,19 +340,19 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         state: Handed to ``hook``.
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
             fills ``output`` [S], of the same dtype, with this rank's slice of their mean. Replicated modules call
-            ``hook(state, grad)``, which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a
-            hook for ``DistributedDataParallel``. The annotation of the second argument says which, ``torch.Tensor``,
-            ``dist.GradBucket`` or a class with a static ``call_hook(hook, state, grad, output)``, which reduces as a
-            hook of gradients does; else its name, ``grad`` or ``bucket``; of hooks that say nothing, those of two
-            arguments take a bucket. Ranks call hooks in the same order. When a hook returns, its result is there, or
-            queued on the current stream of the device.
+            ``hook(state, grad)``, which averages in place. Where all modules are replicated, it may be a hook for
+            ``DistributedDataParallel``, ``hook(state, bucket)``. The annotation of the second argument decides:
+            ``torch.Tensor``, ``dist.GradBucket`` or a class with a static ``call_hook(hook, state, grad, output)`` that
+            reduces as a hook of gradients does; else its name, ``grad`` or ``bucket``; else a hook of two arguments
+            takes a bucket. Ranks call hooks in the same order. When a hook returns, its result is computed, or queued
+            on the current stream of the device.
 
     Returns:
-        What takes it off again.
+        The handle that removes the hook.
 
     Raises:
-        ConfigError: ``hook`` cannot be called so, on any rank; or its state has another process group than a module.
-        UsageError: Nothing there is annotated; the module has a hook already; a parameter has another way to reduce;
+        ConfigError: On any rank, ``hook`` cannot be called as above, or its state has other ranks than a module.
+        UsageError: No module there is annotated; ``module`` has a hook already; a parameter is reduced in another way;
             or a backward is running.
         DesyncError: The ranks register different hooks.
     """
@@ -388,7 +388,7 @@ def _remembers_buckets(state: object) -> bool:
 
 
 def _check_memory(state: object, callers: set[Reducer]) -> None:
-    """Refuse a state that remembers buckets by their number in one replicated module, and is to serve another too."""
+    """Refuse a state that remembers buckets by their number, if more than one replicated module would use it."""
     served = _SERVED.get(id(state))
     if served is not None and served.hook is not None and served.hook.state is state:
         callers = {*callers, served}
@@ -414,7 +414,7 @@ def _check_free(module: nn.Module, state: object, units: Mapping[ReducingUnit, R
     if isinstance(state, DefaultState):
         numbers = Ranks.of(state.process_group, torch.device("cpu")).numbers
         for unit, ranks in units.items():
-            # Slices go to the ranks in their order; whole gradients have none.
+            # The order of ranks decides which slice each gets; for whole gradients it does not matter.
             own = unit.grid.shard.numbers if isinstance(unit, Handle) else ranks.numbers
             is_same = numbers == own if isinstance(unit, Handle) else {*numbers} == {*own}
             if not is_same:
@@ -426,7 +426,7 @@ def _check_free(module: nn.Module, state: object, units: Mapping[ReducingUnit, R
 
 
 def _check_hook(hook: object, units: Iterable[ReducingUnit]) -> None:
-    """Raise ``ConfigError`` unless these modules can call ``hook``."""
+    """Raise ``ConfigError`` unless all ``units`` can call ``hook``."""
     if not callable(hook):
         raise SignatureError(
             f"hook is {described(hook)}",
@@ -464,9 +464,9 @@ def _agree(
     registration: Registration | None,
     failure: ComposableError | None,
 ) -> None:
-    """Go on only if every rank does the same with the same hook; else raise, ``failure`` first. Collective."""
+    """Raise unless every rank makes the same call with the same hook; ``failure`` is raised first. Collective."""
     first = f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"
-    # Parts first, so that the whole hears of their failures; of what only they have they know.
+    # Smaller groups first, so that larger ones get their failures; each group compares only its own units.
     lines = {ranks: [first] for ranks in sorted(units.values(), key=lambda ranks: ranks.order)}
     for unit, ranks in units.items():
         lines[ranks].append(f"for {params_of(unit)}")

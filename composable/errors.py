@@ -64,7 +64,7 @@ class ConfigError(ComposableError, ValueError):
 
 
 class SignatureError(ConfigError, TypeError):
-    """A function does not take such arguments; a ``TypeError`` too, which Python itself or torch would raise."""
+    """A function does not take the arguments of a call. Also a ``TypeError``, which Python or torch would raise."""
 
 
 class StateDictError(ConfigError, RuntimeError):
@@ -97,7 +97,7 @@ def warn_once(text: str) -> None:
 
 
 def place_of_rank() -> str:
-    """Return how messages name this process."""
+    """Return the name of this process in messages: its rank, if it has one."""
     return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else _OUTSIDE
 
 
@@ -115,13 +115,13 @@ def located(at: str) -> Iterator[None]:
 
 
 def made_alike(make: Callable[[], T], compare: Callable[[T | None, ComposableError | None], object]) -> T:
-    """Return what ``make`` returns, once ``compare`` has told the other ranks of it, or of the error that it raised.
+    """Return the result of ``make``, after ``compare`` has sent this result, or the error, to the other ranks.
 
-    The others are about to communicate: raised here before they hear of it, an error would leave them waiting.
+    The other ranks are about to communicate: they would wait for ever if an error were raised here before they get it.
 
     Args:
-        make: Changes nothing.
-        compare: Called with the result or the error; raises the error, that of another rank, or that they differ.
+        make: The function to call; it changes nothing.
+        compare: Called with the result or the error; raises this error, another rank's, or one for ranks that differ.
     """
     try:
         made = make()

@@ -40,7 +40,7 @@ class UnshardHandle:
         self._handles: list[Handle] = list(handles)
 
     def wait(self) -> None:
-        """Wait until the parameters are unsharded: the thread on CPU, the current stream on CUDA."""
+        """Wait until the parameters are unsharded: on CPU the thread waits, on CUDA the current stream."""
         pending, self._handles = [handle for handle in self._handles if handle.modules], []
         if not pending:
             return  # Waited for before, or no longer annotated.
@@ -50,7 +50,7 @@ class UnshardHandle:
 
 
 class _PhaseName(str):
-    """The name of a phase of a step; equal to a member of that name of somebody's enum."""
+    """The name of a phase of a step; equal to a member of the same name in any enum."""
 
     __slots__ = ()
 
@@ -62,17 +62,17 @@ class _PhaseName(str):
 
 @dataclass(frozen=True)
 class StepState:
-    """Where a fully sharded module is in a step.
+    """The phase of a step that a fully sharded module is in.
 
     Attributes:
         phase: ``"FORWARD"``; ``"PRE_BACKWARD"`` until the backward ends, also where forward runs again; or ``"IDLE"``.
-        reshard_after_forward: Its parameters are freed between forward and backward, and gathered again.
+        reshard_after_forward: The module's parameters are freed between forward and backward, and gathered again.
     """
 
     phase: str
     reshard_after_forward: bool
 
-    # What TransformerEngine's weights read of the modules of torch's ``fully_shard``.
+    # The attributes that TransformerEngine's weights read on modules of torch's ``fully_shard``.
 
     @property
     def _fsdp_param_group(self) -> "StepState":
@@ -93,7 +93,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
     _composable_kind = "sharded"
 
     def step_state(self) -> StepState:
-        """Return where the module is in a step: classes of weights that gather themselves ask. Not collective."""
+        """Return the module's phase in a step, for weight classes that gather themselves. Not collective."""
         state = state_of(self)
         handle, phase = state._module_to_handle.get(self), "IDLE"
         if state.root is not None:
@@ -110,7 +110,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         """Move parameters and buffers to ``device`` without their values, as ``nn.Module.to_empty`` does.
 
         Only shards are allocated, one tensor for each of a handle's dtypes; parameters stay the same
-        objects. The new memory is marked (NaN in floats): what nobody fills is an error at the first use.
+        objects. The new memory is marked (NaN in floats): a tensor that is not filled is an error at its first use.
         """
         check_device("device", device, or_none=True)
         check_bool("recurse", recurse)
@@ -121,7 +121,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the module, as ``to``, ``cuda`` and ``to_empty`` do: each handle's shard as one tensor.
 
-        Torch's own way would put other tensors into the parameters, without the marks and hooks of users.
+        Torch's own ``_apply`` would put other tensors into the parameters, without the marks and hooks of users.
 
         Raises:
             UsageError: A parameter's dtype would change, or forward or backward is running.
@@ -139,7 +139,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
                 if recurse and len(handle.modules) == 1 and all(param.is_attached for param in flat.params):
                     whole.append(flat)
                 else:
-                    # Other modules share it, or this call sees a part of it.
+                    # Other modules share the handle, or this call reaches only a part of it.
                     single += [param for param in flat.params if any(module in reached for module, _ in param.owners)]
         with _hidden([*single, *(param for flat in whole for param in flat.params)]):
             super()._apply(_once_per_buffer(fn), recurse)  # type: ignore[no-untyped-call]  # torch's has no types
@@ -152,10 +152,10 @@ class FSDPModule(GatherSettings, ReductionSettings):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters.
+        """Drop the gradients, or set them to zero, as ``nn.Module`` does; also while modules hold unsharded parameters.
 
         Raises:
-            UsageError: Backwards have left gradients under way; see ``set_is_last_backward``.
+            UsageError: Gradients wait for the last backward; see ``set_is_last_backward``.
         """
         if any(root.scheduler.is_deferred for root in roots_of(self, recurse=True)):
             raise UsageError(
@@ -202,7 +202,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
             scheduler.reshard(handle)
 
 
-# What torch's class has and this library has no use for: why, and ``False`` is taken.
+# Setters of torch's class that this library does not need, each with the reason. They take ``False`` only.
 REFUSED_SETTERS = {
     "set_custom_all_gather": "what moves bytes in another way is a transport of its own",
     "set_custom_reduce_scatter": "what moves bytes in another way is a transport of its own",
@@ -227,9 +227,9 @@ for _name, _why in REFUSED_SETTERS.items():
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a fully sharded module, such as ``encode``, find its parameters unsharded as forward does.
+    """Unshard a fully sharded module for one of its methods, such as ``encode``, as for forward.
 
-    Works where torch's function of this name does nothing: on modules of this library. Does nothing on modules that are
+    Torch's function of this name does nothing on modules of this library; this one does nothing on modules that are
     not fully sharded. Inputs are not moved to the device, and forward hooks of users do not run. Every rank calls the
     method alike. The module need not have a forward.
 
@@ -256,7 +256,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call_as_forward(self, function, (self, *args), kwargs)
 
-    # Bound, and with no module of its own: a deep copy of the module calls it on the copy.
+    # A bound method, whose function refers to no module: a deep copy of the module calls it on the copy.
     setattr(module, method_name, MethodType(call, module))
 
 
@@ -283,7 +283,7 @@ def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor
 
 @contextmanager
 def _hidden(params: Sequence[ShardedParam]) -> Iterator[None]:
-    """Let modules hold ``None`` for ``params``, in the same place among their parameters."""
+    """Put ``None`` in place of ``params`` in their modules for a while; the order of parameters stays."""
     try:
         for param in params:
             for module, name in param.owners:
@@ -295,14 +295,14 @@ def _hidden(params: Sequence[ShardedParam]) -> Iterator[None]:
 
 
 def _once_per_buffer(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Let ``fn`` convert a buffer with several names once, so that it stays one tensor."""
+    """Return a function that calls ``fn`` once for a buffer with several names, so that it stays one tensor."""
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, nn.Parameter):
             return fn(tensor)
         if id(tensor) not in done:
-            # With the tensor itself: while it is held, nothing else gets its id.
+            # Keep the tensor itself too: while it is alive, no other object gets its id.
             done[id(tensor)] = (tensor, fn(tensor))
         return done[id(tensor)][1]
 

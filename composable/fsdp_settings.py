@@ -1,7 +1,7 @@
 """Settings of a sharded module after the annotation.
 
-Names and arguments are torch's. Settings that hold for each handle are kept on the handle, those of a whole tree on
-its root's state; a deep copy has them too, and ``unannotate`` drops them. Every rank sets alike.
+Names and arguments are those of torch. The handle keeps a setting of one handle, the root's state a setting of a whole
+tree; a deep copy has them too, and ``unannotate`` drops them. Every rank must make the same calls.
 """
 
 import math
@@ -40,10 +40,10 @@ class GradientReductionHandle:
         self._finalizing = None if scheduler is None else scheduler.finalizing
 
     def wait(self) -> None:
-        """Wait for the reductions and hand over every gradient; once is enough.
+        """Wait for the reductions and set every ``grad``; a second call does nothing.
 
         Raises:
-            UsageError: ``reset_iter_state`` has dropped them; or what a backward raises at its end.
+            UsageError: ``reset_iter_state`` has dropped the gradients; or an error that the end of a backward raises.
         """
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is None or self._finalizing is None:
@@ -69,9 +69,9 @@ class GatherSettings(AnnotatedModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are freed after backward, or serve the next forward without a gather.
 
-        Modules hold sharded parameters between steps all the same. With False a forward first finds out, by one
-        small message of all ranks, whether the unsharded values are still those of the shards, and gathers what is
-        not: writes in between need no call of ``reshard``. It pays where several backwards share a step.
+        In both cases modules hold sharded parameters between steps. With False a forward first checks, with one small
+        message of all ranks, whether the unsharded values still equal the shards, and gathers those that do not: after
+        a write no call of ``reshard`` is needed. It pays where several backwards share a step.
         """
         _set(self, recurse, "reshard_after_backward", reshard_after_backward=reshard_after_backward)
         if reshard_after_backward:
@@ -79,9 +79,9 @@ class GatherSettings(AnnotatedModule):
                 root.scheduler.reshard_hidden()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Choose whether this module's own parameters are gathered for its backward: an embedding needs none.
+        """Choose whether this module's own parameters are gathered for its backward: an embedding does not need them.
 
-        Gradients are reduced all the same. It holds from the next forward on, for the backwards of that forward.
+        In both cases gradients are reduced. It holds from the next forward on, for the backwards of that forward.
         A backward that needs one of the parameters raises autograd's error for a tensor that was changed in place.
         Not recursive.
         """
@@ -90,19 +90,19 @@ class GatherSettings(AnnotatedModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
 
-        The values are gathered as ever. What False lets go is freed with the next reshard.
+        In both cases values are gathered. After a call with False, the next reshard frees the memory.
         """
         _set(self, recurse, "keeps_storage", keep=keep)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Choose what to all-gather while this module's forward runs, in order.
+        """Choose the modules whose parameters are all-gathered while this module's forward runs, in order.
 
         Replaces the recorded order for this module; an empty list switches prefetch off.
         """
         _set_prefetch(self, "forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Choose what to all-gather while this module's backward runs, in order.
+        """Choose the modules whose parameters are all-gathered while this module's backward runs, in order.
 
         Replaces the recorded order for this module; an empty list switches prefetch off.
         """
@@ -111,11 +111,11 @@ class GatherSettings(AnnotatedModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for an event, and not for the whole current stream; root only.
 
-        Record it after the optimizer step, anew for each step: it is used once. On the CPU, where a step has ended
-        when it returns, nothing waits.
+        Record one after each optimizer step, and pass it: it is used once. On the CPU nothing waits, since there a
+        step has ended when it returns.
 
         Raises:
-            UsageError: Not the root.
+            UsageError: The module is not the root.
             ConfigError: ``event`` is no event of torch.
         """
         state = _root_state(self, "set_post_optim_event")
@@ -135,7 +135,7 @@ class ReductionSettings(AnnotatedModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
 
-        Without it gradients stay in full size on every rank.
+        While it is off, gradients stay in full size on every rank.
 
         Args:
             requires_gradient_sync: Reduce at the end of each handle's backward.
@@ -149,9 +149,9 @@ class ReductionSettings(AnnotatedModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.
 
-        Without it gradients are reduced over the ranks of a shard only, and their shards wait, in ``reduce_dtype``,
-        for a backward with it, or ``reduce_gradients``: between hosts one all-reduce for all micro-batches. Until then
-        ``grad`` is what it was, and steps and norms are errors.
+        While it is off, gradients are reduced over the shard group only. Their shards wait, in ``reduce_dtype``, for a
+        backward with it on, or for ``reduce_gradients``: so there is one all-reduce between hosts for all
+        micro-batches. Until then ``grad`` stays as it was, and steps and norms are errors.
 
         Raises:
             ConfigError: False on a mesh of one dim.
@@ -169,19 +169,19 @@ class ReductionSettings(AnnotatedModule):
                 flat.routes.kept.defers = not requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Choose what gets a parameter that no rank used, in a module that ran: zeros (True), or no gradient.
+        """Choose the gradient of a parameter that no rank used, in a module that ran: zeros (True), or none (False).
 
         In both cases ranks may use different parameters: every backward reduces whole handles, with zeros for
-        what this rank did not use, so a parameter that some rank used gets the mean, and nothing hangs.
+        parameters that this rank did not use. So a parameter that some rank used gets the mean, and no rank hangs.
         """
         _set(self, recurse, "fills_unused", reduce_scatter_unused_params=reduce_scatter_unused_params)
         CHANGES.note("choices")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Choose how many gradient buffers of the root may be alive when one of these modules needs one.
+        """Choose how many gradient buffers of the root may be alive when one of these modules needs another one.
 
-        Here the default is 2: one that is being reduced, and one that is being filled. With 1 each reduction is waited
-        for before the next begins.
+        The default is 2: one that is being reduced, and one that is being filled. With 1 each reduction ends before
+        the next one begins.
 
         Raises:
             ConfigError: ``max_input_buffers`` is no int of at least 1.
@@ -195,7 +195,7 @@ class ReductionSettings(AnnotatedModule):
     # For the handle of the module itself
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Choose what sums of gradients are divided by; the default, and ``None``, is the number of ranks.
+        """Choose the number that sums of gradients are divided by; ``None``, the default, is the number of ranks.
 
         Raises:
             ConfigError: ``factor`` is no finite number above zero.
@@ -214,7 +214,7 @@ class ReductionSettings(AnnotatedModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether collectives only add up, and the division is a step of its own.
 
-        For backends whose collectives cannot average. float16 is divided before, as its sums may overflow.
+        For backends whose collectives cannot average. Gradients in float16 are divided before: their sums may overflow.
 
         Raises:
             UsageError: A communication hook reduces by itself.
@@ -232,9 +232,9 @@ class ReductionSettings(AnnotatedModule):
 
         Args:
             hook: Called with the shard, in the dtype of the parameters, which it changes in place; it returns ``None``,
-                or the same shard. What it starts it also waits for. Another result is an error at the end of backward.
-                ``None``: none.
-            stream: Of the device, where it runs; default: where the reductions do.
+                or the same shard. It must wait for the work that it starts. Another result is an error at the end of
+                backward. ``None``: no hook.
+            stream: The stream of the device that it runs on; default: the stream of the reductions.
 
         Raises:
             ConfigError: ``hook`` is no function, or ``stream`` none of the module's device.
@@ -253,10 +253,10 @@ class ReductionSettings(AnnotatedModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether the end of a backward also ends the step's reductions, or leaves them under way.
 
-        With False a backward ends without waiting for the last reduce-scatters and for the other ranks'
-        message; a later backward with True does it for all of them, once, and only then ``grad`` is complete:
-        between, it is neither to be read nor changed nor dropped, and hooks on it have not run. Errors that ranks
-        tell each other come then, too. Of the whole tree, whichever of its modules it is called on.
+        With False a backward ends without waiting for the last reduce-scatters and for the other ranks' message. A
+        later backward with True waits for all of them, once, and only then ``grad`` is complete: until then do not
+        read, change or drop it, and hooks on it have not run. Errors of other ranks are raised then, too. It holds
+        for the whole tree, whichever of its modules it is called on.
         """
         check_bool("is_last_backward", is_last_backward)
         state_of(self).outermost().settings.is_last_backward = is_last_backward
@@ -267,7 +267,7 @@ class ReductionSettings(AnnotatedModule):
         While it is on, ``set_is_last_backward`` does not matter.
 
         Raises:
-            UsageError: Not the root; or gradients wait for being finalized, or a backward is running.
+            UsageError: The module is not the root; gradients wait for ``finalize_backward``; or a backward is running.
         """
         check_bool("enabled", enabled)
         state = _root_state(self, "set_manual_backward_finalization")
@@ -288,19 +288,19 @@ class ReductionSettings(AnnotatedModule):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards so far: reduce what waits, as settings are now, and hand over gradients; root only.
+        """End the backwards so far: reduce gradients that wait, with the current settings, and set ``grad``; root only.
 
-        For ``set_manual_backward_finalization``; it also ends what ``set_is_last_backward(False)`` left under way,
-        and reduces what backwards without gradient sync kept where that is on again. Nothing happens if nothing
-        waits. Collective: every rank calls it, after the same backwards.
+        For ``set_manual_backward_finalization``. It also ends reductions that ``set_is_last_backward(False)`` left
+        under way, and reduces gradients that backwards without gradient sync kept, if the sync is on again. If no
+        gradient waits, it does nothing. Collective: every rank calls it, after the same backwards.
 
         Args:
             async_op: Return at once; gradients are there after ``wait()`` on the result. Before that, the
                 next forward or backward is an error.
 
         Raises:
-            UsageError: Not the root; a forward or backward is running; the last one was not waited for; or what a
-                backward raises at its end.
+            UsageError: The module is not the root; a forward or backward is running; the last call was not waited for;
+                or an error that the end of a backward raises.
         """
         check_bool("async_op", async_op)
         state = _idle_root_state(self, "finalize_backward")
@@ -316,12 +316,12 @@ class ReductionSettings(AnnotatedModule):
     def reset_iter_state(self) -> None:
         """Forget a step that an exception cut short, with gradients that wait to be reduced; root only.
 
-        Frees what is unsharded and drops gradients that ``no_sync`` or a backward that is not the last one
-        kept; ``grad`` stays as it is. The next forward does so by itself after an exception, but
-        for kept gradients of complete backwards. Not collective, and nothing that is under way is left.
+        Frees unsharded parameters, and drops gradients that ``no_sync`` or a backward before the last one kept;
+        ``grad`` stays as it is. After an exception the next forward does this by itself, but leaves kept gradients
+        of complete backwards. Not collective; afterwards no communication is under way.
 
         Raises:
-            UsageError: Not the root, or inside a forward or backward.
+            UsageError: The module is not the root, or the call is inside a forward or backward.
         """
         state = _idle_root_state(self, "reset_iter_state")
         if state.root is not None:
@@ -335,11 +335,11 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     changes. Deep copies have streams of their own. Not collective.
 
     Args:
-        modules: The roots: fully sharded modules that are inside of no other one.
+        modules: The roots: fully sharded modules that are not inside another one.
 
     Raises:
         ConfigError: ``modules`` is no list of fully sharded modules, or they live on several devices.
-        UsageError: One is not a root, or in the middle of a step.
+        UsageError: A module is not a root, or is in the middle of a step.
     """
     sharded = _fully_sharded(modules, "share_comm_ctx")
     states = list(dict.fromkeys(_root_state(module, "share_comm_ctx") for module in sharded))
@@ -363,7 +363,7 @@ def state_of(module: nn.Module) -> FullyShardState:
     """Return the state that manages a module.
 
     Raises:
-        UsageError: None does any more.
+        UsageError: The module is no longer annotated.
     """
     state = sharded_state_of(module)
     if state is None:
@@ -374,14 +374,14 @@ def state_of(module: nn.Module) -> FullyShardState:
 
 
 def handles_of(module: nn.Module, *, recurse: bool) -> list[Handle]:
-    """Return the handles of ``module``, with ``recurse`` also those below it, in DFS order."""
+    """Return the handles of ``module``, with ``recurse`` also those below it, depth first."""
     state_of(module)
     found = map(handle_of_module, module.modules() if recurse else (module,))
     return list(dict.fromkeys(handle for handle in found if handle is not None))
 
 
 def roots_of(module: nn.Module, *, recurse: bool) -> list[Root]:
-    """Return the roots, as far as they are decided, of ``module``, with ``recurse`` also of those below it."""
+    """Return the root of ``module``, and with ``recurse`` of each module below it, as far as lazy init has run."""
     state_of(module)
     states = map(sharded_state_of, module.modules() if recurse else (module,))
     return list(dict.fromkeys(state.root for state in states if state is not None and state.root is not None))
@@ -393,7 +393,7 @@ def _chosen(module: nn.Module, recurse: bool) -> list[Handle]:
 
 
 def _set(module: nn.Module, recurse: bool, *fields: str, **argument: bool) -> list[Handle]:
-    """Set fields of the settings of handles to the one argument, and return those; ``ConfigError`` if it is no bool."""
+    """Set these fields of the handles' settings to the one ``argument``, which must be a bool; return the handles."""
     ((name, value),) = argument.items()
     check_bool(name, value)
     handles = _chosen(module, recurse)
@@ -411,7 +411,7 @@ def _set_prefetch(module: nn.Module, field: str, modules: object) -> None:
 
 
 def _change(module: nn.Module, **changes: Any) -> None:
-    """Change what the user chose for the handle of ``module``; nothing where it has no parameters of its own."""
+    """Change the communication settings of the handle of ``module``, if it has parameters of its own."""
     for handle in handles_of(module, recurse=False):
         with located(f"{place_of_rank()}, {handle.described}"):
             handle.communicate_by(replace(handle.comms, **changes))
@@ -429,7 +429,7 @@ def _root_state(module: nn.Module, method: str) -> FullyShardState:
 
 
 def _idle_root_state(module: nn.Module, method: str) -> FullyShardState:
-    """Do what ``_root_state`` does; raise also inside of a forward or backward."""
+    """Return the state of ``module``; raise ``UsageError`` unless it is the root, outside of forward and backward."""
     state = _root_state(module, method)
     running = {one for own in state.modules for one in own.modules()} & {*modules_in_call()}
     if running or in_backward():
@@ -439,7 +439,7 @@ def _idle_root_state(module: nn.Module, method: str) -> FullyShardState:
 
 
 def _fully_sharded(modules: object, caller: str) -> list[GatherSettings]:
-    """Return a sequence of fully sharded modules; raise ``ConfigError`` if it is none."""
+    """Return ``modules`` as a list; raise ``ConfigError`` unless it is a sequence of fully sharded modules."""
     if not isinstance(modules, Sequence) or isinstance(modules, str | nn.Module):
         raise ConfigError(f"{caller} got {described(modules)}", at=place_of_rank(), fix="pass a list of modules")
     for module in modules:

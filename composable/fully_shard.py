@@ -90,10 +90,10 @@ class HandleOptions:
 
     Attributes:
         align: Where a parameter may be cut: a dict from FQN below the module to a value, or a function of the FQN and
-            the parameter that returns a value or ``None`` (the default). ``"row"``, the default: between rows where
-            that costs at most 1 % of padding, and anywhere else. ``"element"``: anywhere. ``"tensor"``: nowhere, one
-            rank holds it whole. A number n: between blocks of n rows. The last two hold whatever the padding, which the
-            plan shows.
+            the parameter that returns a value or ``None`` (the default). ``"row"``, the default: between rows if
+            that costs at most 1 % of padding, else anywhere. ``"element"``: anywhere. ``"tensor"``: nowhere, one
+            rank holds it whole. A number n: between blocks of n rows. The last two hold however much padding they
+            cost; the plan shows it.
         transport: How bytes travel: ``"auto"``, ``"process_group"`` or ``"point_to_point"``.
         follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is called
             or not: ranks may call it or leave it out, and call several in any order. ``None``: only where it is
@@ -146,8 +146,8 @@ def fully_shard(
     outermost module, last. With ``policy`` each picked submodule gets a handle, ``module`` gets one for the rest, and
     submodules that were annotated before stay as they are.
 
-    Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh, and those
-    that have other blocks of parameters that tensor parallelism has split. Without them it does not communicate.
+    Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh, and
+    the ranks with other blocks of parameters that tensor parallelism has split. Otherwise it does not communicate.
 
     Args:
         module: The module to annotate, or several modules that share one handle.
@@ -157,16 +157,16 @@ def fully_shard(
         mesh: 1-D mesh of the ranks that share the parameters; default: all ranks. Of two named dims: those along the
             second share the parameters, those along the first hold copies of their shards (hybrid sharding).
         dp_mesh_dims: Which dims of a mesh of any number of dims are for shards and for copies.
-        process_group: In place of a mesh: the ranks that share the parameters; or a pair, the second one being of the
-            ranks that hold copies of this rank's shard.
+        process_group: In place of a mesh: the group of ranks that share the parameters; or a pair of this group and the
+            group of ranks that hold copies of this rank's shard.
         strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``; or the
-            strategy of torch with that name. Instead of ``reshard_after_forward``. A hybrid one without a mesh has a
-            copy of all parameters on each host; the number of ranks on a host is that of torchrun.
+            strategy of torch with that name. Instead of ``reshard_after_forward``. A hybrid strategy without a mesh
+            keeps a copy of all parameters on each host; torchrun says how many ranks a host has.
         reshard_after_forward: Free the unsharded parameters between forward and backward. ``None``: free them, except
             those of the root, which backward needs first. ``False``: keep them, also after forwards without gradients;
-            the next forward gathers again only parameters that were written since. A number n of ranks that divides
-            those that share the parameters: forward leaves a secondary shard on each rank, and backward gathers from n
-            consecutive ranks, such as those of a host; 1 is the same as ``False``, all ranks the same as ``True``.
+            the next forward gathers again only parameters that were written since. A number n that divides the number
+            of ranks that share the parameters: forward leaves a secondary shard on each rank, and backward gathers from
+            n consecutive ranks, such as those of a host; 1 is the same as ``False``, all ranks the same as ``True``.
         mp_policy: Dtypes of computation and reduction; a policy of torch will do too.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
             device holds only unsharded parameters; a policy of torch will do too. See docs/memory.md.
@@ -179,11 +179,11 @@ def fully_shard(
             placement is a ``RaggedShard``; see docs/ragged.md.
         param_init_fn: Called with each module that itself owns a parameter or buffer on the meta device, in
             ``modules()`` order. It gives values, on the device of the mesh, to the tensors that the module owns itself.
-            Only that module's parameters are whole meanwhile, and shared ones until their last owner had its turn. It
-            draws the values of one process if all ranks are seeded alike. It must not communicate.
+            Only that module's parameters are whole at that time; a shared parameter until its last owner had its turn.
+            With equal seeds on all ranks it draws the values of one process. It must not communicate.
         sync_module_states: Every rank takes the parameters and buffers, persistent or not, of the first rank of the
             mesh. Other ranks may be on the meta device, and then never hold a whole parameter; ``param_init_fn``, if it
-            is given, makes theirs, and they are overwritten. Ignored modules and those annotated before are left alone.
+            is given, runs there too. Ignored modules and modules annotated before keep their values.
         options: How handles cut, gather and reduce.
 
     Returns:
@@ -193,8 +193,8 @@ def fully_shard(
         UsageError: No process group is initialised, parameters have gradients already, inference mode is on, or the
             model is inside of torch's ``Join``.
         ConfigError: An argument is wrong, or something else manages a parameter; the message names the module, the
-            parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is wrong
-            on one only.
+            parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` every rank raises, also if only
+            one is wrong.
         DesyncError: With either of these options: the ranks differ in options, plan or buffers.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
@@ -262,7 +262,7 @@ def fully_shard(
 
 
 def _check_pairs(state: FullyShardState) -> None:
-    """Refuse a mesh that pairs ranks in another way than that of another annotation below."""
+    """Refuse a mesh that pairs ranks in another way than the mesh of an annotation below."""
     for module in state.modules:
         for below in _traversal_utils._get_fsdp_states(module):
             own, other = state.grid.columns, below.grid.columns if below is not state else ()
@@ -275,8 +275,8 @@ def _check_pairs(state: FullyShardState) -> None:
 
 
 def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
-    """Refuse parameters that are split over ranks that fit no mesh together with ``mesh``."""
-    found: list[object] = []  # as long as it is held, it is not made anew
+    """Refuse parameters that are split over a mesh which cannot be joined with ``mesh``."""
+    found: list[object] = []  # joined meshes, held so that each is made once
     for fqn, form in (pair for one in members for pair in one.forms.items()):
         if isinstance(form.node, SplitNode):
             with located(f"{place_of_rank()}, parameter {fqn!r} {list(form.node.spec.shape)}"):
@@ -284,9 +284,9 @@ def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
 
 
 def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
-    """Refuse parameters that have what nobody could cut: gradients, optimizer state of their own."""
+    """Refuse parameters with gradients, or with optimizer state from inside backward: neither can be cut."""
     originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
-    # This rank's own gradients, of which no slice is that of their mean.
+    # They are this rank's own gradients: a slice of them is no slice of the mean.
     if names := [fqn for fqn, param in originals if param.grad is not None]:
         raise UsageError(
             "parameters have gradients already, which fully_shard would drop",
@@ -299,7 +299,7 @@ def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
             at=f"parameter {list_text(names)}",
             fix="call fully_shard before the first backward after _apply_optimizer_in_backward",
         )
-    # Packed values would go to ranks whose scales are their own.
+    # Packed values would go to ranks that have other scales.
     if names := [fqn for one in members for fqn, form in one.forms.items() if is_synced and form.kind == "bytes"]:
         raise ConfigError(
             "sync_module_states does not send the state of parameters that are sharded as bytes",
@@ -309,7 +309,7 @@ def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
 
 
 def _model_ranks(state: FullyShardState) -> ModelRanks:
-    """Return the ranks of an annotation, with those that have other blocks of its parameters. Collective."""
+    """Return the ranks of an annotation, and the ranks with other blocks of its parameters. Collective."""
     params = (param for module in state.modules for param in module.parameters())
     split = (param for param in params if isinstance(param, DTensor) and not isinstance(param, RaggedDTensor))
     meshes = dict.fromkeys(param.device_mesh for param in split)
@@ -324,11 +324,11 @@ def _compare_calls(
     *,
     is_synced: bool,
 ) -> None:
-    """Raise on every rank unless all call with options, plans and buffers that fit. Collective over ``everyone``."""
+    """Raise on every rank unless all have the same options, plan and buffers. Collective over ``everyone``."""
     options: list[str] = []
     plan_text, digest, buffers = "", "", []
     if failure is None:
-        # Values that the first rank sends may come from anywhere.
+        # With sync_module_states ranks may differ in param_init_fn: only values of the first rank stay.
         options = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
         options.append(f"on {state.mesh.device_type}")
         plan_text, digest, buffers = state.plan.compared_text(), state.plan.digest(), describe_buffers(_managed(state))
@@ -343,7 +343,7 @@ def _compare_calls(
     except ComposableError as error:
         failure = error
     if everyone != state.grid.everyone:
-        # Of other blocks the plan is another one.
+        # Ranks with other blocks have another plan: they share failures only.
         everyone.raise_together(failure)
     if failure is not None:
         raise failure
@@ -375,7 +375,7 @@ def _build(
             for buffer_plan in handle_plan.buffers
         ]
         for handle_plan, member in zip(state.plan.handles, members, strict=True)
-        # Names of parameters leave out that of their module; of several modules they start with the position.
+        # FQNs of parameters start below their module; with several modules, with the position of the module.
         for fqn in [handle_plan.module_fqns[0] if len(member.modules) == 1 else ""]
     ]
 
@@ -413,7 +413,7 @@ def _build_filled(
 
 
 def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Sequence[Sequence[FlatBuffer]]) -> None:
-    """Change the modules: what can fail came before."""
+    """Change the modules; all checks have run before."""
     for handle_plan, member, buffers in zip(state.plan.handles, members, built, strict=True):
         handle = Handle(handle_plan, member.modules, buffers, state.grid)
         for param in handle.params:

@@ -25,7 +25,7 @@ _CLASSES_IN_HINT = 5
 
 
 class Policy(ABC):
-    """Chooses submodules; ``str(policy)`` is how errors and plans name it."""
+    """A rule that chooses submodules; errors and plans call it ``str(policy)``."""
 
     def pick(self, root: nn.Module, excluded: Collection[nn.Module] = ()) -> dict[nn.Module, str]:
         """Return the picked submodules of ``root`` in ``named_modules()`` order, each with the reason.
@@ -62,7 +62,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class ModuleWrapPolicy(Policy):
-    """Gives a handle to every submodule of some classes; ``{Block}`` as a policy means the same.
+    """A policy that gives a handle to every submodule of some classes; ``{Block}`` means the same.
 
     Attributes:
         module_classes: The classes; modules of their subclasses are picked too.
@@ -94,7 +94,7 @@ class ModuleWrapPolicy(Policy):
 
 @dataclass(frozen=True)
 class CustomPolicy(Policy):
-    """Gives a handle to every submodule that a function picks; the function as a policy means the same.
+    """A policy that gives a handle to every submodule that a function picks; the function alone means the same.
 
     Attributes:
         predicate: Called with each submodule; returns ``True`` to pick it, else ``False``.
@@ -119,7 +119,7 @@ class CustomPolicy(Policy):
 
 @dataclass(frozen=True)
 class SizePolicy(Policy):
-    """Gives handles by size: from the leaves up, to each module with enough elements that no deeper handle has.
+    """A policy by size: from the leaves up, a module with enough elements that no deeper handle has gets a handle.
 
     The rest, fewer than ``min_numel`` elements in each branch, belongs to the handle above or to the annotated module.
     Modules without ``forward``, such as ``ModuleList``, get none.
@@ -153,10 +153,10 @@ class SizePolicy(Policy):
 
 @dataclass(frozen=True)
 class _AutoWrapPolicy(Policy):
-    """Asks as torch's ``FullyShardedDataParallel`` asks its ``auto_wrap_policy``.
+    """A policy that calls a function as torch's ``FullyShardedDataParallel`` calls its ``auto_wrap_policy``.
 
     ``function(module=, recurse=, nonwrapped_numel=)`` says from the top down which modules to look into, then from the
-    bottom up which to pick, given the elements below that no pick has. Modules without ``forward`` are passed over.
+    bottom up which to pick, given how many elements no picked module has. Modules without ``forward`` are passed over.
     """
 
     function: Callable[..., bool]
@@ -193,7 +193,7 @@ PolicyLike: TypeAlias = Policy | AbstractSet[type[nn.Module]] | Callable[..., bo
 
 
 def resolve_policy(policy: PolicyLike) -> Policy:
-    """Return the policy object for what a user may pass as ``policy=``.
+    """Return the policy object for a value of the argument ``policy``.
 
     Raises:
         ConfigError: ``policy`` is none of the accepted kinds.
@@ -212,7 +212,7 @@ def resolve_policy(policy: PolicyLike) -> Policy:
 
 
 def _asks_as_torch(policy: Callable[..., bool]) -> bool:
-    """Say whether a function takes what torch's ``auto_wrap_policy`` is called with, rather than one module."""
+    """Say whether a function takes the arguments of torch's ``auto_wrap_policy``, rather than one module."""
     try:
         params = inspect.signature(policy).parameters.values()
     except (TypeError, ValueError):
@@ -230,7 +230,7 @@ class _Tree:
     """The submodules of a root that may be picked, depth first, left to right.
 
     Attributes:
-        root: What they are below.
+        root: The module above them.
         fqns: Submodule -> FQN below the root.
         parents: Submodule -> the module it was reached from.
     """
@@ -257,7 +257,7 @@ class _Tree:
             stack.extend((module, join_fqn(fqn, name), child) for name, child in reversed(children))
 
     def asked(self, module: nn.Module, function: Callable[..., object], /, *args: object, **kwargs: object) -> bool:
-        """Return what a user's function answers about a module; raise ``ConfigError`` unless it is a bool."""
+        """Return the answer of a user's function about a module; raise ``ConfigError`` unless it is a bool."""
         name, at = f"policy {_name_of(function)}", module_text(self.fqns.get(module, ""), class_name(module))
         fix = "take one module, or what torch's auto_wrap_policy takes; return True to pick the module, else False"
         answer = answer_of(name, partial(function, *args, **kwargs), at=at, fix=fix)
@@ -266,7 +266,7 @@ class _Tree:
         return answer
 
     def own_numels(self) -> dict[nn.Module, int]:
-        """Return the elements that each module owns itself; a tied parameter counts once, where it is first met."""
+        """Return the number of elements that each module owns itself; a tied parameter counts at its first module."""
         numels: dict[nn.Module, int] = {}
         counted: set[int] = set()
         for module in self.fqns:

@@ -71,8 +71,7 @@ def replicate(
     device_ids: Sequence[int | str | torch.device] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ModuleT:
-    """Keep a whole copy of ``module`` on every rank and average the gradients: ranks train as one process on all
-    batches.
+    """Keep a whole copy of ``module`` on every rank and average the gradients, as if one process had all batches.
 
     Collective over the ranks, with equal arguments on an equal module. Parameters and buffers become those of the first
     rank; from then on every backward leaves in each ``param.grad``, of the shape and dtype of the parameter, the mean
@@ -94,11 +93,11 @@ def replicate(
         ignored_params: Parameters, or names of parameters and buffers, to leave alone as well.
         bucket_cap_mb: Most MiB of gradients in a bucket. The first bucket holds 1 MiB, so that communication starts
             early.
-        find_unused_parameters: Accept parameters without a gradient. One that no rank has a gradient for keeps its
-            ``grad``; else the ranks without one count as zero.
+        find_unused_parameters: Accept parameters without a gradient. A parameter that no rank has a gradient for
+            keeps its ``grad``; if some ranks have one, it is zero on the others.
         broadcast_buffers: Give every rank the buffers of the first rank before each training forward; the default.
             ``False``: each rank keeps its own buffers, also at annotation.
-        forward_sync_buffers: As ``broadcast_buffers``, but ``False`` still makes buffers equal at annotation.
+        forward_sync_buffers: Like ``broadcast_buffers``, but ``False`` still makes buffers equal at annotation.
         init_sync: Give every rank the parameters and buffers of the first rank now. ``False``: the caller makes values
             equal; names, shapes, dtypes and options are compared all the same.
         gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which the next backward
@@ -108,7 +107,7 @@ def replicate(
             difference. Gradients of the first backward travel at its end.
         delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, after
             the gradient of ``param_to_hook_all_reduce`` is there, for example to stay away from other collectives.
-        param_to_hook_all_reduce: The parameter that they wait for.
+        param_to_hook_all_reduce: The parameter whose gradient the delayed ones wait for.
         device_mesh: Another name of ``mesh``.
         device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the inputs of
             ``module`` are moved there, unless it is the CPU.
@@ -119,14 +118,14 @@ def replicate(
         ``module``, the same object.
 
     Raises:
-        UsageError: No process group is initialised, or inference mode is on, here or on another rank; or something
+        UsageError: No process group is initialised, or inference mode is on, here or on another rank; or a module
             below is inside of torch's ``Join``.
         ConfigError: An argument is wrong, here or on another rank; the message names the rank, the module, the
             parameter and the fix.
         DesyncError: The ranks have different modules or options.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    # Of a module and one inside it, the outer one has the state.
+    # If one module is inside another, the outer one has the state.
     ignored_modules, ignored_params = readable_twice(ignored_modules), readable_twice(ignored_params)
     delayed = readable_twice(delay_all_reduce_named_params)
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
@@ -203,12 +202,12 @@ def replicate(
 
 
 class _Planned(NamedTuple):
-    """What one call comes to, checked: nothing is changed yet.
+    """The checked plan of one ``replicate`` call; nothing is changed yet.
 
     Attributes:
-        params: What gets averages, in the order of ``named_parameters()``.
-        precision: What the policy asks for; ``None``: there is none.
-        device: Of the parameters.
+        params: The parameters whose gradients are averaged, in the order of ``named_parameters()``.
+        precision: The plan of the mixed precision policy; ``None``: there is no policy.
+        device: The device of the parameters.
     """
 
     options: ReplicateOptions
@@ -219,20 +218,20 @@ class _Planned(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is equal on ranks that may go on together."""
+        """The text that must be equal on all ranks."""
         precision = [] if self.precision is None else self.precision.lines
         return "\n".join([*self.options.lines, *self.managed.lines, *precision])
 
 
 def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
-    """Say whether, on any of ``ranks``, something below is annotated on a part of them. Collective."""
+    """Say whether, on any of ``ranks``, a module below is annotated on a part of them. Collective."""
     grids = (getattr(state, "grid", None) for _, state in annotated_below(modules))
     own = any(isinstance(grid, Grid) and grid.everyone.size < ranks.size for grid in grids)
     return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), dist.ReduceOp.MAX))
 
 
 def _execute(state: ReplicateState, planned: _Planned) -> None:
-    """Change the modules: what can fail came before. Collective."""
+    """Change the modules; all checks have run before. Collective."""
     options, managed, precision = planned.options, planned.managed, planned.precision
     ranks = state.grid.everyone
     state.transport.connect()
@@ -254,6 +253,6 @@ def _execute(state: ReplicateState, planned: _Planned) -> None:
     state.watch()
     for module in state.modules:
         add_replicate_mixin(module)
-        # Set before, it hides behind the property that the module has now.
+        # An attribute set before is hidden by the property that the module has now.
         if not vars(module).pop("require_backward_grad_sync", True):
             state.reducer.requires_gradient_sync = False

@@ -55,7 +55,7 @@ class ReplicateModule(AnnotatedModule):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         module: Any = self
         swapped = type(module)
-        # Copied as its own class is copied, which may have a way of its own.
+        # Copied as its original class, which may define its own copying.
         remove_replicate_mixin(module)
         try:
             twin = copy.deepcopy(module, memo)
@@ -84,9 +84,9 @@ class ReplicateModule(AnnotatedModule):
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether the next backward is the last one of a step, at whose end gradients are averages.
+        """Choose whether the next backward is the last one of a step, which averages the gradients.
 
-        Those before it add up on their rank. Also in replicated modules below.
+        In the backwards before it gradients add up on their rank. It holds for replicated modules below too.
         """
         check_bool("is_last_backward", is_last_backward)
         reducers = list(_reducers(self, recurse=True))
@@ -98,7 +98,7 @@ class ReplicateModule(AnnotatedModule):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward averages gradients, as torch's wrapper calls it; can be set."""
+        """The switch for averages in backward, under the name in torch's wrapper; can be set."""
         return next(_reducers(self, recurse=False)).requires_gradient_sync
 
     @require_backward_grad_sync.setter
@@ -115,10 +115,10 @@ class ReplicateModule(AnnotatedModule):
 
 
 class CastingReplicateModule(ReplicateModule):
-    """Mixin of those that lend copies of parameters or buffers while they run, as their mixed precision policy asks."""
+    """Mixin of modules that hold cast copies of parameters or buffers while they run, for a mixed precision policy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward. Whatever is raised, it leaves modules with their own: Ctrl-C skips the hooks after forward."""
+        """Run forward. After an error modules hold their own tensors again: Ctrl-C skips the hooks after forward."""
         try:
             return super().__call__(*args, **kwargs)
         except BaseException:
@@ -141,10 +141,10 @@ def add_replicate_mixin(module: nn.Module) -> None:
 
 
 def _reducers(module: nn.Module, *, recurse: bool) -> Iterator[Reducer]:
-    """Yield what averages the gradients of a replicated module, and of those below it.
+    """Yield the reducer of a replicated module, and with ``recurse`` the reducers of those below it.
 
     Raises:
-        UsageError: It is no longer annotated.
+        UsageError: The module is no longer annotated.
     """
     if replicate_state_of(module) is None:
         raise UsageError(
@@ -166,14 +166,14 @@ class ReductionStats:
         is_static_graph: The argument ``static_graph`` of ``replicate``.
         is_rebuilt: Buckets follow the order in which gradients arrived.
         bucket_bytes: Bytes of each bucket as it travels, in order of reduction: gradients, gaps between them, and in
-            the last bucket a flag for each parameter and numbers for each rank. Before the first backward: those of the
-            buckets that it will have.
+            the last bucket a flag for each parameter and numbers for each rank. Before the first backward: bytes of
+            the buckets that it will use.
         bucket_fqns: The parameters of each bucket.
         sparse_fqns: Parameters with sparse gradients, which lie in no bucket.
         arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.
         missing_fqns: Parameters that got no gradient in the last backward.
-        sample_rate: One backward in so many is measured, besides the first ten.
-        timing: The last backward that was measured and averaged; ``None``: none was.
+        sample_rate: One backward in this number is measured, besides the first ten.
+        timing: Times of the last backward that was measured and averaged; ``None``: there was none.
     """
 
     world_size: int
@@ -190,11 +190,11 @@ class ReductionStats:
 
 
 def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> ReductionStats:
-    """Return what the reducer of a replicated module has seen. Not collective; waits for a device that it measured on.
+    """Return the buckets and times of a replicated module. Not collective; waits for a device that was measured.
 
     Args:
         module: Annotated by ``replicate``.
-        sample_rate: From now on, measure one backward in so many; ``None``: as before, which is 100 at first.
+        sample_rate: From now on, measure one backward in this number; ``None``: as before, which is 100 at first.
 
     Raises:
         UsageError: ``module`` is not replicated.
@@ -228,19 +228,19 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
 
 
 def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Let other ranks average the gradients of a replicated module: when ranks have gone, or have come back.
+    """Give a replicated module another process group: when ranks have gone, or have come back.
 
     Nothing is sent to the ranks of before, which may be gone. Parameters and hooks stay, the order of gradients is
-    learned anew; a compiled module stays as it was compiled. What a backward that was stopped has left is
-    forgotten: gradients are as they were on this rank, so drop those of that step. Names, shapes, dtypes, the
-    arguments of ``replicate`` and the hook are compared, values are not: give ranks that come back those of the
-    others. The states of communication hooks keep the process group they have.
+    learned anew; a compiled module stays as it was compiled. A backward that was stopped is forgotten, and may have
+    left gradients of this rank alone: drop the gradients of that step. Names, shapes, dtypes, the arguments of
+    ``replicate`` and the hook are compared, values are not: copy values to ranks that come back. The states of
+    communication hooks keep their process group.
 
     Collective: all ranks of ``process_group``.
 
     Args:
-        module: Annotated by ``replicate``; of modules that share buckets, any.
-        process_group: The ranks from now on; this rank is one of them.
+        module: Annotated by ``replicate``; if modules share buckets, any one of them.
+        process_group: The group of ranks from now on; this rank is in it.
 
     Raises:
         UsageError: ``module`` is not replicated, or a backward is running.
@@ -283,14 +283,14 @@ def bucketing_backend(
         with torch._dynamo.config.patch(compiled_autograd=True):
             torch.compile(step, backend=bucketing_backend())(batch)
 
-    Gradients that follow each other travel together if they have their group, dtype and device in common. Other
-    collectives in the graph stay as they are. Not collective; every rank passes the same.
+    Gradients that follow each other travel together if they have the same group, dtype and device. Other collectives
+    in the graph stay as they are. Not collective; every rank passes the same arguments.
 
     Args:
-        backend: Of ``torch.compile``: its name, or a function of a graph and example inputs.
+        backend: A backend of ``torch.compile``: its name, or a function of a graph and example inputs.
         bucket_cap_mb: Most MiB of gradients in a bucket that holds more than one.
-        form: ``"concatenated"``: one tensor of all gradients, one scaling, one all-reduce. ``"coalesced"``: the
-            gradients where they are, scaled in one call, in one collective.
+        form: ``"concatenated"``: gradients are copied into one tensor, for one scaling and one all-reduce.
+            ``"coalesced"``: gradients stay where they are; one call scales them, one collective sends them.
 
     Raises:
         ConfigError: An argument is wrong.

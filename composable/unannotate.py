@@ -1,8 +1,8 @@
-"""Makes annotated modules ordinary again.
+"""The undoing of annotations: modules become ordinary again.
 
-What can be refused is refused first, on every rank alike. Then parameters are gathered handle by
-handle, each shard freed as its parameters are whole, so the most that is held is the full model
-and one handle's buffer.
+All checks run first, with the same result on every rank. Then parameters are gathered handle by
+handle, and each shard is freed once its parameters are whole, so memory holds at most the full
+model and one handle's buffer.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     Collective: all ranks of every annotation that is undone, same order. Sharded parameters are gathered
     into new ``nn.Parameter``s under the same names, with ties, ``requires_grad`` and the marks that users
     put on them; an optimizer that holds the sharded ones raises at its next step. Replicated parameters
-    stay the same objects. A parameter with a gradient gets the full one, averaged over the ranks also
-    where ``no_sync`` had left it on its rank. The module may be annotated anew, by any API.
+    stay the same objects. A parameter with a gradient gets the full gradient, averaged over the ranks
+    also if ``no_sync`` had kept it on its rank. The module may be annotated anew, by any API.
 
     Part of a sharded model may be undone if every handle lies wholly inside or outside of it; the rest
     decides its root anew at the next forward, which is collective.
@@ -58,10 +58,10 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         ``module``, the same object.
 
     Raises:
-        UsageError: Nothing there is annotated; a forward or backward is running, or torch's ``Join``; or a handle owns
-            parameters inside and outside of what is to be undone: the message names its modules; or parameters are
-            on another device than the ranks talk on, such as meta; or the ``forward`` of a checkpointed module was
-            replaced. Nothing is changed.
+        UsageError: No module there is annotated; a forward, a backward or torch's ``Join`` is running; a handle owns
+            parameters both inside and outside of ``module``, and the message names its modules; parameters are on
+            another device than the ranks communicate on, such as meta; or the ``forward`` of a checkpointed module
+            was replaced. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
         ConfigError: ``module`` is no module, or ``recurse`` no bool.
     """
@@ -89,7 +89,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
 
 
 def _everyone(roots: Sequence[nn.Module], states: Sequence[State]) -> list[Ranks]:
-    """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
+    """Return the groups of ranks that must agree, smaller ones first, so that larger ones get their failures."""
     found = [state.grid.everyone for state in states]
     handles = [handle for state in states if isinstance(state, FullyShardState) for handle in state._handles]
     found += [model.everyone for model in model_ranks_of(handles).values()]
@@ -99,10 +99,10 @@ def _everyone(roots: Sequence[nn.Module], states: Sequence[State]) -> list[Ranks
 
 
 class _Removal:
-    """What is to be undone; making one checks that it can be.
+    """The annotations to undo; the constructor checks that this can be done.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: They cannot be undone.
     """
 
     def __init__(self, roots: Sequence[nn.Module], states: Sequence[State], *, recurse: bool) -> None:
@@ -158,7 +158,7 @@ class _Removal:
             )
 
     def lines(self) -> dict[Ranks, list[str]]:
-        """Return one text per parameter, by the ranks that have it: equal on all of them if they can go on together."""
+        """Return a line for each parameter, by the ranks that have it; the ranks go on only if all have equal lines."""
         lines: dict[Ranks, list[str]] = {}
         for handle in self._handles:
             kept = " kept by no_sync" if handle.accumulated.is_unsynced else ""
@@ -172,7 +172,7 @@ class _Removal:
         return lines
 
     def run(self) -> None:
-        """Change the modules: what can fail came before. Collective."""
+        """Change the modules; all checks have run before. Collective."""
         for handle in self._handles:
             handle.requires_gradient_sync = True
         for state in self._sharded:
@@ -226,10 +226,10 @@ def _make_whole(handle: Handle) -> None:
     handle.close()
     while buffers:
         flat = buffers.pop(0)
-        # On every rank.
+        # Every rank gets the values.
         values = collect_blocks([param.ragged for param in flat.params])
         for param, value in zip(flat.params, values or (), strict=True):
-            # Where the policy keeps gradients in low precision, the plain parameter has none of that.
+            # A policy may keep gradients in low precision; the plain parameter gets one in its own dtype.
             held, grad = param.sharded.grad, None
             if isinstance(held, RaggedDTensor):
                 grad = held.gather_block().to(param.sharded.dtype)

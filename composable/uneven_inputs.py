@@ -1,6 +1,6 @@
 """Annotated models in torch's ``Join``.
 
-A rank without inputs does not know which modules the others run, so they tell it; see docs/uneven_inputs.md.
+A rank without inputs does not know which modules the others run, so they send it; see docs/uneven_inputs.md.
 """
 
 import weakref
@@ -27,19 +27,19 @@ __all__ = ["DDPView", "UnevenInputs", "as_ddp", "joinable"]
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":
     """Return the object that torch's ``Join`` takes for a model with ``fully_shard`` or ``replicate``.
 
-    Ranks that run out of inputs then follow the others to the end of theirs. No communication; making a
+    A rank without inputs then takes part in the steps of the others until they have none. No communication; making a
     ``torch.distributed.algorithms.join.Join`` of it is collective, and decides the root as a first forward does.
 
     Args:
         module: A module with all annotated modules of the model at or below it.
         step: The steps of the loop between a backward that averages gradients and the next forward, such as clipping,
             ``optimizer.step()``, ``optimizer.zero_grad()``. Called on ranks without inputs after each such backward of
-            the others, since only the rank itself can step its shards. Not needed if nothing sharded is trained, or if
-            ``step_in_backward`` steps.
+            the others, since only the rank itself can step its shards. Not needed if no sharded parameter is trained,
+            or if ``step_in_backward`` steps.
 
     Raises:
         ConfigError: ``module`` is no module, or ``step`` no function.
-        UsageError: Nothing is annotated there, or by different ranks of which none are all.
+        UsageError: No module there is annotated, or modules there are annotated on different ranks.
     """
     check_module("module", module)
     if step is not None and not callable(step):
@@ -58,7 +58,7 @@ def as_ddp(module: nn.Module) -> "DDPView":
 
     Raises:
         ConfigError: ``module`` is no module.
-        UsageError: It is not replicated, or shares its buckets with other modules.
+        UsageError: ``module`` is not replicated, or shares its buckets with other modules.
     """
     state = check_replicated(module, "as_ddp")
     if len(state.modules) > 1:
@@ -68,7 +68,7 @@ def as_ddp(module: nn.Module) -> "DDPView":
             fix="replicate the module around them",
         )
     if not isinstance(state.view, DDPView):
-        # Kept: torch's hooks refer to it weakly.
+        # Kept alive here: torch's hooks hold weak references.
         state.view = DDPView(module, state)
     return state.view
 
@@ -78,7 +78,7 @@ class UnevenInputs(Joinable):
 
     Attributes:
         module: The model.
-        step_alone: What a rank without inputs does after a backward of the others that averages; ``None``: nothing.
+        step_alone: Function that a rank without inputs calls after each averaging backward of the others; or ``None``.
     """
 
     def __init__(self, module: nn.Module, step: Callable[[], object] | None) -> None:
@@ -91,28 +91,28 @@ class UnevenInputs(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` counts the ranks that still have inputs."""
+        """The device on which ``Join`` counts the ranks that still have inputs."""
         return self._ranks.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks that ``Join`` counts: all that share anything of the model."""
+        """The group in which ``Join`` counts ranks: all ranks of the model."""
         return self._ranks.process_group
 
     @annotating("Join")
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what stands in for this rank once it has no inputs left; called by ``Join``. Collective.
+        """Return the hook that acts for this rank once it has no inputs left; called by ``Join``. Collective.
 
         Args:
             **kwargs: ``divide_by_initial_world_size``: whether sums of gradients are divided by the number of all
-                ranks, the default, or of those that still have inputs; and what is for other joinables.
+                ranks, the default, or of those that still have inputs; and arguments of other joinables.
 
         Raises:
             ConfigError: ``divide_by_initial_world_size`` is no bool.
-            UsageError: Sharded parameters are trained, and nothing steps them on ranks without inputs; or a replicated
+            UsageError: Sharded parameters are trained, and ranks without inputs have no ``step``; or a replicated
                 module has ``static_graph=True``; or parts of the model belong to a root around it; or ranks have
                 different numbers of annotated modules.
-            DesyncError: Ranks chose different things.
+            DesyncError: The ranks passed different arguments.
         """
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         ranks = self._ranks = _ranks_of(self.module)
@@ -122,7 +122,7 @@ class UnevenInputs(Joinable):
         text = f"divide_by_initial_world_size={divides_by_all}, {'a' if self.step_alone else 'no'} step"
         what = "the ranks prepare for uneven inputs in different ways"
         ranks.compare(text, shown=text, what=what, fix="call joinable and Join with the same arguments on every rank")
-        # One that ran on its own so far may belong to the root around it now: roots are decided here.
+        # ``connect`` decides the roots: a module that was one so far may now be part of a root around it.
         owners = list(dict.fromkeys(map(connect, states)))
         with ranks.agreed():
             if self.step_alone is None and torch.is_grad_enabled():
@@ -130,16 +130,16 @@ class UnevenInputs(Joinable):
         self.end()
         steps = self._steps = JoinSteps(ranks, owners, self.notify, self.is_live, divides_by_all=divides_by_all)
         hook = _IdleRank(self, steps)
-        # ``Join`` does not say when an exception ends it: its hooks are gone then.
+        # ``Join`` does not report an exception that ends it, but then its hooks are gone.
         self._hook = weakref.ref(hook)
         return hook
 
     @calling("Join")
     def notify(self) -> bool:
-        """Let ``Join`` know that this rank has inputs; false: the context is over. Collective.
+        """Report to ``Join`` that this rank has inputs; return false if the context is over. Collective.
 
         Raises:
-            RuntimeError: A rank has no inputs left, and ``Join`` was told to throw then.
+            RuntimeError: A rank has no inputs left, and ``Join`` has ``throw_on_early_termination=True``.
         """
         if not self.is_live():
             self.end()
@@ -153,11 +153,11 @@ class UnevenInputs(Joinable):
         return True
 
     def is_live(self) -> bool:
-        """Say whether the context lasts, or an exception has ended it."""
+        """Say whether the context still lasts; an exception may have ended it."""
         return self._hook is not None and self._hook() is not None and bool(self._join_config.enable)
 
     def end(self) -> None:
-        """The context is over."""
+        """End the context on this rank."""
         steps, self._steps, self._hook = self._steps, None, None
         if steps is not None:
             steps.end()
@@ -176,12 +176,12 @@ class DDPView(UnevenInputs):
 
     @property
     def device(self) -> torch.device:
-        """Where its gradients are averaged."""
+        """The device on which gradients are averaged."""
         return self._state.grid.everyone.device
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that average."""
+        """The group of ranks that average gradients."""
         return self._state.grid.everyone.process_group
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
@@ -189,17 +189,17 @@ class DDPView(UnevenInputs):
         reduce_by_hook(self.module, state, hook)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return those of the module, of any shapes."""
+        """Return the parameters of the module, of any shapes."""
         return self.module.parameters()
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """The buckets of this backward are those of all later ones; asked by ``hook_with_zero_step``."""
+        """Whether all later backwards have the same buckets as this one; ``hook_with_zero_step`` reads it."""
         return self._state.reducer.is_rebuilt
 
 
 class _IdleRank(JoinHook):
-    """What ``Join`` calls on a rank without inputs, and at the end on all."""
+    """The hooks that ``Join`` calls: in each step on a rank without inputs, and at the end on all ranks."""
 
     def __init__(self, view: UnevenInputs, steps: JoinSteps) -> None:
         self._view = view
@@ -207,30 +207,30 @@ class _IdleRank(JoinHook):
 
     @annotating("Join")
     def main_hook(self) -> None:
-        """Do on this rank what a step of the others waits for.
+        """Take part in one step of the other ranks, which wait for this one.
 
-        What goes wrong here is raised here; others that wait for this rank are told by the watch over ranks that wait.
+        An error of this rank is raised here; the hang watchdog reports it to ranks that wait for this one.
         """
         step_alone = self._view.step_alone
         try:
             if self._steps.follow(keeps_own=step_alone is None) and step_alone is not None:
                 step_alone()
         except BaseException:
-            # It leaves ``Join``: what goes on is no follower.
+            # The error ends ``Join`` on this rank, which then no longer follows the others.
             self._view.end()
             raise
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """No rank has inputs left: give all what is not sharded of the one that ran longest. Collective."""
+        """End the join: give all ranks the unsharded values of the rank that ran longest. Collective."""
         self._steps.finish_join()
         self._view.end()
 
 
 def _ranks_of(module: nn.Module) -> Ranks:
-    """Return the ranks that share what is annotated at or below ``module``.
+    """Return the ranks that share the annotated modules at or below ``module``.
 
     Raises:
-        UsageError: Nothing is annotated there, or on different ranks.
+        UsageError: No module there is annotated, or modules there are annotated on different ranks.
     """
     found = [state.grid.everyone for state in states_of(module.modules())]
     if not found:
@@ -244,15 +244,15 @@ def _ranks_of(module: nn.Module) -> Ranks:
                 fix="annotate all of it on the same ranks, or give every rank as many inputs",
             )
     world = Ranks.of_world()
-    # ``Join`` wants joinables of one group, and there may be several groups of all ranks.
+    # ``Join`` accepts joinables of one group only, and several groups may have all ranks: take the default group.
     return Ranks.of(world.process_group, ranks.device) if {*world.numbers} == {*ranks.numbers} else ranks
 
 
 def _states_to_join(module: nn.Module) -> list[State]:
-    """Return the states of what communicates on its own at or below ``module``, in an order equal on all ranks.
+    """Return the states of roots and of ``replicate`` at or below ``module``, in an order equal on all ranks.
 
     Raises:
-        UsageError: Some belong to what is around it, or have ``static_graph=True``.
+        UsageError: A state belongs to modules around ``module`` too, or has ``static_graph=True``.
     """
     modules = dict.fromkeys(module.modules())
     found: dict[State, None] = {}
@@ -276,7 +276,7 @@ def _states_to_join(module: nn.Module) -> list[State]:
 
 
 def _check_stepped(owners: Sequence[Owner]) -> None:
-    """Refuse handles that are trained and that nothing steps on ranks without inputs."""
+    """Refuse handles with trained parameters that no optimizer steps inside backward: idle ranks need a ``step``."""
     for handle in [handle for owner in owners if isinstance(owner, Root) for handle in owner.handles]:
         if not handle.steppers and any(param.sharded.requires_grad for param in handle.params):
             raise UsageError(
