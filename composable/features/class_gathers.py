@@ -1,9 +1,9 @@
 """Parameters whose class defines the all-gather.
 
-The shard holds rows of ordinary values, so that optimizers, norms and checkpoints know nothing of it. To unshard,
-an instance of the class around this rank's rows gives the tensors to gather, and makes the unsharded parameter of
-what arrives: float8 data and a scale, say. The memory of both is freed and allocated in place, as autograd saves
-views of it.
+The shard holds rows of ordinary values, so optimizers, norms and checkpoints need no change. To unshard, an instance
+of the class around this rank's rows gives the tensors to gather, such as float8 data and a scale, and makes the
+unsharded parameter from the gathered tensors. The memory of these and of the parameter is freed and allocated in
+place, since autograd saves views of it.
 """
 
 import inspect
@@ -25,7 +25,7 @@ _EXPECTED = "fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_poli
 
 
 class _PlainGradients(Gradients):
-    """The gradients of one such parameter: its class may wrap what its operations give."""
+    """The gradients of a parameter that its class gathers: unwrapped, where its operations give wrapped ones."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class _PlainGradients(Gradients):
 
 
 class ClassGatheredBuffer(FlatBuffer):
-    """Storage and collectives of one such parameter; see ``FlatBuffer``."""
+    """Storage and collectives of one parameter whose class defines the all-gather; see ``FlatBuffer``."""
 
     gradients_class = _PlainGradients
 
@@ -50,36 +50,36 @@ class ClassGatheredBuffer(FlatBuffer):
         super().__init__(plan, module_fqn, members, mesh, device, **options)
         self._mesh = mesh
         self._mp_policy = options["mp_policy"]
-        self._argument_count: int | None = None  # of the class's function, which takes as long to ask for as to run
+        self._argument_count: int | None = None  # of fsdp_pre_all_gather; inspecting it is as slow as a call
         self._forget_unsharded()
 
     def _forget_unsharded(self) -> None:
-        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of what each rank sends
+        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of the tensors that each rank sends
         self._outputs: list[torch.Tensor] = []
-        # Of outputs and of what the class has made beside them, each with its bytes while unsharded.
+        # The storages of the outputs and of other tensors that the class made, each with its bytes while unsharded.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def begin_unshard(self) -> Pending:
-        # What is made in inference mode could never be saved for backward, and the parameter is made once.
+        # A parameter made in inference mode could never be saved for backward, and it is made only once.
         with torch.inference_mode(mode=False), torch.no_grad():
             instance: Any = self._instance()
             inputs, metadata = self._ask(instance)
             sent = [self._padded(one) for one in inputs]
             self._make_outputs(sent)
-            # One message: what ranks exchange has one tag.
+            # One message: all messages of a buffer's gather have one tag.
             parts = [one.reshape(-1).view(torch.uint8) for one in sent]
             shard = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
             if len(parts) == 1:
                 landing = self._outputs[0].view(torch.uint8)
             else:
                 landing = torch.empty(shard.numel() * self._world_size, dtype=torch.uint8, device=self.device)
-            # As bytes, which no path casts.
+            # As bytes: a gather path does not cast these.
             pending = self.routes.gather_path.begin(landing, shard)
-        # The shard stays untouched until it has arrived.
+        # Holds ``shard`` too: its memory must not change until the gather has ended.
         return _Gathering(pending, partial(self._complete, instance, metadata, landing, shard))
 
     def _instance(self) -> torch.Tensor:
-        """Return what gathers: the instance of this rank's rows that users see, or one of zeros where it has none."""
+        """Return the instance to gather from: the one that users see, or one of zeros if this rank has no rows."""
         param = self.params[0]
         local = param.local
         if not local.shape[0]:
@@ -87,14 +87,14 @@ class ClassGatheredBuffer(FlatBuffer):
         if local.device.type == self.device.type:
             return param.shown
         moved = param.value_around(local.to(self.device))
-        # What users set on theirs between steps, a scale say, goes along; not what the class itself has set.
+        # Copy attributes that users set between steps, such as a scale, but not those that the class itself has set.
         for name, value in vars(param.shown).items():
             if vars(moved).get(name) is None and value is not local:
                 setattr(moved, name, value.to(self.device) if isinstance(value, torch.Tensor) else value)
         return moved
 
     def _ask(self, instance: Any) -> tuple[Sequence[torch.Tensor], Any]:
-        """Return what the class wants gathered, and what it wants to be told afterwards."""
+        """Return the tensors that the class wants to gather, and the metadata that it gets back afterwards."""
         param = self.params[0]
         if self._argument_count is None:
             self._argument_count = len(inspect.signature(instance.fsdp_pre_all_gather).parameters)
@@ -113,7 +113,7 @@ class ClassGatheredBuffer(FlatBuffer):
         return inputs, metadata
 
     def _padded(self, given: torch.Tensor) -> torch.Tensor:
-        """Return what a rank with fewer rows sends, in the size of what the others send."""
+        """Return ``given``, padded with zero rows to the size of other ranks' tensors if this rank has fewer rows."""
         param = self.params[0]
         rows, rows_per_rank = param.local_shape[0], self._rows_per_rank
         if rows == rows_per_rank or given.dim() == 0 or given.shape[0] != rows:
@@ -131,7 +131,7 @@ class ClassGatheredBuffer(FlatBuffer):
         return -(-self.params[0].shape[0] // self._world_size)
 
     def _make_outputs(self, sent: Sequence[torch.Tensor]) -> None:
-        """Allocate what the gathered tensors lie in, the first time; then give its memory back to it."""
+        """Allocate the tensors that values are gathered into; later calls allocate only their memory again."""
         sizes = [(one.size(), one.dtype) for one in sent]
         # A class may send other shapes for backward than for forward, in the same memory.
         room = [(size.numel(), dtype) for size, dtype in sizes]
@@ -156,7 +156,7 @@ class ClassGatheredBuffer(FlatBuffer):
                 storage.resize_(nbytes)
 
     def _complete(self, instance: Any, metadata: Any, landing: torch.Tensor, _: torch.Tensor) -> None:
-        """Let the class make or fill the unsharded parameter [full shape]; what was gathered is in ``landing``."""
+        """Let the class make or fill the unsharded parameter [full shape] from the bytes in ``landing``."""
         param, outputs = self.params[0], self._outputs
         with torch.inference_mode(mode=False), torch.no_grad():
             if len(outputs) > 1:
@@ -173,16 +173,16 @@ class ClassGatheredBuffer(FlatBuffer):
                     known.add(storage.data_ptr())
                     self._storages.append((storage, storage.size()))
             if made.shape != param.shape:
-                # The rows that fill up the last ranks' part.
+                # Without the rows that pad the parts of the last ranks.
                 made = made.as_strided(param.shape, param.spec.tensor_meta.stride, 0)  # type: ignore[union-attr]
             param.unsharded = param.dress(nn.Parameter(made, requires_grad=param.sharded.requires_grad))
 
     def _copy_out(self, landing: torch.Tensor) -> None:
-        """Bring what travelled together to where each tensor lies."""
+        """Copy each tensor out of the one message that held them all."""
         by_rank = landing.view(self._world_size, -1)
         start = 0
         for output in self._outputs:
-            # Through `data`, so that what views it does not count as modified.
+            # Through `data`, so that autograd does not count its views as modified.
             target = output.data.view(torch.uint8).view(self._world_size, -1)
             target.copy_(by_rank[:, start : start + target.shape[1]])
             start += target.shape[1]
@@ -219,7 +219,7 @@ class ClassGatheredBuffer(FlatBuffer):
 
 
 class _Gathering:
-    """What was started, until the class has made the parameter of it."""
+    """A gather under way, until the class has made the parameter from it."""
 
     __slots__ = ("_complete", "_pending")
 

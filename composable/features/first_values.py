@@ -1,8 +1,8 @@
-"""First values, from a function or the first rank.
+"""First values of parameters and buffers, from a function or from the first rank.
 
 A module's parameters are whole only while the function initialises it: their pieces go to the
-shards before the next module has its turn. From the first rank every piece goes straight to the
-rank that keeps it, handle by handle. Plain buffers are listed, moved, and made equal on all ranks here too.
+shards before the next module has its turn. The first rank sends each piece directly to the rank
+that keeps it, handle by handle. Plain buffers are listed, moved, and made equal on all ranks here too.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ _Slot = tuple[nn.Module, str]
 
 
 def _buffer_slots(names: Mapping[nn.Module, str]) -> list[list[_Slot]]:
-    """Return the places of every plain buffer, those of one tensor together."""
+    """Return (module, name) for every plain buffer, grouped by tensor."""
     found: dict[int, list[_Slot]] = {}
     for module in names:
         for name, buffer in module._buffers.items():
@@ -52,7 +52,7 @@ def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
 
 
 def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
-    """Move buffers to the device where the parameters will be unsharded; those on meta stay."""
+    """Move buffers to the device where the parameters will be unsharded; buffers on the meta device stay."""
     for slots in _buffer_slots(names):
         buffer = _buffer_in(slots)
         if not buffer.is_meta and buffer.device.type != device.type:
@@ -62,7 +62,7 @@ def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
 
 
 def _broadcast_buffer(slots: Sequence[_Slot], ranks: Ranks) -> None:
-    """Make a buffer that of the first rank, on every rank: in place where it has memory, else as one new tensor."""
+    """Give every rank the first rank's values of a buffer: in place if it has memory, else as one new tensor."""
     buffer = _buffer_in(slots)
     is_source = ranks.rank == 0
     if is_source:
@@ -83,7 +83,7 @@ ParamInitFn = Callable[[nn.Module], object]
 
 
 class FirstValues:
-    """Fills the shards of one annotation, whose modules still hold their original parameters.
+    """The first values of one annotation's shards, while its modules still hold their original parameters.
 
     Args:
         names: The modules that the annotation manages, in order, with their FQNs.
@@ -111,14 +111,14 @@ class FirstValues:
         self._buffers_before = {module: dict(module._buffers) for module in names}
         for module, buffers in self._buffers_before.items():
             for name, buffer in buffers.items():
-                # A name of it belongs to a module that was annotated before.
+                # An annotation of another module may have replaced the buffer before.
                 module._buffers[name] = getattr(buffer, SUCCESSOR, buffer)
 
     def make(self, fn: ParamInitFn | None) -> None:
         """Fill the shards with this rank's own values.
 
         Raises:
-            ConfigError: ``fn`` left something without values, or changed more than the module it was given.
+            ConfigError: ``fn`` left a parameter or buffer without values, or changed another module than its own.
         """
         kept: set[int] = set()
 
@@ -134,10 +134,10 @@ class FirstValues:
                     param.write_full(original)
 
     def prepare(self, fn: ParamInitFn | None, *, is_source: bool) -> None:
-        """Have all values on the first rank, which is the source, before they are sent.
+        """Collect all values on the first rank, which is the source, before they are sent.
 
         Raises:
-            ConfigError: As ``make``; or a value is missing on the source.
+            ConfigError: The errors of ``make``; or a value is missing on the source.
         """
         if fn is not None:
 
@@ -173,32 +173,32 @@ class FirstValues:
             _broadcast_buffer(slots, grid.everyone)
 
     def finish(self) -> None:
-        """Leave a note on every buffer that was replaced, for annotations that find it under another name."""
+        """Mark every replaced buffer with its successor, for annotations that find it under another name."""
         for module, buffers in self._buffers_before.items():
             for name, buffer in buffers.items():
                 if buffer is not None and buffer is not module._buffers[name]:
                     setattr(buffer, SUCCESSOR, module._buffers[name])
 
     def undo(self) -> None:
-        """Let the modules hold the buffers that they had before."""
+        """Put back the buffers that the modules had before."""
         for module, buffers in self._buffers_before.items():
             module._buffers.update(buffers)
 
     def _run(self, fn: ParamInitFn, keep: Callable[[nn.Parameter, torch.Tensor], None], *, is_final: bool) -> None:
-        """Call ``fn`` on each module that owns something on the meta device, in order.
+        """Call ``fn`` on each module that owns a parameter or buffer on the meta device, in order.
 
-        A tensor with several names stays one: each owner gets what the one before it left. What was filled by one owner
-        and only made anew by another keeps its values.
+        A tensor with several owners stays one: each owner gets the tensor that the owner before it left. Values of one
+        owner stay if a later owner only allocates the tensor anew.
 
         Args:
-            fn: Of the user.
+            fn: The user's function.
             keep: Called with an original and its full value, once nothing changes it any more.
-            is_final: What has no values now will never have any.
+            is_final: No values come later, so a tensor without values is an error.
         """
         own = {module: self._own(module) for module in self._names}
         todo = {module: tensors for module, tensors in own.items() if any(one.is_meta for one in tensors.values())}
         uses = Counter(id(tensor) for tensors in todo.values() for tensor in tensors.values())
-        # What the function has made so far, by what it is in the place of.
+        # Id of an original tensor -> the tensor that the function has put in its place.
         latest: dict[int, torch.Tensor] = {}
         without: list[str] = []
         try:
@@ -207,7 +207,7 @@ class FirstValues:
                 for name, before in tensors.items():
                     if id(before) in latest:
                         _put(module, name, before, latest[id(before)])
-                # Marks tell memory that the function only made from values that it gave.
+                # Marks in new memory show which tensors the function allocated but did not fill.
                 with MarkedMemory() if is_final else nullcontext():
                     fn(module)
                 for name, before in tensors.items():
@@ -236,7 +236,7 @@ class FirstValues:
             )
 
     def _own(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the parameters that get values here, and the buffers, of ``module`` itself, by name."""
+        """Return by name the module's own buffers, and those of its own parameters that get values here."""
         params = {name: one for name, one in module._parameters.items() if id(one) in self._params and one is not None}
         return params | {name: one for name, one in module._buffers.items() if one is not None}
 
@@ -255,7 +255,7 @@ class FirstValues:
 
 
 def _made(module: nn.Module, name: str, before: torch.Tensor, fqn: str) -> torch.Tensor | None:
-    """Return what a function has put into the place of a parameter or buffer; ``None``: it has no values."""
+    """Return the tensor that a function put in place of a parameter or buffer; ``None``: it has no values."""
     is_param = isinstance(before, nn.Parameter)
     value = (module._parameters if is_param else module._buffers).get(name)
     if value is not None and (value.shape != before.shape or value.dtype != before.dtype):
@@ -267,14 +267,14 @@ def _made(module: nn.Module, name: str, before: torch.Tensor, fqn: str) -> torch
         )
     if is_param or before.is_meta:
         return None if value is None or value.is_meta else value.detach()
-    # A buffer that had values, perhaps from an earlier annotation: other names of it must see the new ones.
+    # The buffer had values before, perhaps from an earlier annotation: its other names must see the new values.
     if value is not None and value is not before and not value.is_meta and not is_unfilled(value):
         before.data.copy_(value)
     return before
 
 
 def _put(module: nn.Module, name: str, before: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Let ``module`` hold ``value``, if any, in the place of ``before``, also if it watches assignments."""
+    """Put ``value``, if any, in place of ``before`` in ``module``, also if the class has its own ``__setattr__``."""
     if value is None:
         return
     if not isinstance(before, nn.Parameter):

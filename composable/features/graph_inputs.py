@@ -1,8 +1,8 @@
-"""Parameters that are named to ``torch.autograd.backward``.
+"""Sharded parameters as ``inputs`` of ``torch.autograd.backward``.
 
-``model.parameters()`` are sharded between steps, and a graph has the unsharded ones. torch tells nobody which inputs
-it was given, so the first annotation of a process changes the body of that function. ``torch.autograd.grad`` raises by
-itself: it finds none of them in the graph.
+``model.parameters()`` are sharded between steps, but a graph has the unsharded parameters. torch has no hook that shows
+the inputs, so the first annotation of a process changes the body of that function. ``torch.autograd.grad`` raises by
+itself, since no sharded parameter is in the graph.
 """
 
 import inspect
@@ -19,7 +19,7 @@ __all__ = ["follow_inputs"]
 
 
 def follow_inputs() -> None:
-    """Let ``backward(inputs=)`` find sharded parameters; once in a process."""
+    """Make ``backward(inputs=)`` accept sharded parameters; once in a process."""
     replace_body(torch.autograd.backward, _backward, only_with=("inputs", 5))
 
 
@@ -41,7 +41,7 @@ def _listed(inputs: Any) -> list[Any]:
 
 
 def _unsharded(given: Any) -> torch.Tensor | None:
-    """Return the unsharded face of a sharded parameter, if its module has run and it is to get a gradient."""
+    """Return the unsharded tensor of a sharded parameter, if its module has run and it needs a gradient."""
     handle = handle_of(given) if type(given) is RaggedDTensor else None
     faces = (one.unsharded for one in handle.params if one.sharded is given) if handle is not None else ()
     return next((face for face in faces if face is not None and face.requires_grad), None)

@@ -1,10 +1,10 @@
 """Whole values of sharded parameters.
 
-What the ranks of one shard group gather is a block: a part, where tensor parallelism has split a parameter. So values
-go in two steps: between the pieces and the blocks within each column of ranks, and between the blocks and the whole
-within one team (see ``ModelRanks``), each block by one message to each that wants it. Where some ranks hold copies of
-the shards of others, a block is taken from one copy and given to all. Ranks are named by their global numbers: those of
-one copy know the others by these only.
+The ranks of one shard group gather a block: a part of the parameter if tensor parallelism has split it, else all of it.
+So values move in two steps: between pieces and blocks within each column of ranks, and between blocks and the whole
+within one team (see ``ModelRanks``), with one message for each block and rank that needs it. Where ranks hold copies of
+shards, a block is taken from one copy and given to all. Global numbers name ranks, since a rank has no other number in
+a copy that it is not in.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["by_grid", "collect_whole", "spread_from", "spread_whole"]
 
 
 def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTensor]]]:
-    """Return ``tensors``, of any shapes, in groups of those that one annotation's ranks share; else without copies."""
+    """Return ``tensors``, of any shapes, grouped by their ranks, with the annotation's grid or one without copies."""
     found: dict[Ranks, tuple[Grid, list[RaggedDTensor]]] = {}
     for tensor in tensors:
         handle, ranks = handle_of(tensor), tensor._spec.layout.ranks
@@ -31,14 +31,14 @@ def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTe
 def spread_from(
     tensors: Sequence[RaggedDTensor], grid: Grid, giver: int, values: Callable[[int], torch.Tensor] | None
 ) -> None:
-    """Overwrite every rank's pieces, of one annotation, with blocks that only rank ``giver`` has. Collective."""
+    """Overwrite all ranks' pieces of one annotation with blocks that only rank ``giver`` has. Collective."""
     if giver in grid.shard.numbers:
         spread_blocks(tensors, values, src=grid.shard.numbers.index(giver))
     if grid.replicas is None:
         return
     source = grid.replica_of(giver)
     for piece in (memory_of(tensor._local_tensor).data for tensor in tensors):
-        # What rests in host memory travels where the ranks talk.
+        # Pieces in host memory are moved to the device on which the ranks communicate.
         moved = piece.to(grid.replicas.device).contiguous()
         grid.replicas.broadcast(moved, source)
         if moved is not piece and source != grid.replicas.rank:
@@ -56,17 +56,17 @@ def collect_whole(
 ) -> list[torch.Tensor] | None:
     """Return the whole values of ``tensors`` on rank ``dst``, or on every rank; others get ``None``. Collective.
 
-    The tensors are of one shard group, ``dst`` is one of ``ranks.everyone``; the rest is as for ``collect_blocks``.
+    The tensors are of one shard group, ``dst`` is one of ``ranks.everyone``; options are those of ``collect_blocks``.
     """
     head = None if dst is None else ranks.in_column(dst)
     taker = None if head is None else ranks.everyone.numbers[head]
     if not ranks.others:
         return collect_blocks(tensors, taker=taker, dtype=dtype, device=device, out=out)
-    # Of a tensor of which another column gives the blocks, this one gathers nothing.
+    # This column gathers only the tensors of which it gives the blocks to ``dst``.
     given = [
         index for index, tensor in enumerate(tensors) if dst is None or head in _givers(tensor, ranks, dst).values()
     ]
-    # Into ``out`` values are cast last.
+    # For ``out`` the last copy casts the values.
     early, place = (dtype, device) if out is None else (None, None)
     own = [tensors[index] for index in given]
     blocks = dict(zip(given, collect_blocks(own, taker=taker, dtype=early, device=place) or ()))
@@ -98,7 +98,7 @@ def spread_whole(
     """Overwrite every rank's pieces with whole values that only rank ``src`` has. Collective.
 
     The tensors are of one shard group, ``src`` is one of ``ranks.everyone``. There ``values(index)`` gives a whole
-    value in any dtype and on any device. Ranks with its data place hold the blocks of all ``tensors`` for a while.
+    value in any dtype and on any device. The ranks of its team hold blocks of all ``tensors`` for a while.
     """
     head = ranks.in_column(src)
     if ranks.others and head == ranks.rank:
@@ -113,7 +113,7 @@ def _givers(tensor: RaggedDTensor, ranks: ModelRanks, rank: int) -> dict[tuple[i
 def _exchange_blocks(
     tensors: Sequence[RaggedDTensor], blocks: Mapping[int, torch.Tensor], ranks: ModelRanks, takers: Sequence[int]
 ) -> dict[int, dict[tuple[int, ...], torch.Tensor]]:
-    """Send this rank's ``blocks``, by number of their tensors, to ``takers``; return what it gets, by place."""
+    """Send this rank's ``blocks``, by index of their tensors, to ``takers``; return arrived blocks, by place."""
     exchange = PieceExchange(ranks.everyone)
     arrived: dict[int, dict[tuple[int, ...], torch.Tensor]] = {index: {} for index in blocks}
     for taker in takers if blocks else ():
