@@ -1,11 +1,11 @@
 """One norm of all parameters, and clipping.
 
-torch's own ``clip_grad_norm_`` knows DTensors of one mesh only. Here each tensor is reduced on its
-rank, in its own device's memory; what the ranks then add up is a number for each group of ranks.
+torch's own ``clip_grad_norm_`` accepts DTensors of one mesh only. Here each rank computes the norm of its
+pieces on their devices; then the ranks add up one number for each group of ranks.
 
 Every element counts once: pieces are added over the mesh dims that a tensor is cut over, replicas
-are not. A plain tensor is taken to be the same on every rank, as ``replicate`` keeps it. What is annotated on fewer
-ranks than the rest, such as experts, is another tensor on others: so much comes to the norm from each such group.
+are not. A plain tensor is taken to be the same on every rank, as ``replicate`` keeps it. Modules that are annotated on
+fewer ranks than the rest, such as experts, have other tensors on other ranks: each such group adds to the norm.
 
 Source: gradient clipping, arXiv 1211.5063.
 """
@@ -37,7 +37,7 @@ from composable.ground.torch_private import foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm", "ranks_of_param"]
 
-# Guards the division, as in torch.
+# Keeps the divisor above zero, as in torch.
 _EPSILON = 1e-6
 
 # The groups over which the pieces of a tensor have to be added up, one after the other.
@@ -58,12 +58,12 @@ def get_total_norm(
 
     Args:
         tensors: Of any shapes and floating-point or complex dtypes, on any meshes and devices: plain tensors (the same
-            on every rank), ragged ones and torch's own DTensors. Pieces on the host meet on the device of their mesh.
-            ``Partial`` ones are reduced first, one by one. Ragged ones annotated on a part of the ranks of others count
-            for each such part, whose ranks list their own; see docs/experts.md.
+            on every rank), ragged ones and torch's own DTensors. Norms of pieces on the host are added on the mesh's
+            device. ``Partial`` tensors are reduced first, one by one. Ragged tensors annotated on fewer ranks than
+            others count once for each such group, whose ranks list their own; see docs/experts.md.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank, if the norm is NaN or infinite.
-        foreach: Of no effect: norms are taken in lists.
+        foreach: No effect: norms are computed in lists.
 
     Returns:
         A plain tensor ``[]``, equal on every rank, on the first tensor's device and in the dtype that the tensors
@@ -92,23 +92,23 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``: torch's function for any mix of parameters.
 
-    Collective: all ranks of every mesh that a parameter is on, with the same list, as ``get_total_norm``. Also where no
-    parameter of a mesh has a gradient on some rank. A parameter listed twice counts once.
+    Collective: all ranks of every mesh that a parameter is on, with the same list, as ``get_total_norm``; also ranks
+    where no parameter of a mesh has a gradient. A parameter listed twice counts once.
 
     Args:
         parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
-            Those annotated on a part of the ranks of others, ragged or replicated, count for each such part, whose
+            Parameters annotated on fewer ranks than others, ragged or replicated, count once for each such group, whose
             ranks list their own; see docs/experts.md. Or an optimizer: all of its parameters.
         max_norm: 0 or above.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank and before any gradient is changed, if the norm is NaN or infinite.
-        foreach: Of no effect: gradients are worked on in lists.
+        foreach: No effect: gradients are processed in lists.
 
     Returns:
-        The norm before clipping, as ``get_total_norm`` does.
+        The norm before clipping, in the form of ``get_total_norm``.
 
     Raises:
-        ConfigError: As ``get_total_norm``; or ``max_norm`` is negative or NaN.
+        ConfigError: The errors of ``get_total_norm``; or ``max_norm`` is negative or NaN.
         UsageError: The norm is not finite, and ``error_if_nonfinite``; or a parameter is stepped inside backward,
             before there is a norm.
     """
@@ -124,14 +124,14 @@ def clip_grad_norm_(
     written: list[torch.Tensor] = []
     scaled: list[torch.Tensor] = []
     for param in every:
-        # Its gradient is gone: it was stepped on before that of the others was there.
+        # Its gradient is gone: the optimizer stepped before other gradients were there.
         if stepper_of(param) is not None or has_torch_optimizer(param):
             raise UsageError(
                 "clipping by the norm of all gradients, while an optimizer steps inside backward",
                 at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
                 fix="call remove() on the result of step_in_backward, clip, and step after backward",
             )
-        # Also without a gradient: others may have one.
+        # Also without a gradient: other ranks may have one.
         group = pieces.group_of(param)
         grad = param.grad
         if grad is not None:
@@ -142,7 +142,7 @@ def clip_grad_norm_(
                 written.append(local)
     total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
     norm = total.to(pieces.dtype)
-    # Half a mantissa is not enough for a factor.
+    # In 16 bits the factor would be too inexact.
     exact = total.to(torch.promote_types(norm.dtype, torch.float32))
     factor = (max_norm / (exact + _EPSILON)).clamp_(max=1.0)
     for (device, _), locals_ in _by_kind(scaled).items():
@@ -154,7 +154,7 @@ def clip_grad_norm_(
 def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
     """Return all ranks that average the gradients of a parameter of any shape; ``None``: no annotation is known.
 
-    A ragged gradient has them too; of a sharded parameter they include those with copies of its shards.
+    ``tensor`` may be a ragged gradient too. Ranks with copies of a parameter's shards are included.
     """
     if type(tensor) is RaggedDTensor:
         label = tensor._spec.layout.label
@@ -165,36 +165,36 @@ def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
 
 
 class _Home(NamedTuple):
-    """Where an annotation has a tensor.
+    """The ranks and the mesh of a tensor that an annotation has.
 
     Attributes:
-        ranks: All whose gradients it averages.
-        mesh: Over which tensor parallelism has split it, or has copies; ``None``: nothing has.
+        ranks: All ranks whose gradients the annotation averages.
+        mesh: The mesh over which tensor parallelism has split or copied the tensor; ``None``: there is none.
     """
 
     ranks: Ranks
     mesh: DeviceMesh | None
 
     def is_first_of(self, outer: Ranks) -> bool:
-        """Say whether this rank tells those of ``outer`` of the tensor: one of them that have a part or a copy does."""
+        """Say whether this rank adds the tensor's part in ``outer``: one of its ranks with a part or a copy does."""
         if self.ranks.rank or self.mesh is None:
             return self.ranks.rank == 0
-        # There may be none but this one: of parameters that are split as well, each split has its own.
+        # It may be this rank alone: if other parameters are split as well, each split has an ``outer`` of its own.
         having = [number for number in self.mesh.mesh.flatten().tolist() if number in outer.numbers]
         return bool(having[0] == outer.numbers[outer.rank])
 
     def order(self) -> tuple[object, ...]:
-        """Sort homes alike on all ranks that have them; where this says nothing, tensors are in one order on all."""
+        """Return a key that sorts homes alike on all their ranks; homes of equal keys stay in the order of tensors."""
         mesh = self.mesh
         return self.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else mesh.mesh.tolist()
 
 
 @dataclass(eq=False)
 class _CutAlike:
-    """This rank's pieces of tensors that one annotation has, and that are cut over the same groups of ranks.
+    """This rank's pieces of one annotation's tensors that are cut over the same groups of ranks.
 
     Attributes:
-        home: Where the annotation has them; ``None``: none is known.
+        home: The ranks and mesh of the tensors; ``None``: no annotation is known.
         cut: The groups of ranks.
         locals: The pieces.
     """
@@ -205,26 +205,26 @@ class _CutAlike:
 
 
 class _Pieces:
-    """This rank's pieces of tensors, by where the tensors are and the groups of ranks that they are cut over."""
+    """This rank's pieces of tensors, by the tensors' home and the groups of ranks that they are cut over."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[_Home | None, _Cut], _CutAlike] = {}
-        # Those of ragged tensors by what is quick to find, since there are many.
+        # Groups of ragged tensors, by a key that is quick to compute, since there are many tensors.
         self._known: dict[tuple[object, ...], _CutAlike] = {}
-        # Of groups that have tensors with modules of the same tree on a part of them.
+        # Groups of ranks of which some modules in the same tree are annotated on a part only.
         self._with_parts: set[tuple[int, ...]] = set()
         # Equal ranks of two meshes are one group.
         self._ranks: dict[tuple[tuple[int, ...], str], Ranks] = {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the tensors promote to."""
+        """The dtype that all tensors promote to."""
         dtypes = {local.dtype for group in self._groups.values() for local in group.locals}
         kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
         return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
     def group_of(self, tensor: torch.Tensor) -> _CutAlike:
-        """Return the group of a parameter or a ragged gradient: its pieces take part also where it has no gradient."""
+        """Return the group of a parameter or ragged gradient; the group takes part also if it has no gradient here."""
         if type(tensor) is not RaggedDTensor:
             claim = claim_of(tensor)
             return self._group(tensor, None if claim is None else claim.owner)
@@ -243,7 +243,7 @@ class _Pieces:
             is_split = mesh is not None and (mesh.ndim > 1 or type(tensor) is not RaggedDTensor)
             home = _Home(ranks, mesh if is_split else None)
             if getattr(owner, "has_parts", False):
-                # All ranks of the parameter know it, also those that have no such module.
+                # All ranks of the parameter have this flag, also those without such a module.
                 self._with_parts.add(ranks.numbers)
         cut = self._cut_of(tensor)
         return self._groups.setdefault((home, cut), _CutAlike(home, cut))
@@ -268,7 +268,7 @@ class _Pieces:
         return self._ranks.setdefault((ranks.numbers, ranks.device.type), ranks)
 
     def add(self, tensor: torch.Tensor, group: _CutAlike) -> None:
-        """Add the piece of a whole tensor; ``group``: of itself, or of the parameter whose gradient it is."""
+        """Add this rank's piece of a tensor; ``group``: of the tensor, or of the parameter if it is a gradient."""
         if type(tensor) is not RaggedDTensor and isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
@@ -278,7 +278,7 @@ class _Pieces:
         group.locals.append(_local(tensor))
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
-        """Return the norm of all in fp64. Collective over the groups."""
+        """Return the norm of all pieces of all ranks, in fp64. Collective over the groups."""
         order = check_number("norm_type", norm_type, above=0, fix="give a number above 0, or math.inf")
         check_bool("error_if_nonfinite", error_if_nonfinite)
         check_bool("foreach", foreach, or_none=True)
@@ -293,7 +293,7 @@ class _Pieces:
         return total
 
     def _part_of_all(self, whole: NormParts, device: torch.device) -> torch.Tensor:
-        """Return the part of all pieces of all ranks. Collective over the groups."""
+        """Return the part of the norm from all pieces of all ranks. Collective over the groups."""
         homes = dict.fromkeys(home for home, _ in self._groups if home is not None)
         outer = max((home.ranks for home in homes), key=lambda ranks: ranks.order, default=None)
         everywhere: dict[_Cut, torch.Tensor] = {}
@@ -305,19 +305,19 @@ class _Pieces:
             into[cut] = whole.join(torch.cat([into[cut], part], 1)) if cut in into else part
         if outer is not None:
             if outer.numbers in self._with_parts:
-                # Where nothing is cut over all of them, this is an all-reduce more: also on a rank that lists no part.
+                # Every rank of ``outer`` makes this all-reduce, also one that lists no tensor of a part.
                 everywhere.setdefault((self._one(outer),), whole.nothing((1,), device))
             for home in sorted(apart, key=_Home.order):
                 of_part = self._add_over_ranks(apart[home], whole, device)
                 if not home.is_first_of(outer):
-                    of_part = whole.nothing((1,), device)  # One of those that have it tells of it.
+                    of_part = whole.nothing((1,), device)  # Another rank that has it adds it.
                 cut = (self._one(outer),)
                 told = everywhere.get(cut, whole.nothing((1,), device))
                 everywhere[cut] = whole.join(torch.cat([told, of_part], 1))
         return self._add_over_ranks(everywhere, whole, device)
 
     def _add_over_ranks(self, parts: dict[_Cut, torch.Tensor], whole: NormParts, device: torch.device) -> torch.Tensor:
-        """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
+        """Add up parts over all ranks: one all-reduce for each group, for all tensors that are cut over it."""
         groups = dict.fromkeys(group for cut in parts for group in cut)
         for group in groups:
             cuts = [cut for cut in parts if group in cut]
@@ -342,7 +342,7 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.
 
 
 def _part_of(locals_: Sequence[torch.Tensor], whole: NormParts, device: torch.device) -> torch.Tensor:
-    """Return what pieces add to a norm [1 or 2, 1], fp64."""
+    """Return the part [1 or 2, 1], fp64, that pieces add to a norm."""
     found = [whole.nothing((1,), device)]
     for (_, dtype), tensors in _by_kind(locals_).items():
         norms = torch.stack(list(foreach_norm(tensors, whole.order, dtype=summed_in(dtype))))

@@ -3,8 +3,8 @@
 Between steps ``param_groups`` and ``state`` hold ragged tensors. During ``step`` torch's own code runs on a
 *stand-in*, an optimizer of the same class that shares options, and whose parameters and state are this rank's local
 tensors, in the same memory. The optimizer itself is never changed for the time of a step, so there is nothing to
-restore after an exception. The plan of one step serves the next as long as parameters, the options that choose
-kernels, the tensors in the state, and the way that gradients lie are as they were.
+restore after an exception. The plan of one step serves the next as long as the parameters, the options that
+choose kernels, the tensors in the state, and the places of gradients in memory are the same.
 
 Source: the flat step of ZeRO, arXiv 1910.02054.
 """
@@ -38,19 +38,19 @@ _Grads: TypeAlias = Sequence[torch.Tensor | None]
 
 _grad_of: Any = RaggedDTensor.grad.fget
 _local_of = attrgetter("_local_tensor")
-# What the kernels of fused optimizers do at once, at most; what is left over is computed in another way.
+# The longest vector of fused optimizers' kernels; they compute elements after the last full vector in another way.
 _VECTOR_BYTES = 64
 
 
 def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
-    """Run ``optimizer.step()`` on few plain local tensors: the same results to the bit, in less time per parameter.
+    """Make ``optimizer.step()`` run on few plain local tensors: the same results to the bit, in less time.
 
     No communication, now or in a step. Everything else stays as it was: parameters, state, state dicts, schedulers,
     scalers, closures. Parameters that are not sharded may be among the others.
 
     Neighbours in a handle's shard that share a param group are stepped as one flat tensor ``[elements]``, in the dtype
-    of the parameters, in each step in which their gradients lie as backward left them; the rest piece by piece. A state
-    tensor is then a view of a flat one; those made before the first step are replaced.
+    of the parameters, while their gradients lie in memory as backward left them; others piece by piece. A state tensor
+    is then a view of a flat one; state tensors made before the first step are replaced.
 
     Args:
         optimizer: One of torch's element-wise optimizers, of exactly that class: ASGD, Adadelta, Adagrad, Adam, AdamW,
@@ -96,7 +96,7 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         optimizer,
         before_step=step.begin,
         after_step=lambda *_: step.end(),
-        # Had a step ended well, it would be over.
+        # A step that is not over by now has failed.
         before_state_dict=lambda _: step.end(has_failed=True),
         after_load=lambda _: step.forget(),
     )
@@ -110,13 +110,13 @@ def _check_options(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _LocalPiece(NamedTuple):
-    """What this rank owns of one parameter.
+    """This rank's piece of one parameter.
 
     Attributes:
         param: The parameter.
         local: Its local tensor.
         group: Index of its param group.
-        place: A flat buffer, and the place among its parameters with elements here; ``None``: nothing is beside it.
+        place: Id of a flat buffer, and the index among its pieces with elements here; ``None``: it has no neighbours.
     """
 
     param: RaggedDTensor
@@ -125,16 +125,16 @@ class _LocalPiece(NamedTuple):
     place: tuple[int, int] | None
 
     def follows(self, other: "_LocalPiece") -> bool:
-        """Say whether it is the next one in a flat buffer."""
+        """Say whether this piece comes next after ``other`` in a flat buffer."""
         return other.place is not None and self.place == (other.place[0], other.place[1] + 1)
 
 
 class _Unit:
-    """What the optimizer sees as one parameter: a piece, or neighbours as one flat tensor, and pieces of no elements.
+    """One parameter for the optimizer: a piece, or neighbours as one flat tensor, with pieces of no elements.
 
     Attributes:
-        pieces: Of one param group, with equal state so far; those with elements come first, as they lie.
-        indices: Which of the plan's pieces they are.
+        pieces: Pieces of one param group with equal state so far; those with elements come first, in memory order.
+        indices: Their indices among the plan's pieces.
         tensor: The local tensor of the one piece with elements, or a flat one [elements] over several.
     """
 
@@ -145,12 +145,12 @@ class _Unit:
         self._starts = [int(local.storage_offset() - owned[0].storage_offset()) for local in owned]
         self._is_flat = len(owned) > 1
         self.tensor = _joined(owned, self._starts) if self._is_flat else pieces[0].local
-        # State numbers, such as step counters, in vectors [pieces], with the version that the last step has left: the
-        # first element is stepped, the others follow.
+        # State numbers, such as step counters, in vectors [pieces], each with its version after the last step: torch
+        # steps the first element, which is then copied to the others.
         self._numbers: list[tuple[torch.Tensor, int]] = []
 
     def lend(self, grads: _Grads) -> bool:
-        """Give the tensor its gradient; ``False``: those of the pieces do not lie in one storage any more."""
+        """Set the gradient of ``tensor``; ``False``: gradients of the pieces no longer lie in one storage."""
         grad = grads[self.indices[0]]
         if grad is not None:
             if self._is_flat:
@@ -159,7 +159,7 @@ class _Unit:
                 except RuntimeError:
                     return False  # past the end of the storage
             if self.tensor.grad_dtype != grad.dtype:
-                self.tensor.grad_dtype = grad.dtype  # where a policy keeps it in the dtype of the reduction
+                self.tensor.grad_dtype = grad.dtype  # a policy may keep it in the dtype of the reduction
         self.tensor.grad = grad
         return True
 
@@ -172,7 +172,7 @@ class _Unit:
             yield value.new_empty(piece.local.shape)
 
     def join_state(self, state: _State) -> dict[Any, Any]:
-        """Return the state of the unit in the memory of its pieces' states; moves those into one tensor if needed."""
+        """Return the state of the unit in the memory of its pieces' states, which move into one tensor if needed."""
         entries = [state[piece.param] for piece in self.pieces]
         joined = dict(entries[0])
         for key, value in joined.items():
@@ -183,7 +183,7 @@ class _Unit:
                 elif all(map(_lies_at, self._starts, locals_, [locals_[0]] * len(locals_))):
                     joined[key] = _joined(locals_, self._starts)
                 else:
-                    # What lies between pieces is padding, zero like the padding of parameters and gradients.
+                    # Elements between pieces are padding, zero like the padding of parameters and gradients.
                     joined[key] = flat = locals_[0].new_zeros(self.tensor.numel())
                     for entry, piece, part in zip(entries, self.pieces, self._cut(flat)):
                         entry[key] = _as_of(piece, part.copy_(entry[key]._local_tensor))
@@ -196,7 +196,7 @@ class _Unit:
         return joined
 
     def split_state(self, joined: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """Return the states of the pieces' parameters, of that of the unit."""
+        """Return the state of each piece's parameter, split from the state of the unit."""
         entries: list[dict[Any, Any]] = [{} for _ in self.pieces]
         for key, value in joined.items():
             parts: Iterable[Any] = [value]
@@ -209,28 +209,28 @@ class _Unit:
         return entries
 
     def has_own_numbers(self) -> bool:
-        """Say whether nobody but the last step has written to a state number, so that those of all pieces are equal."""
+        """Say whether only the last step has written to state numbers, so that all pieces have equal ones."""
         return all(numbers._version == version for numbers, version in self._numbers)
 
     def follow(self) -> None:
-        """Make the state numbers of all pieces equal to those that were stepped."""
+        """Copy the state numbers that were stepped to all pieces."""
         for numbers, _ in self._numbers:
             numbers[1:].copy_(numbers[0])
         self._numbers = [(numbers, numbers._version) for numbers, _ in self._numbers]
 
 
 def _as_of(piece: _LocalPiece, local: torch.Tensor) -> RaggedDTensor:
-    """Return a tensor, of the shape of the piece, as one that is cut as the parameter."""
+    """Return ``local``, of the shape of the piece, as a ragged tensor that is cut like the parameter."""
     return RaggedDTensor.wrap(local, piece.param._spec.cast(local.dtype))
 
 
 def _joined(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
-    """Return a flat view [elements] of tensors of which each lies at its start from the first."""
+    """Return a flat view [elements] over tensors in one storage; ``starts`` count from the first of them."""
     return tensors[0].as_strided((starts[-1] + tensors[-1].numel(),), (1,), tensors[0].storage_offset())
 
 
 def _lies_at(start: int, tensor: torch.Tensor, first: torch.Tensor) -> bool:
-    """Say whether ``tensor``, of any shape, is contiguous in the storage of ``first``, so many elements after it."""
+    """Say whether ``tensor``, of any shape, is contiguous in the storage of ``first``, ``start`` elements after it."""
     return (
         tensor.storage_offset() == first.storage_offset() + start
         and tensor.dtype == first.dtype
@@ -240,7 +240,7 @@ def _lies_at(start: int, tensor: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def _places_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
-    """Return the place, see ``_LocalPiece``, of each parameter of the handles of ``params`` with elements, by id."""
+    """Return by id the place (see ``_LocalPiece``) of each parameter with elements, in all handles of ``params``."""
     handles = dict.fromkeys(handle for param in params if (handle := handle_of(param)) is not None)
     places: dict[int, tuple[int, int]] = {}
     for flat in (flat for handle in handles for flat in handle.buffers):
@@ -250,7 +250,7 @@ def _places_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[int, int]]:
 
 
 def _signature_of(entry: Mapping[Any, Any], piece: _LocalPiece) -> object:
-    """Return what must be equal in the state of two parameters for them to be stepped as one."""
+    """Return a value that is equal for the states of two parameters if they may be stepped as one."""
     found: list[object] = []
     for key, value in entry.items():
         if not isinstance(value, torch.Tensor):
@@ -273,16 +273,16 @@ def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 
 class _Plan:
-    """How an optimizer steps with the parameters, gradients and state that it has now.
+    """The plan of an optimizer's step with its current parameters, gradients and state.
 
-    Moves the state of pieces that are stepped as one tensor into one.
+    The constructor moves the state of pieces that are stepped as one tensor into one tensor.
 
     Args:
-        optimizer: What is planned for.
+        optimizer: The optimizer that steps.
         merges: Neighbours are stepped as one tensor.
 
     Attributes:
-        state: The state of what the optimizer sees.
+        state: The state of the tensors that the optimizer sees.
         locals: The local tensors of the sharded parameters.
     """
 
@@ -299,11 +299,11 @@ class _Plan:
             if type(param) is RaggedDTensor
         ]
         self.locals = [piece.local for piece in self._pieces]
-        # Neighbours come one after another; what has no place is nobody's neighbour.
+        # Neighbours follow each other here; a piece without a place has no neighbours.
         placed = sorted((piece.place, index) for index, piece in enumerate(self._pieces) if piece.place is not None)
         self._placed = [(index, self.locals[index].storage_offset()) for _, index in placed]
         grads = self._grads()
-        # Which pieces have no gradient, and which neighbours' gradients lie as the pieces do.
+        # Which pieces have no gradient, and which neighbours' gradients lie in memory as the pieces do.
         self._pattern = self._pattern_of(grads)
         for piece in self._pieces:
             if piece.param in state:
@@ -324,7 +324,7 @@ class _Plan:
         with DisableTorchFunction():
             grads = [_grad_of(piece.param) for piece in self._pieces]
         return [
-            # What autograd leaves after operations that gathered: the whole gradient on every rank.
+            # After operations that gathered, autograd leaves the whole gradient on every rank.
             slice_full(grad._local_tensor, piece.param._spec.layout)
             if isinstance(grad, DTensor) and type(grad) is not RaggedDTensor
             else getattr(grad, "_local_tensor", None)
@@ -339,14 +339,14 @@ class _Plan:
         return [grad is None for grad in grads], list(map(eq, origins, origins[1:]))
 
     def _runs(self, groups: Sequence[Mapping[str, Any]], grads: _Grads, state: _State) -> list[list[int]]:
-        """Return which pieces are stepped together.
+        """Return lists of the pieces, by index, that are stepped together.
 
-        Kernels for the CPU compute the elements left over after the last full vector in another
-        way: with the same result in fp32 and fp64, except for fused kernels, whose pieces must be
-        whole vectors, and never in lower precision, where every operation rounds.
+        Kernels for the CPU compute the elements after the last full vector in another way. In fp32
+        and fp64 the result is the same, except for fused kernels: their pieces must be whole vectors.
+        In lower precision every operation rounds, so pieces are not joined.
         """
         pieces = self._pieces
-        # What may be one: without a gradient nothing may.
+        # Pieces of equal kind may be joined; a piece without a gradient equals no other.
         kinds = [
             object()
             if grads[index] is None or not self._merges
@@ -378,7 +378,7 @@ class _Plan:
         leaders = {kinds[run[0]]: run for run in runs}
         for index, piece in enumerate(pieces):
             if piece.place is None:
-                # No kernel has anything to do for a piece without elements: its state numbers go along.
+                # A piece without elements needs no kernel: it joins a run, where its state numbers are stepped.
                 run = None if piece.local.numel() else leaders.get(kinds[index])
                 if run is None:
                     run = leaders[kinds[index]] = []
@@ -387,7 +387,7 @@ class _Plan:
         return runs
 
     def params_of(self, group: int) -> list[list[Any]]:
-        """Return what the optimizer sees of a param group, in one list or two: DTensors do not mix with others."""
+        """Return the tensors that the optimizer sees of a param group; DTensors are in a list of their own."""
         others = [param for param in self._members[group] if type(param) is not RaggedDTensor]
         local: list[Any] = [unit.tensor for unit in self._units if unit.pieces[0].group == group]
         local += [param for param in others if not isinstance(param, DTensor)]
@@ -395,7 +395,7 @@ class _Plan:
         return [params for params in (local, dtensors) if params]
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether the optimizer is as it was, but for values."""
+        """Say whether the optimizer is as it was, except for values."""
         groups = optimizer.param_groups
         return (
             _options_of(groups) == self._options
@@ -407,7 +407,7 @@ class _Plan:
         )
 
     def lend(self) -> bool:
-        """Give the units their gradients; ``False``: these lie in another way than when the plan was made."""
+        """Set the gradients of the units; ``False``: they lie in memory in another way than when the plan was made."""
         grads = self._grads()
         return self._pattern_of(grads) == self._pattern and all(unit.lend(grads) for unit in self._units)
 
@@ -417,7 +417,7 @@ class _Plan:
             unit.tensor.grad = None
 
     def follow(self) -> bool:
-        """Bring the optimizer's own state up to date after a step; ``False``: the step made or replaced some."""
+        """Bring the optimizer's own state up to date after a step; ``False``: the step made or replaced state."""
         if not _are_same(_values_of(self.state), self._before):
             return False
         for unit in self._units:
@@ -425,7 +425,7 @@ class _Plan:
         return True
 
     def show(self, state: _State) -> None:
-        """Show in ``state``, the optimizer's own, what a step made or replaced."""
+        """Put state that a step made or replaced into ``state``, the optimizer's own."""
         found = {param: entry for param, entry in self.state.items() if isinstance(param, nn.Parameter)}
         for unit in self._units:
             if unit.tensor in self.state:
@@ -437,12 +437,12 @@ class _Plan:
 
 
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[object]:
-    """Return what decides how elements are computed, for each group; and how many parameters were ever replaced."""
+    """Return the options of each group that choose kernels, and a number that changes when a parameter is replaced."""
     return [*((group.get("fused"), group.get("differentiable")) for group in groups), CHANGES.marks]
 
 
 class LocalStep:
-    """Steps in place of an optimizer, on local tensors, from ``begin`` to ``end``.
+    """The steps of an optimizer on local tensors, each from ``begin`` to ``end``.
 
     Args:
         kind: The optimizer's class, which computes each element from that element alone.
@@ -457,7 +457,7 @@ class LocalStep:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all, also a step that an exception has cut short: the optimizer has another state."""
+        """Forget the plan, and a step that an exception has cut short: the optimizer has loaded other state."""
         self._abandon()
         self._remembered: _Plan | None = None
 
@@ -471,15 +471,15 @@ class LocalStep:
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether an optimizer is element-wise, and all of its parameters of now are sharded."""
+        """Say whether an optimizer is element-wise, and all of its current parameters are sharded."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         return type(optimizer) in ELEMENT_WISE and all(type(param) is RaggedDTensor for param in params)
 
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with which torch's ``step`` is to run in place of that of ``optimizer``."""
+        """Begin a step; return the arguments of torch's ``step``, with the stand-in in place of ``optimizer``."""
         self.end(has_failed=True)
         self._optimizer = optimizer
-        # As it is now: users set attributes of optimizers, and scalers leave DTensors for fused ones.
+        # Copied anew in each step: users set attributes on optimizers, and scalers set DTensors on fused ones.
         vars(self._shell).update(
             {
                 name: value._local_tensor if isinstance(value, DTensor) else value
@@ -491,7 +491,7 @@ class LocalStep:
         return (self._shell,), {name: self._with_gradients(value) for name, value in kwargs.items()}
 
     def _with_gradients(self, closure: Any) -> Any:
-        """Let groups be made anew after a closure, if it is one: it makes other gradients."""
+        """Return ``closure``; if it can be called, groups are made anew after it, as it makes other gradients."""
         if not callable(closure):
             return closure
 
@@ -503,7 +503,7 @@ class LocalStep:
         return evaluate
 
     def _local_groups(self) -> list[dict[str, Any]]:
-        """Return the groups when they are asked for: hooks before a step, and closures, set gradients and options."""
+        """Return the groups, made at the first read: hooks before a step, and closures, set gradients and options."""
         if self._groups is None:
             self._plan = self._lent_plan(self._optimizer)
             self._shell.state = self._plan.state
@@ -531,11 +531,11 @@ class LocalStep:
         return plan
 
     def end(self, *, has_failed: bool = False) -> None:
-        """Take the gradients away, and bring what the step did to the optimizer; nothing where none has begun."""
+        """Take the gradients away and give the optimizer the state of the step; do nothing if no step has begun."""
         plan, optimizer = self._plan, self._optimizer
         self._abandon()
         if plan is not None:
             note_written(plan.locals)
             if has_failed or not plan.follow():
                 plan.show(optimizer.state)
-                self._remembered = None  # With its state, whose tensors must not outlive that of the optimizer.
+                self._remembered = None  # Its state tensors must not outlive those of the optimizer.

@@ -1,8 +1,8 @@
-"""Moves an optimizer to sharded parameters.
+"""The move of an optimizer to sharded parameters, and the checks before its steps.
 
 Most optimizers keep tensors of the parameter's shape, which are cut as the parameter is, and
-numbers such as the step counter, which every rank holds. Steps that would be in vain are refused: on parameters that
-were replaced, that have no values, or whose gradients are under way.
+numbers such as the step counter, which every rank holds. Steps that would be lost are refused: on parameters that
+were replaced, that have no values, or whose gradients are still being reduced.
 """
 
 import functools
@@ -36,7 +36,7 @@ __all__ = [
 
 _is_meta = attrgetter("is_meta")
 
-# An optimizer with an attribute of this name finds out itself when its parameters need the check.
+# An optimizer with an attribute of this name decides itself when to check its parameters.
 CHECKS_ITSELF = "_composable_local_step"
 
 
@@ -60,7 +60,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to update parameters that an annotation has replaced, or that have no values.
 
     Raises:
-        UsageError: As ``check_replaced``, or a sharded parameter is still on the meta device.
+        UsageError: A parameter was replaced, or a sharded parameter is still on the meta device.
     """
     check_replaced(optimizer)
     for group in optimizer.param_groups:
@@ -87,7 +87,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _then_checked(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Let what makes the gradients end with a check of them."""
+    """Return ``closure`` with a check of the gradients at its end."""
 
     def evaluate() -> Any:
         loss = closure()
@@ -103,7 +103,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _describe_params(optimizer: torch.optim.Optimizer) -> str:
-    """Name the parameters on the meta device, of which the optimizer knows no names unless it was given some."""
+    """Describe the parameters on the meta device: by name if the optimizer was given names, else by shape."""
     found: list[str] = []
     for group in optimizer.param_groups:
         names = group.get("param_names") or [f"of shape {list(param.shape)}" for param in group["params"]]
@@ -113,11 +113,11 @@ def _describe_params(optimizer: torch.optim.Optimizer) -> str:
 
 @functools.cache
 def check_every_step() -> None:
-    """Refuse such steps of every optimizer of the process, and those with gradients that are under way; once."""
+    """Check parameters and gradients before each step of every optimizer of the process; a second call does nothing."""
     before_every_step(_check_optimizer)
 
 
-# What torch's optimizers keep once a parameter. By name: a scalar parameter's other state is a scalar too.
+# State that torch's optimizers keep once per parameter. By name: a scalar parameter's other state is a scalar too.
 _PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -129,7 +129,7 @@ def is_per_element(key: object, value: object, shape: torch.Size) -> bool:
 def cut_state(entry: dict[Any, Any], param: RaggedDTensor) -> None:
     """Make the state of ``param`` ragged, in place: whole tensors of its shape become this rank's pieces.
 
-    No communication: every rank holds whatever is whole. Tensors of other shapes become replicated DTensors, numbers
+    No communication: every rank holds the whole tensors. Tensors of other shapes become replicated DTensors, numbers
     stay plain.
 
     Raises:
@@ -179,11 +179,11 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
-    """Make an optimizer that was built before ``model`` was annotated hold the parameters it has now.
+    """Give an optimizer that was built before ``model`` was annotated the parameters that the model has now.
 
-    Param groups keep their order and options, and the state comes along, in its dtypes: training goes on as if
-    nothing had happened. Whole state, of the parameters' full shapes, is cut to this rank's pieces, without
-    communication; every rank must hold the same. The other way round, and from one cut to another, state is gathered.
+    Param groups keep their order and options, and the state is kept, in its dtypes: training goes on as
+    before. Whole state, of the parameters' full shapes, is cut to this rank's pieces, without
+    communication; every rank must hold the same. For plain parameters, or another cut, state is gathered.
 
     Collective where state of sharded parameters is gathered: all ranks of their mesh.
 
@@ -197,8 +197,8 @@ def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     Raises:
         ConfigError: An argument is of another kind; or the optimizer holds no parameter that ``model`` has or had,
             or one that nothing replaced; nothing was changed.
-        UsageError: The optimizer keeps state that is not a parameter's own (LBFGS, once it has stepped), or that of a
-            parameter which tensor parallelism has split.
+        UsageError: The optimizer keeps state that is not a parameter's own (LBFGS, once it has stepped), or state
+            of a parameter that tensor parallelism has split.
     """
     check_optimizer("optimizer", optimizer)
     check_module("model", model)
@@ -223,7 +223,7 @@ def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
 
 
 def _find_replacements(optimizer: torch.optim.Optimizer, model: nn.Module) -> Mapping[int, nn.Parameter]:
-    """Return what takes the place of each replaced parameter, by the id of the old one."""
+    """Return the new parameter for each replaced one, by the id of the old one."""
     current = {id(param) for param in model.parameters()}
     found: dict[int, nn.Parameter] = {}
     lost: list[str] = []
@@ -254,7 +254,7 @@ def _find_replacements(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ma
 
 
 def _convert(entry: Any, new: nn.Parameter) -> Any:
-    """Return the state of a parameter as ``new`` needs it."""
+    """Return the state of a parameter in the form for ``new``: cut or whole."""
     if not isinstance(entry, dict):
         return entry
     entry = dict(entry)
