@@ -1,6 +1,6 @@
 """Tests of training code on many ranks in one process.
 
-Needs torch only, and changes nothing of it but while ``simulate`` runs.
+The package needs torch only, and changes torch only while ``simulate`` runs.
 """
 
 from composable.testing.parity import Difference, check_parity

@@ -1,6 +1,6 @@
-"""Compares many ranks with one process.
+"""A comparison of training on ranks with training in one process.
 
-The ranks' losses are averaged, their gradients and weights compared as a whole, by FQN.
+Losses are averaged over the ranks; full gradients and full weights are compared by FQN.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,16 +25,16 @@ OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Difference:
-    """The element of one tensor that is furthest from that of the reference.
+    """The element of one tensor that differs most from the reference.
 
     Attributes:
         what: ``"loss"``, ``"gradient"`` or ``"weight"``.
-        world_size: Ranks there were.
-        rank: Where it was seen.
+        world_size: Number of ranks.
+        rank: The rank on which it was seen.
         step: Optimizer steps done before; weights are compared after the step, and before the first as step -1.
-        fqn: Of the parameter; empty for a loss.
-        value: On the ranks.
-        expected: In one process.
+        fqn: The parameter; empty for a loss.
+        value: The value on the ranks.
+        expected: The value in one process.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def amount(self) -> float:
-        """How far apart the two are."""
+        """The distance between the two values."""
         return abs(self.value - self.expected)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Training:
-    """One way of training that is run in one process and on ranks."""
+    """A training that runs in one process and on ranks."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: BatchFn
@@ -92,28 +92,28 @@ def check_parity(
 ) -> dict[str, Difference]:
     """Train on ranks that are threads and in one process, and compare losses, gradients and weights.
 
-    The one process trains on the concatenation of what ``batch_fn`` gives for every rank. That equals the ranks'
-    average only where the loss is a mean over samples that do not see each other: no dropout, no batch norm.
-    Returns the largest difference that it let pass of each kind: loss, gradient, weight.
+    The one process trains on the concatenated batches of all ranks. Its loss equals the ranks' average only if the
+    loss is a mean over independent samples: no dropout, no batch norm. Returns the largest difference within the
+    tolerance of each kind: loss, gradient, weight.
 
     Args:
         model_fn: Makes the model; called after ``torch.manual_seed(seed)``, on every rank and in the one process.
         batch_fn: Called with step and rank, returns that rank's batch: tensors, also in tuples, lists and dicts, with
             the sample as first dim and as many samples on every rank. Anything else has to be equal on all ranks.
-        annotate: What makes the model parallel, such as ``fully_shard``; a wrapper it returns is what is called.
+        annotate: Makes the model parallel, such as ``fully_shard``; if it returns a wrapper, the wrapper is called.
         world_sizes: Numbers of ranks to try.
-        loss_fn: Called with model and batch, returns the mean loss. Default: the model is called with the tensor, the
-            tuple or the dict that the batch is, and what it returns is averaged.
+        loss_fn: Called with model and batch, returns the mean loss. Default: the model is called with the batch, a
+            tensor, tuple or dict, and its output is averaged.
         optimizer_fn: Called with the annotated model. Default: SGD with a learning rate of 0.1.
         steps: Optimizer steps.
-        tolerance: Largest difference to let pass, absolute or relative to the expected value; of low-precision
-            parameters, two units in the last place always pass. Where some are of low precision, all that depends
-            on them is, and 1e-6 is too little.
-        seed: Of all random generators.
+        tolerance: Largest difference that passes, absolute or relative to the expected value; for low-precision
+            parameters, two units in the last place always pass. If some parameters have low precision, all values
+            that depend on them have too, and 1e-6 is too small.
+        seed: The seed of all random generators.
         timeout_s: How long all ranks of one world size may take.
 
     Raises:
-        AssertionError: Something differs. Names the first difference, with world size, rank, step and FQN.
+        AssertionError: A value differs. The message has the first difference, with world size, rank, step and FQN.
         ConfigError: Batches that cannot be concatenated, or differ in size.
     """
     training = _Training(
@@ -174,7 +174,7 @@ def _on_a_rank(rank: int, training: _Training, expected: _Record) -> dict[str, D
 def _train(
     training: _Training, model: nn.Module, called: nn.Module, batches: Iterator[Any]
 ) -> Iterator[tuple[tuple[str, int, str], torch.Tensor]]:
-    """Train, and give every tensor that is to be compared, at the moment when it is."""
+    """Train, and yield every tensor to compare, as soon as it has its value."""
     optimizer = training.optimizer_fn(model)
     yield from _weights(model, -1)
     for step, batch in enumerate(batches):
@@ -185,7 +185,7 @@ def _train(
         loss.backward()
         yield ("loss", step, ""), loss.detach()
         for fqn, param in model.named_parameters():
-            # What has no gradient here may have one of zeros there.
+            # A parameter without a gradient here may have a gradient of zeros there.
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             yield ("gradient", step, fqn), _full(grad)
         optimizer.step()
@@ -203,7 +203,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> tuple[int, bool]:
-    """Return where the two are furthest apart, -1 if they are empty, and whether all elements are close."""
+    """Return the index where the two differ most, -1 if they are empty, and whether all elements are close."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise AssertionError(
             f"{list(value.shape)} {value.dtype} on the ranks, {list(expected.shape)} {expected.dtype} in one process"
@@ -217,20 +217,20 @@ def _compare(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> t
         allowed = max(tolerance, 2 * torch.finfo(value.dtype).eps if value.dtype.itemsize < 4 else 0.0)
     is_close = torch.isclose(value, expected, rtol=allowed, atol=allowed, equal_nan=True)
     distance = (value.double() - expected.double()).abs()
-    # What is no number is further than any other element, unless it is expected; of what is too far, the furthest.
+    # NaN counts as the largest distance, unless it is expected; elements that are too far come before others.
     distance = distance.masked_fill(is_close & distance.isnan(), 0.0).nan_to_num(nan=float("inf"))
     at = int(distance.masked_fill(is_close, -1.0).argmax() if not is_close.all() else distance.argmax())
     return at, bool(is_close.all())
 
 
 def _number(tensor: torch.Tensor, at: int) -> float:
-    """Return what ``_compare`` has found at ``at``."""
+    """Return the element at the index that ``_compare`` returned."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return float(tensor.flatten()[at].item()) if at >= 0 else 0.0
 
 
 def _concatenated(batches: Sequence[Any], step: int) -> Any:
-    """Return one batch that has the samples of all."""
+    """Return one batch with the samples of all ``batches``."""
     sizes = [
         {len(one) for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.ndim} for batch in batches
     ]

@@ -1,11 +1,11 @@
 """A process group of threads, with faults on request.
 
-A call deposits its tensors and returns; they move when the last rank has called, so that results of
-``async_op=True`` come as late as they may. torch has renamed some methods, so some stand here twice.
+A call deposits its tensors and returns. Values move when the last rank has called, so results of
+``async_op=True`` come as late as possible. torch has renamed some methods, so some have two names here.
 """
 
 # mypy: disable-error-code="override, assignment, call-arg"
-# (of each method, the one form of its arguments that torch.distributed uses)
+# (each method takes only the form of arguments that torch.distributed uses)
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ OPS = (
 
 @dataclass(frozen=True)
 class Delay:
-    """The rank's message leaves late: after the ranks have taken ``turns`` turns, or can do nothing else.
+    """A fault: the rank's message leaves late, after ``turns`` turns of the ranks, or when no rank can go on.
 
     Attributes:
         turns: How late, counted in turns of all ranks; there is no time in a simulation.
@@ -53,12 +53,12 @@ class Delay:
 
 @dataclass(frozen=True)
 class Drop:
-    """The rank's message never leaves. Whoever waits for it gets a ``DesyncError`` once no rank can go on."""
+    """A fault: the rank's message is never sent. Ranks that wait get a ``DesyncError`` once no rank can go on."""
 
 
 @dataclass(frozen=True)
 class Raise:
-    """The call raises an error and sends nothing.
+    """A fault: the call raises an error and sends nothing.
 
     Attributes:
         error: The error.
@@ -69,13 +69,13 @@ class Raise:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to one call of one rank.
+    """A fault in one call of one rank.
 
     Attributes:
         rank: Global rank of the caller.
         op: Which kind of call: one of ``OPS``, or ``"any"``. Every form of an all-gather is an ``"all_gather"``.
         nth: Which of the rank's calls of that kind, from 1, counted over all groups.
-        action: What happens to it.
+        action: What happens to the call.
     """
 
     rank: int
@@ -85,11 +85,11 @@ class Fault:
 
 
 class FaultPlan:
-    """Tells each call its fault, and in the end which faults met no call.
+    """The faults of a simulation: each call takes its own, and faults that met no call are left.
 
     Args:
-        faults: What is to happen.
-        world_size: Ranks there are.
+        faults: The faults to cause.
+        world_size: Number of ranks.
 
     Raises:
         ConfigError: A fault that can meet no call.
@@ -108,7 +108,7 @@ class FaultPlan:
         self._calls: Counter[tuple[int, str]] = Counter()
 
     def take(self, rank: int, op: str) -> Delay | Drop | Raise | None:
-        """Count a call and return what is to happen to it."""
+        """Count a call and return the action of its fault, if it has one."""
         if not self._to_come:
             return None
         for kind in (op, "any"):
@@ -126,14 +126,14 @@ class FaultPlan:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedRank:
-    """What one rank has to do with the others.
+    """One rank, with the objects that it shares with the others.
 
     Attributes:
         rank: Its global number.
-        number: Differs from that of every other rank of every simulation in this process.
-        turns: Whose turn it is.
-        board: All that is under way.
-        faults: What is to go wrong.
+        number: A number that no other rank of any simulation in this process has.
+        turns: The scheduler of the ranks' threads.
+        board: The collectives and messages that are under way.
+        faults: The faults to cause.
         ranks_per_host: How many ranks share each host that is simulated.
     """
 
@@ -146,7 +146,7 @@ class SimulatedRank:
 
 
 class SimulatedWork(dist.Work):
-    """A call that was made: of a collective, or one end of a message."""
+    """The work of one call: a rank's part of a collective, or one end of a message."""
 
     def __init__(
         self, owner: SimulatedRank, pending: Rendezvous | Transfer, shown: str, results: list[torch.Tensor]
@@ -158,7 +158,7 @@ class SimulatedWork(dist.Work):
         self._results = results
 
     def describe(self) -> str:
-        """Return what is waited for, and who cannot come."""
+        """Describe the call, and name the ranks that have not made its group."""
         absent = ", ".join(map(str, self._owner.board.ranks_without(self._pending.group)))
         return self._shown + (f" (not made on rank {absent})" if absent else "")
 
@@ -172,7 +172,7 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self._pending.is_over:
-            # Who asks in a loop would otherwise ask for ever.
+            # Else a rank that asks in a loop would ask for ever.
             self._owner.turns.let_others_run()
         return self._pending.is_over
 
@@ -203,9 +203,9 @@ class SimulatedGroup(dist.ProcessGroup):
     Args:
         owner: The rank.
         key: The group, the same on all its ranks.
-        backend: The name it goes by.
-        timeout: What it says its timeout is; nothing here waits that long.
-        description: What it is for, in a few words.
+        backend: The name of its backend.
+        timeout: The timeout that it reports; no call here waits that long.
+        description: Its purpose, in a few words.
     """
 
     def __init__(self, owner: SimulatedRank, key: GroupKey, backend: str, timeout: timedelta, description: str) -> None:
@@ -219,13 +219,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self._stand_in = SimpleNamespace(
             options=SimpleNamespace(_timeout=timeout), supports_coalescing=False, supports_splitting=False
         )
-        # While calls are being coalesced.
+        # The calls so far, while calls are being coalesced.
         self._coalesced: list[SimulatedWork] | None = None
 
     def __repr__(self) -> str:
         return f"SimulatedGroup({self._key}, rank {self._own})"
 
-    # What it says of itself.
+    # Properties that torch reads.
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return self._backend_name
@@ -265,7 +265,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def abort(self) -> None:
         pass
 
-    # One tensor, or as many as ranks.
+    # Collectives of one tensor, or of one tensor for each rank.
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         reduction = _reduction_of(opts)
@@ -303,7 +303,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._call("barrier", []).wait()
 
-    # One tensor with a slice for each rank.
+    # Collectives of one tensor with a slice for each rank.
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._call("all_gather", [self._gathered(self._slices(output), source)])
@@ -434,7 +434,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class _Several(dist.Work):
-    """Calls that were coalesced."""
+    """The work of several coalesced calls."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ __all__ = ["Board", "Call", "CollectivePart", "GroupKey", "Rendezvous", "Transfe
 class CollectivePart:
     """The tensors of one rank in one collective; a coalesced one has several parts.
 
-    Where there is one tensor per rank, they are in the order of the group.
+    If there is one tensor for each rank, tensors are in the order of the group.
     """
 
     inputs: Sequence[torch.Tensor] = ()
@@ -41,7 +41,7 @@ class Call:
     root: int = -1
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return what has to be equal on all ranks."""
+        """Return the properties of the call that must be equal on all ranks."""
         shared = [None if part.shared is None else (part.shared.shape, part.shared.dtype) for part in self.parts]
         return self.op, self.reduction, self.root, shared
 
@@ -56,12 +56,12 @@ class Call:
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    # What stands in for C++ calls nothing of ours, at which interrupts would stop.
+    # Not with ``dtype_text``: tests that interrupt the library must not stop here, in place of C++.
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _exchange(calls: Sequence[Call]) -> None:
-    """Carry out a collective in which all ranks have arrived, with calls that fit each other.
+    """Carry out a collective that all ranks have called, with calls that fit each other.
 
     Raises:
         ValueError: Tensors that do not fit in an all-to-all.
@@ -78,7 +78,7 @@ def _move(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    # The counter that tells autograd of changes is shared with `detach`: as after a real collective.
+    # `detach` shares the version counter, so autograd sees the change, as after a real collective.
     with torch.inference_mode(target.is_inference()):
         target = target.detach()
         target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
@@ -169,10 +169,10 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class GroupKey:
-    """A process group, the same on all its ranks.
+    """The key of a process group, the same on all its ranks.
 
     Attributes:
-        name: As torch.distributed calls it.
+        name: Its name in torch.distributed.
         ranks: Global ranks, in the order of the group.
         nth: How many groups of that name and those ranks there were before.
     """
@@ -211,7 +211,7 @@ class Rendezvous:
         self.is_over = True
 
     def raise_failure(self, rank: int) -> None:
-        """Raise on ``rank`` what is wrong with the collective, if anything is."""
+        """Raise the failure of the collective on ``rank``, if there is one."""
         if self.failure:
             lines = [f"    rank {self.group.ranks[at]}: {call}" for at, call in sorted(self.calls.items())]
             raise DesyncError(
@@ -241,7 +241,7 @@ class Transfer:
         return f"{op} of {_shown(self.tensor)}{tag} in {self.group}"
 
     def fits(self, other: "Transfer") -> bool:
-        """Say whether ``other`` is the far end."""
+        """Say whether ``other`` is the other end of the message."""
         return (
             other.is_send != self.is_send
             and other.group == self.group
@@ -251,13 +251,13 @@ class Transfer:
         )
 
     def raise_failure(self, rank: int) -> None:
-        """Raise on ``rank`` what is wrong with the message, if anything is."""
+        """Raise the failure of the message on ``rank``, if there is one."""
         if self.failure:
             raise DesyncError(self.failure, at=f"rank {rank}", fix="send and receive equal numbers of equal dtype")
 
 
 class Board:
-    """All that is under way between the ranks of one simulation."""
+    """The collectives and messages that are under way between the ranks of one simulation."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[GroupKey, int], Rendezvous] = {}
@@ -271,7 +271,7 @@ class Board:
         return GroupKey(name, tuple(ranks), nth)
 
     def ranks_without(self, group: GroupKey) -> list[int]:
-        """Return the ranks of ``group`` that have not made it: with names that differ, ranks never meet."""
+        """Return the ranks of ``group`` that have not made it: ranks with different group names never meet."""
         return [rank for rank in group.ranks if self._groups[rank, group.name, group.ranks] <= group.nth]
 
     def rendezvous(self, group: GroupKey, number: int) -> Rendezvous:
@@ -279,7 +279,7 @@ class Board:
         return self._open.setdefault((group, number), Rendezvous(group, number))
 
     def arrive(self, rendezvous: Rendezvous, group_rank: int, call: Call) -> None:
-        """Add a rank's call to a rendezvous, which is forgotten here once all are there."""
+        """Add a rank's call to a rendezvous; forget the rendezvous once all ranks have called."""
         rendezvous.arrive(group_rank, call)
         if rendezvous.is_over:
             del self._open[rendezvous.group, rendezvous.number]

@@ -7,7 +7,7 @@
 
     assert simulate(2, add_ranks) == [1.0, 1.0]
 
-One rank runs at a time, so a run is the same every time, and one that cannot go on ends at once.
+Only one rank runs at a time, so every run is the same, and a run that cannot go on ends at once.
 """
 
 import ctypes
@@ -49,11 +49,11 @@ T = TypeVar("T")
 
 
 class _Simulations:
-    """Those of this process.
+    """The simulations of this process.
 
     Attributes:
-        running: Held while one runs: torch is changed for one at a time.
-        numbers: Of ranks, no two alike.
+        running: Held while a simulation runs: torch is changed for one at a time.
+        numbers: Numbers for ranks, each used once.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Simulations:
 
 
 _SIMULATIONS = _Simulations()
-# How long a rank that is stuck may take to notice that it is over.
+# How long a stuck rank may take to notice that the simulation is over.
 UNWIND_S = 2.0
 
 
@@ -76,29 +76,29 @@ def simulate(
     ranks_per_host: int | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` ranks, each a thread, and return what each returned.
+    """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` ranks, each a thread, and return all results.
 
-    Inside, torch.distributed is initialised, with CPU collectives that behave as gloo's. Random generators, default
-    dtype and warning filters belong to a rank, as in a process of its own, and start as the caller's are now.
-    Global variables, environment variables and objects that ``fn`` finds outside itself are shared: make models in it.
+    Inside, torch.distributed is initialised, with CPU collectives that behave as gloo's. Each rank has its own
+    random generators, default dtype and warning filters, as in a process, which start as the caller's are now. Global
+    variables, environment variables and objects from outside ``fn`` are shared: make models inside ``fn``.
 
     Args:
         world_size: How many ranks.
-        fn: What each rank runs.
-        *args: Handed to ``fn`` after the rank; the same objects on all ranks.
-        faults: What is to go wrong: ranks or messages late, messages lost, calls that raise.
+        fn: The function that each rank runs.
+        *args: Passed to ``fn`` after the rank; the same objects on all ranks.
+        faults: The faults to cause: late ranks or messages, lost messages, calls that raise.
         seed: Varies the order in which ranks take turns. The same seed gives the same order; without one, a rank
             runs until it has to wait.
         timeout_s: How long all ranks together may take.
         ranks_per_host: How many ranks share a host, as ``HYBRID_SHARD`` without a mesh sees it; ``None``: all do.
-        **kwargs: Handed to ``fn``.
+        **kwargs: Passed to ``fn``.
 
     Raises:
         DesyncError: Every rank that is left waits for another one, or ranks meet in different collectives.
-        TimeoutError: A rank has not come to an end; says where it is.
+        TimeoutError: A rank has not ended in time; the message says where it is.
         ConfigError: A wrong argument.
         UsageError: A simulation is running in this process, or a fault has met no call.
-        BaseException: What the first rank to raise has raised; the others do not go on beyond where they need it.
+        BaseException: The error of the first rank that raised; the other ranks stop where they wait for that rank.
     """
     options: dict[str, Any] = {"faults": faults, "seed": seed, "timeout_s": timeout_s, "ranks_per_host": ranks_per_host}
     outcome = run(world_size, fn, *args, **options, **kwargs)
@@ -112,11 +112,11 @@ def simulate(
 
 @dataclass
 class Outcome:
-    """How a simulation ended: ranks that neither returned nor raised were unwound.
+    """The outcome of a simulation; ranks that neither returned nor raised were unwound.
 
     Attributes:
-        results: What ranks returned.
-        errors: What ranks raised, the first one first.
+        results: Results by rank.
+        errors: Errors by rank, the first one first.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
@@ -133,10 +133,10 @@ def run(
     ranks_per_host: int | None = None,
     **kwargs: Any,
 ) -> Outcome:
-    """Do what ``simulate`` does, but return what ranks raised.
+    """Run a function on ranks as ``simulate`` does, but return the errors of ranks too.
 
     Raises:
-        TimeoutError: As in ``simulate``, like the next two.
+        TimeoutError: A rank has not ended in time.
         ConfigError: A wrong argument.
         UsageError: A simulation is running, or a fault has met no call.
     """
@@ -184,7 +184,7 @@ class RankWorld(TorchWorld):
 
 
 class RankStore(Store):
-    """A store that all ranks share. Who waits in it lets the others run."""
+    """A store that all ranks share; a rank that waits in it lets the others run."""
 
     def __init__(self, turns: TurnScheduler) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class RankStore(Store):
 
 
 class _Simulation:
-    """Threads that take turns, what they share, and torch.distributed as each of them sees it."""
+    """The threads of ranks, which take turns, their shared objects, and the torch.distributed of each thread."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class _Simulation:
         self._turns.unwind_all()
         thread = self._turns.holder.thread
         if thread.ident is not None and thread.is_alive():
-            # As soon as it executes Python again.
+            # Raised as soon as the thread executes Python again.
             ident, error = ctypes.c_ulong(thread.ident), ctypes.py_object(Unwound)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
         if self._turns.all_ended.acquire(timeout=UNWIND_S):
@@ -309,7 +309,7 @@ class _Simulation:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Let rank threads have process groups of their own."""
+        """Give each rank's thread process groups of its own for this context."""
         with (
             torch_keeps_groups_by_thread(self._world_here, self._new_group, self._number_here),
             taking_turns(self._turns, self._world_here, self._adopt),
@@ -327,12 +327,12 @@ class _Simulation:
 
     @contextmanager
     def _default_group(self, rank: SimulatedRank) -> Iterator[None]:
-        """Make the calling thread that of ``rank``, with a default process group."""
+        """Make the calling thread the thread of ``rank``, with a default process group."""
         self._here.world = RankWorld(rank)
         hook, count, timeout = sys.excepthook, len(self._ranks), timedelta(seconds=self._timeout_s)
         try:
             dist.init_process_group("gloo", store=self._store, rank=rank.rank, world_size=count, timeout=timeout)
-            # torch puts the rank before what the process prints in the end.
+            # torch's hook would put the rank before errors of the whole process.
             sys.excepthook = hook
             yield
         finally:
@@ -357,7 +357,7 @@ class _Simulation:
         group_desc: str | None = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        """Do what torch's ``_new_process_group_helper`` does, in a thread that has ``world``."""
+        """Make a process group as torch's ``_new_process_group_helper`` does, in a thread that has ``world``."""
         if group_name in world.pg_names.values():
             raise ValueError(f"there is a process group called {group_name!r} already")
         members = list(ranks) or list(range(group_size))
@@ -365,7 +365,7 @@ class _Simulation:
             return dist.GroupMember.NON_GROUP_MEMBER, None
         tag = f"user:{pg_tag}" if pg_tag else f"ptd:{group_name}"
         if pg_tag:
-            # One tag and one set of ranks: one group.
+            # The same tag and the same ranks mean the same group.
             for group in world.tags_to_pg.get(tag, []):
                 if list(world.pg_group_ranks[group]) == members:
                     return group, world.pg_map[group][1]

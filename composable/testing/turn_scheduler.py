@@ -1,17 +1,17 @@
 """A scheduler that runs one thread at a time.
 
-A thread gives its turn away when it waits for something that has not come, and when it ends. Next is the
-following one that can go on, or one drawn from ``seed``: never chance, so that a run can be repeated.
-When no thread can go on, all of them learn at once what each is waiting for.
+A thread passes its turn on when it has to wait, and when it ends. The next thread is the following one that
+can go on, or one drawn with ``seed``: never by chance, so that a run can be repeated. When no thread can go
+on, each gets an error that says what all of them wait for.
 
 Threads that a rank starts (a checkpoint written in the background, an executor) belong to it and take turns too.
-While a simulation runs, what waits in Python's own way (conditions, and with them events, futures and queues; joins)
-lets others run instead of blocking the thread whose turn it is. Daemon threads are left alone: they run at any time,
-wait as ever, and may not communicate.
+While a simulation runs, Python's own waits (conditions, and so events, futures and queues; joins) let other threads run
+instead of blocking the thread whose turn it is. Daemon threads are left alone: they run at any time, wait as usual, and
+may not communicate.
 
-What a rank in a process would have for itself, and threads of one process share, is exchanged with the turn: random
-generators of torch and Python, default dtype and warning filters. Grad mode, autocast and the like are a thread's own
-in torch already.
+State that ranks in processes would have for themselves, but threads of one process share, is exchanged with the turn:
+random generators of torch and Python, default dtype and warning filters. Grad mode, autocast and similar modes belong
+to a thread in torch already.
 """
 
 import queue
@@ -34,16 +34,16 @@ __all__ = ["ProcessState", "RankThread", "StartedByRank", "TurnScheduler", "Unwo
 
 _NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, threading.__file__))
 
-# What `warnings.catch_warnings` replaces, and puts back.
+# Attributes that `warnings.catch_warnings` replaces, and puts back.
 _WARNING_PARTS = ("filters", "showwarning", "_showwarnmsg_impl")
 
 
 class Unwound(BaseException):
-    """Ends a rank that waits for what another rank, which has raised, will never send."""
+    """The exception that ends a rank which waits for another rank that has raised."""
 
 
 class ProcessState:
-    """What the process had at one moment: taken when made."""
+    """The shared state of the process at the moment when the object is made."""
 
     __slots__ = ("_dtype", "_python", "_torch", "_warnings")
 
@@ -54,7 +54,7 @@ class ProcessState:
         self._warnings = {part: getattr(warnings, part) for part in _WARNING_PARTS if hasattr(warnings, part)}
 
     def restore(self) -> None:
-        """Give the process back what it had."""
+        """Give the process this state again."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         if torch.get_default_dtype() != self._dtype:
@@ -64,7 +64,7 @@ class ProcessState:
 
 
 class StartedByRank(threading.Thread):
-    """A rank's own thread: does not keep the process alive, but what it starts is no daemon for that."""
+    """A rank's own thread: a daemon for the process, but threads that it starts are no daemons by default."""
 
     _runs = False
 
@@ -82,7 +82,7 @@ class StartedByRank(threading.Thread):
 
 
 class _Wait(NamedTuple):
-    """What a thread waits for; see ``TurnScheduler.wait``."""
+    """The wait of a thread; see ``TurnScheduler.wait``."""
 
     is_over: Callable[[], bool]
     describe: Callable[[], str]
@@ -94,12 +94,12 @@ class RankThread:
     """A thread that takes turns.
 
     Attributes:
-        thread: What runs it.
-        name: Of a thread that a rank has started; empty for the rank's own.
-        turn: Locked except while it is about to run.
-        ended: How it ended, as messages say it.
-        has_raised: Others may wait for it in vain.
-        error: What it is to raise.
+        thread: The Python thread.
+        name: The name of a thread that a rank has started; empty for the rank's own.
+        turn: Locked except while the thread is about to run.
+        ended: How it ended, in the words of messages; empty before.
+        has_raised: It has raised, so others may wait for it for ever.
+        error: The error that it raises at its next turn.
     """
 
     rank: int
@@ -127,12 +127,12 @@ class RankThread:
 
 
 class TurnScheduler:
-    """Lets one thread after the other run.
+    """A scheduler that lets one thread after the other run.
 
     Args:
-        threads: Those of the ranks, not started.
-        seed: Draws who is next, and gives turns away at every call. Without: in order, and only where a rank has to
-            wait.
+        threads: The threads of the ranks, not started.
+        seed: Draws the next thread, and whether a turn ends at a call. ``None``: threads run in order, and a turn ends
+            only when a rank has to wait.
     """
 
     def __init__(self, threads: Sequence[threading.Thread], seed: int | None) -> None:
@@ -143,7 +143,7 @@ class TurnScheduler:
         self.all_ended.acquire()
         self._here = threading.local()
         self._random = None if seed is None else random.Random(seed)
-        # What is under way: turns left, and what happens then.
+        # Late messages: the turn when each is due, and the function that delivers it.
         self._late: list[tuple[int, Callable[[], None]]] = []
         self._turns = 0
 
@@ -153,17 +153,17 @@ class TurnScheduler:
         self.holder.turn.release()
 
     def enter(self, thread: RankThread) -> None:
-        """Make ``thread`` the one that is calling, and wait for its first turn."""
+        """Register the calling thread as ``thread``, and wait for its first turn."""
         thread.turn.acquire()
         self._here.thread = thread
         self._states[thread.rank].restore()
 
     def thread_here(self) -> RankThread | None:
-        """Return which thread is calling; ``None``: one that takes no turns."""
+        """Return the calling thread; ``None``: it takes no turns."""
         return getattr(self._here, "thread", None)
 
     def add(self, thread: threading.Thread) -> RankThread:
-        """Let a thread that the calling rank is about to start take part."""
+        """Add a thread that the calling rank is about to start."""
         added = RankThread(self._caller().rank, len(self.threads), thread, thread.name)
         self.threads.append(added)
         return added
@@ -174,12 +174,12 @@ class TurnScheduler:
         describe: Callable[[], str],
         give_up: Callable[[], bool] = bool,
     ) -> None:
-        """Return when ``is_over`` says so; others run meanwhile.
+        """Wait until ``is_over`` returns true; other threads run meanwhile.
 
         Args:
-            is_over: Says whether what is waited for has come.
-            describe: Returns what that is, for messages.
-            give_up: Ends now what has a timeout, when no thread can go on; returns whether that is so.
+            is_over: Says whether the wait is over.
+            describe: Returns the text for messages: what the thread waits for.
+            give_up: Called when no thread can go on: ends a wait that has a timeout, and returns whether it has.
 
         Raises:
             DesyncError: No thread can go on.
@@ -205,11 +205,11 @@ class TurnScheduler:
             thread.raise_if_unwinding()
 
     def later(self, turns: int, happen: Callable[[], None]) -> None:
-        """Call ``happen`` after so many turns, or when no thread can go on before."""
+        """Call ``happen`` after ``turns`` turns, or earlier if no thread can go on."""
         self._late.append((self._turns + turns, happen))
 
     def end(self, thread: RankThread, how: str) -> None:
-        """Give the turn away for good."""
+        """End ``thread``: pass its turn on for the last time."""
         self._states[thread.rank] = ProcessState()
         thread.ended = how
         self._here.thread = None
@@ -221,7 +221,7 @@ class TurnScheduler:
             thread.is_unwinding = True
 
     def _caller(self) -> RankThread:
-        thread: RankThread = self._here.thread  # one that takes turns
+        thread: RankThread = self._here.thread  # called only by threads that take turns
         return thread
 
     def _hand_over(self, thread: RankThread) -> None:
@@ -253,7 +253,7 @@ class TurnScheduler:
         return following
 
     def _next_after(self, thread: RankThread) -> RankThread | None:
-        """Return which thread runs next; ``thread`` itself last of all."""
+        """Return the thread that runs next; ``thread`` itself only if no other can."""
         order = [*self.threads[thread.index + 1 :], *self.threads[: thread.index + 1]]
         able = [other for other in order if other.can_go_on()]
         if self._random is None or len(able) < 2:
@@ -291,9 +291,9 @@ def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable
     """Let threads that ranks start take part in ``turns`` while the context lasts.
 
     Args:
-        turns: Whose turn it is.
-        world: Returns what the calling thread has of torch.distributed.
-        adopt: Gives the same to a thread that it starts.
+        turns: The scheduler.
+        world: Returns the process groups of the calling thread.
+        adopt: Called in a thread that this one starts; gives that thread the same process groups.
     """
     own_start, own_join, own_wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
     own_queue = queue.SimpleQueue
@@ -306,7 +306,7 @@ def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable
             return
         if not thread.daemon:
             take_part(thread)
-        # The thread says that it has started before it waits for its turn.
+        # A native wait: the thread reports that it has started before it waits for its turn.
         starting.is_native = True
         try:
             own_start(thread)
@@ -338,7 +338,7 @@ def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable
         asks_only = timeout is not None and timeout <= 0
         if asks_only or turns.thread_here() is None or getattr(starting, "is_native", False):
             return own_wait(condition, timeout)
-        # As in Condition.wait, with turns in place of blocking; where nobody can go on, nothing but time could pass.
+        # As in Condition.wait, with turns in place of blocking. If no thread can go on, the timeout has passed.
         lock, passed = threading.Lock(), list[float]()
         lock.acquire()
         condition._waiters.append(lock)
@@ -358,7 +358,7 @@ def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable
         return not passed
 
     changed.Thread.start, changed.Thread.join, changed.Condition.wait = start, join, wait
-    # The one in C waits without asking anybody.
+    # The queue written in C blocks without passing the turn on.
     queue.SimpleQueue = getattr(queue, "_PySimpleQueue", own_queue)  # type: ignore[misc]
     try:
         yield
