@@ -1,8 +1,8 @@
 """Saves a run, and loads it.
 
-What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its
-``get_state_dict``; torch alone reads it too. Around it: the folder that is whole or invisible
-(``run_folder.py``), and checks of bytes and names before anything is changed (``contents.py``). Loading
+A saved run is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its ``get_state_dict``;
+torch alone reads it too. This library adds the folder that is whole or invisible (``run_folder.py``),
+and checks of bytes and names before anything is changed (``contents.py``). Loading
 verifies first and then reads in place: beside the model's own tensors it needs memory for the state of optimizers only.
 """
 
@@ -50,8 +50,8 @@ class SavedCheckpoint:
 
     Attributes:
         path: Its folder.
-        step: What ``save_checkpoint`` was given.
-        extra: What ``save_checkpoint`` was given; tensors in their shapes and dtypes, on the CPU.
+        step: The ``step`` that ``save_checkpoint`` was given.
+        extra: The ``extra`` that ``save_checkpoint`` was given; tensors in their shapes and dtypes, on the CPU.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class SaveHandle:
 
     def __init__(self, writers: Ranks, beside: Ranks, name: str) -> None:
         self._writers = writers
-        # What the group of a background save was made beside: it ends with that one.
+        # The ranks whose group the group of a background save was made beside: both end together.
         self._beside = beside
         self._result: Future[Path] = Future()
         self._lost = f"{name} has failed, and nobody waited for it"
@@ -73,7 +73,7 @@ class SaveHandle:
     def _run_in_background(self, write: Callable[[], Path]) -> None:
         call_before_destroy(_wait_for_all)
         _SAVES.open.add(self)
-        # Python waits for threads like this one before it ends, and lets them start others. A pool at that time raises.
+        # Python waits for such a thread before it ends, and lets it start others. A pool would raise at that time.
         Thread(target=self._run, args=(write,), name="save_checkpoint", daemon=False).start()
 
     def _run(self, write: Callable[[], Path]) -> None:
@@ -92,11 +92,11 @@ class SaveHandle:
     def wait(self) -> Path:
         """Return the checkpoint's folder once it is whole on disk.
 
-        Every rank waits for itself. ``destroy_process_group()`` and the end of the process wait too, and raise nothing:
-        a failure that nobody was told of ends the process with code 1 and a message.
+        Each rank may call it alone. ``destroy_process_group()`` and the end of the process wait too, and raise nothing:
+        a failure that no ``wait`` has raised ends the process with code 1 and a message.
 
         Raises:
-            UsageError: Writing failed; earlier checkpoints are as they were. On every rank.
+            UsageError: Writing failed, on every rank; earlier checkpoints are as they were.
         """
         self._result.exception()
         _SAVES.open.discard(self)
@@ -104,11 +104,11 @@ class SaveHandle:
 
 
 class _Saves:
-    """The saves in the background of this process.
+    """The background saves of this process.
 
     Attributes:
-        last: The last one of each model.
-        open: Those that are under way, or have failed and nobody was told.
+        last: The last save of each model.
+        open: Saves that are under way, or that have failed without a ``wait`` that raised it.
     """
 
     def __init__(self) -> None:
@@ -128,20 +128,20 @@ def _wait_for_all() -> None:
 
 @atexit.register
 def _fail_if_lost() -> None:
-    """End the process with an error where a save failed and nobody was told. Its threads have ended before."""
+    """End the process with an error if a save failed and no ``wait`` raised it. All threads have ended before."""
     for handle in _SAVES.open:
         error = UsageError(handle._lost, at=handle._place, fix="call wait() on what save_checkpoint returns")
         error.__cause__ = handle._result.exception() if handle._result.done() else None
         sys.excepthook(UsageError, error, None)
     if _SAVES.open:
-        # An exception would be printed here, and the process would end as if nothing had happened.
+        # An exception here would only be printed, and the process would end without an error code.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(1)
 
 
 def _settle(model: nn.Module) -> SaveHandle | None:
-    """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
+    """Wait for the last background save of ``model``; return it. Raises its error unless a ``wait`` did before."""
     previous = _SAVES.last.get(model)
     if previous in _SAVES.open:
         previous.wait()
@@ -166,16 +166,16 @@ def save_checkpoint(
     first rank ends.
 
     Args:
-        folder: Of the run; made if need be.
+        folder: The folder of the run; made if needed.
         step: Optimizer steps done. A checkpoint of the same step is replaced.
-        model: Annotated or plain. Each rank writes its pieces of sharded tensors, in their own dtypes; what is stored
-            are the full shapes, each element once.
-        optimizer: One, several, or none. State is saved by FQN, as it is: nothing is initialised for it.
+        model: Annotated or plain. Each rank writes its pieces of sharded tensors, in their own dtypes; the
+            checkpoint has the full shapes, each element once.
+        optimizer: One, several, or none. State is saved by FQN, as it is; missing state is not initialised.
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
-            tuples and dicts of them. Rank 0's is saved.
-        keep: Checkpoints to leave in the folder, this one included.
+            tuples and dicts of them. The value of rank 0 is saved.
+        keep: Number of checkpoints to leave in the folder, with this one.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
-            save of the model waits for it, and raises what it raised.
+            save of the model waits for this one, and raises its error.
 
     Returns:
         A handle to wait with; done already unless ``asynchronous``.
@@ -217,7 +217,7 @@ def save_checkpoint(
             return _write(writers, partial, state, publish)
         except BaseException as error:
             if ranks.rank == 0:
-                # After an error no rank writes any more: all have told how it went.
+                # After an error no rank writes any more: all ranks have reported.
                 run_folder.abandon(partial, remove=isinstance(error, Exception))
             raise
 
@@ -239,7 +239,7 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
         path: The folder of a run, or of one checkpoint.
 
     Raises:
-        ConfigError: There is no checkpoint, it does not describe itself readably, or ``extra`` is damaged or no data.
+        ConfigError: There is no checkpoint, its description cannot be read, or ``extra`` is damaged or no data.
     """
     folder = run_folder.find_folder(as_path("path", path))
     manifest = run_folder.read_manifest(folder)
@@ -252,15 +252,15 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> SavedCheckpoint:
     """Load what ``save_checkpoint`` saved, whatever number of ranks and way of sharding wrote it.
 
-    Collective: all ranks. The bytes of all files and the names of all values are checked first, the ranks sharing
-    the reading; then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved. Whatever the
-    files hold, no code of theirs is run.
+    Collective: all ranks. The bytes of all files, each on one rank, and the names of all values are checked first;
+    then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved. No code in the files is
+    run.
 
     Args:
-        path: A run's folder, whose latest checkpoint is loaded, or a checkpoint's. Rank 0's counts.
+        path: The folder of a run, whose latest checkpoint is loaded, or of one checkpoint. The value of rank 0 counts.
         model: Annotated or plain; not on the meta device. Its tensors have the full shapes that were saved, of which
             each rank reads its pieces; values of other dtypes are cast.
-        optimizer: Those that were saved, in that order; or none: the model is loaded alone.
+        optimizer: The optimizers that were saved, in that order. ``None``: only the model is loaded.
 
     Returns:
         The checkpoint, on every rank with the ``extra`` that rank 0 saved.
@@ -291,7 +291,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         flat = contents.targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
     with _as_ours(failure), warnings.catch_warnings():
-        # There may be no process group: a single process is meant.
+        # Without a process group torch warns; here this means a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(flat, storage_reader=reader, planner=contents.DataPlanner(folder))
     try:
@@ -312,7 +312,7 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optim
 
 
 def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
-    """Return what ``call`` gives on the first rank; ``failure`` says what an error of the system means."""
+    """Return the first rank's result of ``call`` on every rank; ``failure`` is the text for errors of the system."""
     result: Any = None
     with ranks.agreed(), _as_ours(failure):
         if ranks.rank == 0:
@@ -325,7 +325,7 @@ def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
 
 
 def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
-    """Return the same ranks on a group of their own, the one of ``previous`` where it still serves."""
+    """Return the same ranks in a group for background saves: the group of ``previous`` if it still fits."""
     if ranks.group is None:
         return ranks
     if previous is not None and previous._beside == ranks and previous._writers != ranks:
@@ -334,14 +334,14 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
 
 
 class _SummingWriter(FileSystemWriter):
-    """Writes the files of a rank, and notes in ``sums`` what is in them."""
+    """A writer of one rank's files, which keeps their lengths and checksums in ``sums``."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
-        """Write and sync what ``plan`` lists."""
+        """Write and sync the values that ``plan`` lists."""
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch says what became of its archive; behind that is why.
+            # torch's error is about its archive; the context of the error has the cause.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -364,7 +364,7 @@ def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[
 
 
 def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
-    """Do what torch's ``save`` does in one process, without its warning: filters are the main thread's to change."""
+    """Save like torch's ``save`` in one process, without its warning: only the main thread may change filters."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -378,7 +378,7 @@ def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
 
 
 def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
-    """Read all files, each on one rank, and raise on every rank where one is not what was written."""
+    """Read all files, each on one rank, and raise on every rank if one differs from what was written."""
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
     damage = ranks.objects(run_folder.find_damage(folder, mine))
     _check_undamaged(folder, [line for lines in damage for line in lines])
@@ -398,14 +398,14 @@ def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
 
 @contextmanager
 def _as_ours(what: str) -> Iterator[None]:
-    """Turn what torch's writers and readers raise, the same on every rank, into an error of this library."""
+    """Turn an error of torch's writers and readers, the same on every rank, into an error of this library."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, ComposableError):
             raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
-        # Of torch's text about a pickle, the part that advises to trust it is left out.
+        # torch's text about a pickle is replaced: it advises to trust the file.
         text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
         raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {text}") from cause
     except OSError as error:

@@ -5,7 +5,7 @@ reads what the other wrote: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optim
 Unlike there, an optimizer that has not stepped is saved without state and loaded without a step,
 and so is a parameter that has had no gradient.
 
-No code in a file is run: what is no tensor is read as data, and the pickle ``.metadata`` of
+No code in a file is run: values other than tensors are read as data, and the pickle ``.metadata`` of
 ``torch.distributed.checkpoint`` may name a few classes that hold data, and no others.
 """
 
@@ -65,7 +65,7 @@ _CLASSES_OF_METADATA = {
 
 
 def as_data(value: object, name: str) -> bytes:
-    """Return ``value`` as ``torch.load(weights_only=True)`` reads it; raises where that would not."""
+    """Return ``value`` packed for ``torch.load(weights_only=True)``; raises if that cannot read it."""
     packed = io.BytesIO()
     try:
         torch.save(value, packed)
@@ -80,18 +80,18 @@ def as_data(value: object, name: str) -> bytes:
 
 
 def read_data(source: Path | io.BytesIO, name: str) -> Any:
-    """Return what ``as_data`` packed, on the CPU; ``name`` says in the error where it is from."""
+    """Return a value that ``as_data`` packed, on the CPU; ``name`` says in errors where it is from."""
     try:
         return torch.load(source, "cpu", weights_only=True)
     except OSError:
         raise
-    # Whatever a broken archive or pickle makes torch raise.
+    # A broken archive or pickle makes torch raise errors of any type.
     except Exception as error:
         raise ConfigError(f"{name} cannot be read as data: {_without_advice(error)}", fix=_DISTRUST) from None
 
 
 def _without_advice(error: Exception) -> str:
-    """Return what is wrong with a pickle; torch goes on to advise how to run the code in it."""
+    """Return the fault of a pickle, without torch's advice on how to run the code in it."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named is not None:
         return f"it names {named[1]}"
@@ -101,7 +101,7 @@ def _without_advice(error: Exception) -> str:
 
 
 class DataPlanner(DefaultLoadPlanner):
-    """Reads into the flat names of a checkpoint; what is no tensor is read as data."""
+    """A planner that reads into the flat names of a checkpoint; values other than tensors are read as data."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -114,10 +114,10 @@ class DataPlanner(DefaultLoadPlanner):
 
 
 class DataReader(FileSystemReader):
-    """Reads the files of a checkpoint, and its ``.metadata`` as data."""
+    """A reader of a checkpoint's files, which reads ``.metadata`` as data."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return what the checkpoint holds and where; raises where its description is none."""
+        """Return the names and places of all values; raises if ``.metadata`` does not describe a checkpoint."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -125,14 +125,14 @@ class DataReader(FileSystemReader):
             return found
         except OSError:
             raise
-        # Whatever a broken pickle makes Python raise.
+        # A broken pickle makes Python raise errors of any type.
         except Exception as error:
             what = f"{path} does not describe a checkpoint: {error or type(error).__name__}"
             raise ConfigError(what, fix=_DISTRUST) from None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects of a few classes that hold data, and of no other."""
+    """An unpickler that makes objects of a few classes that hold data, and of no other."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -145,10 +145,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequence[OptimizerNames]) -> dict[str, Any]:
-    """Return the state of both as ``torch.distributed.checkpoint.save`` takes it.
+    """Return the state of model and optimizers in the form for ``torch.distributed.checkpoint.save``.
 
-    Tensors are the model's and the optimizers' own, sharded as they are, not copies. Raises where a parameter has no
-    values yet, or a value is neither a tensor nor plain data.
+    Tensors are the model's and the optimizers' own, sharded as they are, not copies. Raises if a parameter has no
+    values yet, or if a value is neither a tensor nor plain data.
     """
     _check_materialized(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -177,12 +177,12 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
     return state
 
 
-# Before a number that is a key: a checkpoint's names are text.
+# The prefix of a key that is a number: names in a checkpoint are text.
 _NUMBER = "number "
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Return ``value`` with text for those keys of its dicts that are numbers, as some optimizers count by them."""
+    """Return ``value`` with text in place of dict keys that are numbers, which some optimizers use."""
     if not isinstance(value, dict):
         return value
     return {
@@ -203,7 +203,7 @@ def _with_own_keys(value: Any) -> Any:
 
 
 def staged(state: Any) -> Any:
-    """Return a copy of ``state`` on the host that later steps leave alone."""
+    """Return a copy of ``state`` on the host that later steps do not change."""
     return tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else deepcopy(leaf), state
     )
@@ -225,10 +225,10 @@ def check_fit(
     current: Sequence[OptimizerNames],
     elsewhere: Collection[str],
 ) -> None:
-    """Raise one error that lists all in which a checkpoint differs from what it is to be loaded into.
+    """Raise one error that lists all differences between a checkpoint and the model and optimizers to load.
 
-    ``current`` are optimizers with the parameters that any rank has; without, the model alone counts. ``elsewhere``
-    are names of what only other ranks have.
+    ``current`` are the optimizers, with the parameters of all ranks; if it is empty, only the model is checked.
+    ``elsewhere`` are names that only other ranks have.
     """
     _check_materialized(model)
     sizes: dict[str, torch.Size | None] = {}
@@ -244,10 +244,10 @@ def check_fit(
 
 
 def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """Return what a checkpoint's flat names are read into.
+    """Return the tensors that a checkpoint is read into, by flat name.
 
-    Tensors are the model's own, and fresh ones for optimizer state, which are cut as their parameters, in the dtypes
-    that were saved. ``None``: no tensor. Of what only other ranks have there is nothing.
+    Tensors are the model's own, and new ones for optimizer state, which are cut like their parameters, in the dtypes
+    that were saved. ``None``: the value is no tensor. Names that only other ranks have are left out.
     """
     model_state = get_model_state_dict(model)
     params = {name: param for param, name in names_of_params(model).items()}
@@ -266,7 +266,7 @@ def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dic
 
 
 def _room_for(entry: Any, like: torch.Tensor | None) -> torch.Tensor | None:
-    """Return room for a tensor, cut and placed as a parameter, or whole if of another shape, as Adafactor's rows."""
+    """Return an empty tensor, cut and placed like a parameter, or whole if the shape differs, as Adafactor's rows."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     if isinstance(like, DTensor) and like.shape == entry.size:
@@ -278,7 +278,7 @@ def _room_for(entry: Any, like: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
-    """Give what was read into ``targets`` to the model and the optimizers."""
+    """Load the values that were read into ``targets`` into the model and the optimizers."""
     nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
     set_model_state_dict(model, nested.get("model", {}))
     saved = _with_own_keys(nested.get("optimizer", {}))
@@ -287,7 +287,7 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
     for optimizer in optimizers:
         fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-        # Their order within the optimizer's groups, which need not be that of the saved ones.
+        # Parameters keep their order within the optimizer's groups, which may differ from the saved order.
         own_groups = [{**group, **next(groups), "params": group["params"]} for group in packed]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         own_state = {
@@ -299,9 +299,9 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
 
 
 def _in_its_class(held: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter, in the optimizer's own tensors where these are packed: of 8 bits, say.
+    """Return the state of a parameter, in the optimizer's own tensors if these are packed, for example in 8 bits.
 
-    They are saved as the values that they stand for.
+    Packed tensors are saved as ordinary values.
     """
     found = dict(read)
     for key, value in held.items():

@@ -2,11 +2,11 @@
 
 A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and shared buffers under every
 name. Ragged tensors among them are gathered or filled in *batches* of bounded size. A call that moves full values
-starts with ``entries_for``, where all ranks find out whether they ask for the same.
+starts with ``entries_for``, where the ranks compare their requests.
 
-In checkpoints a parameter goes by the first FQN that it has in the model, without the parts that torch's own
+In checkpoints the name of a parameter is its first FQN in the model, without the parts that torch's own
 wrappers add, so a name means the same at every number of ranks and in plain torch. Ranks may have different parts of a
-model, such as experts: a name means one thing, whichever rank wrote it.
+model, such as experts: a name means the same parameter on every rank.
 """
 
 from collections import Counter
@@ -59,12 +59,12 @@ class OptimizerNames:
 
 
 def names_of_params(model: nn.Module) -> dict[torch.Tensor, str]:
-    """Return the name that each parameter goes by."""
+    """Return the name of each parameter in checkpoints."""
     return {param: plain_fqn(name) for name, param in model.named_parameters()}
 
 
 def optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[OptimizerNames]) -> list[str]:
-    """Return a line for each thing in which optimizers differ; the order within a group is no difference."""
+    """Return a line for each difference between optimizers; the order within a group does not count."""
     kinds = [", ".join(f"{one.kind} with {len(one.groups)} param groups" for one in each) for each in (saved, current)]
     if kinds[0] != kinds[1]:
         return [f"the checkpoint holds {kinds[0] or 'no optimizer'}; here: {kinds[1] or 'no optimizer'}"]
@@ -84,9 +84,9 @@ def optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[Opt
 def names_on_all(
     ranks: Ranks, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], arguments: Sequence[str] = ()
 ) -> tuple[tuple[OptimizerNames, ...], frozenset[str]]:
-    """Describe the optimizers with the parameters that any rank has; also return the names that only other ranks have.
+    """Describe the optimizers with the parameters of all ranks; also return the names that only other ranks have.
 
-    Collective. Raises where ranks have other optimizers or ``arguments``, or a name has several values.
+    Collective. Raises if ranks have different optimizers or ``arguments``, or if a name has several values.
     """
     with ranks.agreed():
         mine = _describe_optimizers(model, optimizers)
@@ -112,7 +112,7 @@ def names_on_all(
 
 
 def _describe_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[OptimizerNames, ...]:
-    # Modules that were unsharded by hand show their sharded parameters again, which the optimizers hold.
+    # Reshards modules that were unsharded by hand: the optimizers hold the sharded parameters.
     model.state_dict(keep_vars=True)
     names = names_of_params(model)
     if any(param not in names for one in optimizers for group in one.param_groups for param in group["params"]):
@@ -128,7 +128,7 @@ def _describe_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Opti
 def _check_optimized(
     merged: Sequence[OptimizerNames], every: Sequence[tuple[Sequence[OptimizerNames], Mapping[str, object]]]
 ) -> None:
-    """Raise unless each parameter is in one place of the optimizers, on every rank that has it."""
+    """Raise unless each parameter is in one param group only, on every rank that has it."""
     names = [name for one in merged for group in one.groups for name in group]
     torn = {name for name, count in Counter(names).items() if count > 1}
     for optimizers, homes in every:
@@ -143,11 +143,11 @@ def _check_optimized(
 
 
 def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return for each name in the model the ranks that have pieces or copies of what it names, where those are few."""
+    """Return for each name in the model the ranks with pieces or copies; empty unless others have more ranks."""
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
     named = {name: param for param, name in names_of_params(model).items() if name in homes}
     layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
-    # Beside what tensor parallelism has split, plain parameters are the same along its dims.
+    # Beside parameters that tensor parallelism has split, plain parameters are the same along its dims.
     joined = {layout.ranks.numbers: layout.mesh for layout in layouts if layout.mesh.ndim > 1}
     found: dict[str, tuple[int, ...]] = {}
     for name, param in named.items():
@@ -158,7 +158,7 @@ def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         whole_mesh = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
         found[name] = whole_mesh or (() if ranks is None else ranks.numbers)
     whole = max(map(set, found.values()), key=len, default=set())
-    # Alone, equal groups may be those that tensor parallelism leaves for data.
+    # Groups that are all equal may be those that tensor parallelism leaves for data.
     return homes | {name: home for name, home in found.items() if set(home) < whole}
 
 
@@ -179,15 +179,15 @@ def _check_one_each(every: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
         )
 
 
-# Which entries a call is about, its option ``names``: FQNs, or a function that says of an FQN whether it is wanted.
+# The option ``names``, which picks entries: FQNs, or a function that says for an FQN whether it is wanted.
 Names = Callable[[str], object] | Collection[str]
-# Small tensors travel together up to this many bytes, also where every handle is smaller.
+# Small tensors travel together up to this many bytes, even if every handle is smaller.
 _LEAST_BATCH_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What a model's state dict lists, in the plain model's order, ties as one object; with torch's module versions."""
+    """The entries of a model's state dict, in the plain model's order, ties as one object; with module versions."""
 
     values: dict[str, Any]
     metadata: Any
@@ -206,7 +206,7 @@ class Entries:
         return {key: tensor for key, tensor in self.tensors().items() if names[id(tensor)] == key}
 
     def on_meta(self) -> list[str]:
-        """Return the keys of what is on the meta device."""
+        """Return the keys of tensors on the meta device."""
         return [key for key, value in self.tensors().items() if value.is_meta]
 
     def batch_bytes(self) -> int:
@@ -214,12 +214,12 @@ class Entries:
         return max(largest_handle_bytes(self.tensors().values()), _LEAST_BATCH_BYTES)
 
     def picked(self, names: Names | None) -> "Entries":
-        """Return those that ``names`` wants; raises where it makes no sense, or wants none."""
+        """Return the entries that ``names`` picks; raises if it picks none, or is invalid."""
         wanted = _pick(names, self.values)
         return Entries({key: self.values[key] for key in self.values if key in wanted}, self.metadata)
 
     def described(self, wanted: Collection[str]) -> Iterator[str]:
-        """Yield a line for each: what it is, and whether it is among the keys ``wanted``."""
+        """Yield a line for each entry: its type, shape and dtype, and whether its key is in ``wanted``."""
         for key, value in self.values.items():
             kind = "no tensor"
             if isinstance(value, torch.Tensor):
@@ -250,7 +250,7 @@ def _pick(names: Names | None, known: Collection[str]) -> set[str]:
 
 
 def entries_now(model: nn.Module) -> Entries:
-    """Return the entries of ``model`` as they are; compares nothing."""
+    """Return the current entries of ``model``, without comparing them between ranks."""
     values = model.state_dict(keep_vars=True)
     return Entries(dict(values), getattr(values, "_metadata", None))
 
@@ -259,11 +259,11 @@ def entries_now(model: nn.Module) -> Entries:
 def entries_for(
     model: nn.Module, names: Names | None, *options: object, permits_meta: bool = False
 ) -> Iterator[tuple[ModelRanks, Entries]]:
-    """Give who shares ``model``, and its entries, to a block that checks other arguments; compare both after it.
+    """Yield the ranks that share ``model``, and its entries, to a block that checks arguments; then compare entries.
 
-    So after the block all ranks are known to have the same entries and to pick alike, and where one finds a wrong
-    argument, all raise. Collective: all ranks that share the model, between steps. What an earlier forward left
-    unsharded is resharded. ``options`` are what else has to be the same on all ranks, by its ``repr``.
+    After the block all ranks have the same entries and pick the same; if one rank finds a wrong argument, all raise.
+    Collective: all ranks that share the model, between steps. Parameters that an earlier forward left unsharded are
+    resharded. ``options`` are other values that must be equal on all ranks, by their ``repr``.
     """
     model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
@@ -281,7 +281,7 @@ def entries_for(
         yield model_ranks, entries
     homes = map(ranks_of_param, everything.tensors().values())
     has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
-    # What is on other ranks, such as experts, may have other names on each of these.
+    # Parts on other ranks, such as experts, may have different names on each of these ranks.
     compared = entries if has_others else everything
     text = "\n".join([f"options {options!r}", *compared.described(entries.values)])
     ranks.compare(
@@ -293,10 +293,10 @@ def entries_for(
 
 
 def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
-    """Return the ranks that share ``model``: those of the annotations on it and below it, and of its DTensors.
+    """Return the ranks that share ``model``: the ranks of annotations on it and below it, and of its DTensors.
 
-    Collective over them where there are DTensors of tensor parallelism. Of a model that is annotated on different ranks
-    ``names`` says what the question is about.
+    Collective over these ranks if there are DTensors of tensor parallelism. If modules are annotated on different
+    ranks, only entries that ``names`` picks count.
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
@@ -346,9 +346,9 @@ def agreed_by(groups: Iterable[Ranks]) -> Iterator[None]:
 
 
 def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of all parameters, in full shape, of the largest handle with some of ``tensors``; 0 without.
+    """Return the bytes of all parameters, in full shape, of the largest handle with some of ``tensors``, else 0.
 
-    The same on all ranks, also where blocks of tensor parallelism differ, or other handles.
+    The same on all ranks, also if blocks of tensor parallelism, or other handles, differ.
     """
     handles = {handle: None for tensor in tensors if (handle := handle_of(tensor)) is not None}
     sizes = [
@@ -391,7 +391,7 @@ def _check_moment(model: nn.Module) -> None:
 
 
 def check_float(dtype: torch.dtype | None) -> None:
-    """Raise unless ``dtype`` is one that weights are cast to."""
+    """Raise unless ``dtype`` is a floating-point dtype or ``None``."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         fix = "pass a floating-point torch.dtype, or None to keep each tensor's own"
         raise ConfigError(f"dtype is {dtype!r}", fix=fix)

@@ -1,8 +1,8 @@
 """Full values, out of a model and into it.
 
-One rank, or all, get them a handle at a time; one rank gives them, batch by batch, straight into the shards of all.
-Small parameters share one exchange. Trainers that send weights to other processes pack them, one message each: here
-they are gathered into the message's own buffer. Sharded state dicts are torch's own ``model.state_dict()``.
+One rank, or all, get full values one handle at a time; one rank sends them, batch by batch, into the shards of all.
+Small parameters share one exchange. Trainers that send weights to other processes pack several into one message: here
+they are gathered into the message's buffer. Sharded state dicts are torch's own ``model.state_dict()``.
 """
 
 from collections import OrderedDict
@@ -43,7 +43,7 @@ __all__ = [
     "plan_buckets",
 ]
 
-# A cache line, and more than what vector loads and NCCL's fast path want.
+# A cache line; vector loads and NCCL's fast path need less.
 _ALIGN_BYTES = 64
 
 
@@ -66,29 +66,29 @@ def full_state_dict(
     device: torch.device | str = "cpu",
     names: Names | None = None,
 ) -> dict[str, Any]:
-    """Return on one rank what ``state_dict()`` of the plain model would be, with full plain tensors.
+    """Return on one rank the ``state_dict()`` of the plain model, with full plain tensors.
 
     Collective: all ranks that share the model, between steps; also before the first forward. Beside the result at most
     the bytes of the largest handle are allocated, on any rank.
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
-        dst: Which of the ranks gets the values: of the shard group, or of all mesh dims under tensor parallelism.
-        dtype: Of floating-point tensors in the result; default: their own.
-        device: Of the tensors in the result.
-        names: Which entries: a function that says of each FQN, as in ``state_dict()``, whether it is wanted, or a
-            list or set of them. All ranks alike. Default: all.
+        dst: The rank that gets the values, by its number among all ranks that share the model.
+        dtype: The dtype of floating-point tensors in the result; default: their own.
+        device: The device of the tensors in the result.
+        names: Which entries: a list or set of FQNs, as in ``state_dict()``, or a function that says for each FQN
+            whether it is wanted. Equal on all ranks. Default: all.
 
     Returns:
         On ``dst`` an ordered dict with the keys, order, module versions and shapes of the plain model. Tensors are
-        fresh; names that share one in the model share it here. Buffers, and parameters that are not sharded, are those
-        of ``dst``. On other ranks an empty dict.
+        new; names that share a tensor in the model share it here. Buffers, and parameters that are not sharded, have
+        the values of ``dst``. On other ranks an empty dict.
 
     Raises:
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
         ConfigError: ``dst`` is no rank of the group, ``dtype`` no floating-point type; ``names`` is neither a function
-            nor FQNs of the model, or wants none.
-        DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
+            nor FQNs of the model, or picks none.
+        DesyncError: The ranks made different calls, or ``names`` picks other entries on other ranks.
     """
     with entries_for(model, names, "full_state_dict", dst, dtype) as (ranks, entries):
         check_device("device", device)
@@ -120,21 +120,21 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load a full state dict that only one rank has, into the shards of every rank.
 
-    Collective: all ranks that share the model, between steps; also before the first forward, and onto a model
-    on the meta device, of which shards and buffers get memory as far as there are values. Every key is
+    Collective: all ranks that share the model, between steps; also before the first forward, and into a model
+    on the meta device, whose shards and buffers get memory where there are values. Every key is
     checked before anything is changed. Values go in batches no larger than the largest handle; no other rank ever holds
     a full copy. Other dtypes are cast. Buffers and parameters that are not sharded are broadcast.
 
     Args:
         model: As for ``full_state_dict``.
-        state_dict: On ``src``: tensors by key, of the plain model's shapes, of any floating-point dtype where the
-            model has one, on any device, also memory-mapped, or a mapping that reads values on demand. Of such a
-            mapping ``keys()`` is used, ``[key]`` once for each key, and ``shape_of(key)``, which gives a shape without
-            reading; one without that method is asked for each value twice. On other ranks it is not used.
-        src: Which of the ranks has the state dict, as ``dst`` of ``full_state_dict``.
-        strict: Every key of the model has to be there, and no other.
-        names: Load a part of the model, such as adapters, and let that stand for the model in ``strict``; otherwise
-            as for ``full_state_dict``.
+        state_dict: On ``src``: tensors by key, of the plain model's shapes, on any device, also memory-mapped; a
+            floating-point value may have any floating-point dtype. Or a mapping that reads values on demand: it needs
+            ``keys()``, ``[key]``, which is called once for each key, and ``shape_of(key)``, which gives a shape without
+            reading; without that method each value is read twice. On other ranks it is not used.
+        src: The rank that has the state dict, by its number as ``dst`` of ``full_state_dict``.
+        strict: Every key of the model must be there, and no other.
+        names: Load a part of the model, such as adapters; ``strict`` then checks this part only. Otherwise as for
+            ``full_state_dict``.
 
     Returns:
         The missing and unexpected keys, on every rank; empty if ``strict``.
@@ -142,7 +142,7 @@ def load_full_state_dict(
     Raises:
         StateDictError: On every rank: keys are missing, unexpected or of another shape, all in one error; nothing was
             changed.
-        DesyncError: Reading a value failed on ``src``, which raises what happened; batches before it are loaded.
+        DesyncError: Reading a value failed on ``src``, which raises the cause; batches before it are loaded.
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``.
     """
     with entries_for(model, names, "load_full_state_dict", src, strict, permits_meta=True) as (ranks, entries):
@@ -186,7 +186,7 @@ def _differences_from(entries: Entries, state_dict: Mapping[str, Any] | None) ->
 
 def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torch.Tensor:
     value = state_dict[key]
-    # Also of a mapping that had promised it: a wrong shape must not reach the exchange.
+    # Checked again, also for a mapping with ``shape_of``: a wrong shape must not reach the exchange.
     if not isinstance(value, torch.Tensor) or value.numel() != target.numel():
         raise UsageError(f"the value of {key!r} changed after it was checked", at=place_of_rank())
     if isinstance(value, DTensor):
@@ -197,7 +197,7 @@ def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torc
 def _load_the_rest(
     model: nn.Module, entries: Entries, given: list[str], held: Mapping[str, Any] | None, ranks: Ranks, src: int
 ) -> None:
-    """Load what is no tensor, such as extra state, through torch, which also runs the modules' own hooks."""
+    """Load values other than tensors, such as extra state, through torch, which also runs the modules' own hooks."""
     others = [key for key in given if not isinstance(entries.values[key], torch.Tensor)]
     with ranks.agreed():
         extras = {} if held is None else {key: held[key] for key in others}
@@ -220,10 +220,10 @@ def gather_values(
     device: torch.device | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective.
+    """Return full values on rank ``dst``, or on every rank if it is ``None``, in new tensors or ``out``. Collective.
 
-    Tensors may be sharded in any way; plain ones count as they are on each rank that gets values. ``dtype`` is for
-    floats; of values in ``out`` its dtypes and devices count.
+    Tensors may be sharded in any way; of a plain tensor each rank takes its own values. ``dtype`` is for floats; values
+    in ``out`` have its dtypes and devices.
     """
     into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
     whole: dict[int, torch.Tensor] = {}
@@ -239,7 +239,7 @@ def gather_values(
         if out is not None:
             whole[id(tensor)] = into[id(tensor)].copy_(value)
         elif has_values:
-            # Not preserving strides: what a view leaves out would be kept alive.
+            # Strides are not preserved: a copy of a view would keep gaps of the view's memory alive.
             whole[id(tensor)] = value.to(
                 device or value.device, cast_dtype(value, dtype), copy=True, memory_format=torch.contiguous_format
             )
@@ -275,7 +275,7 @@ def _spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | Non
 
 
 def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, ranks: Ranks, src: int) -> None:
-    """Overwrite a tensor that every rank has whole, or a DTensor of torch's own."""
+    """Overwrite a tensor that every rank has whole, or a DTensor of torch's own, with the value of ``src``."""
     is_direct = not isinstance(target, DTensor) and target.is_contiguous() and target.device.type == ranks.device.type
     # `.data` leaves the version counter alone: nothing that autograd saved is changed.
     full = target.data if is_direct else torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
@@ -303,24 +303,24 @@ def iter_full_params(
     """Yield every parameter of the state dict by FQN, in full, in the order of the plain ``named_parameters()``.
 
     Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop early, all
-    at the same parameter; of a rank that stops alone the others are told when it waits for them elsewhere. Between
-    steps of the iteration the model may be used; values are those of the time when their batch was gathered. Beside
-    what the caller keeps, and the bucket that is filled, at most twice the bytes of the largest handle are allocated.
+    at the same parameter; if one stops alone, the others get an error when it waits for them elsewhere. Between steps
+    of the iteration the model may be used; a value is from the time when its batch was gathered. Besides values that
+    the caller keeps, and the bucket being filled, at most twice the bytes of the largest handle are allocated.
 
     Args:
         model: As for ``full_state_dict``.
-        dtype: Of floating-point values; default: each parameter's own.
-        device: Of the values; default: each parameter's own, and of buckets the mesh's.
+        dtype: The dtype of floating-point values; default: each parameter's own.
+        device: The device of values; default: each parameter's own, for buckets the mesh's.
         rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or buckets whose buffer is
             ``None``.
-        names: Which parameters, as for ``full_state_dict``. Asked at the call, before anything is gathered.
+        names: Which parameters, as for ``full_state_dict``. A function runs at the call, before anything is gathered.
         bucket_bytes: Yield buckets of at most this many bytes; a larger parameter, which is never split, gets a bucket
             of its own. The variable of a ``for`` loop keeps a bucket until the next one is there, unless it is deleted.
 
     Yields:
-        FQN, as in ``state_dict()``, and a fresh tensor of the parameter's shape that nobody else holds. A tied
-        parameter comes once, under the first of its FQNs that ``names`` wants. With ``bucket_bytes`` a ``ParamBucket``
-        of them, in the same order.
+        FQN, as in ``state_dict()``, and a new tensor of the parameter's shape that only the caller holds. A tied
+        parameter comes once, under the first of its FQNs that ``names`` picks. With ``bucket_bytes`` a ``ParamBucket``
+        of parameters, in the same order.
 
     Raises:
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``, all of them at the call.
@@ -340,7 +340,7 @@ def iter_full_params(
         return _iterate(params, ranks, limit, dtype, target, dst)
     layouts = plan_buckets([(fqn, cast_dtype(param, dtype), param.shape) for fqn, param in params], bucket_bytes)
     device_of_buckets = target or ranks.everyone.device
-    # Nothing here holds a bucket that was handed out.
+    # No reference to a bucket that was yielded is kept here.
     return (_fill_bucket(layout, dict(params), ranks, limit, device_of_buckets, dst) for layout in layouts)
 
 
@@ -362,7 +362,7 @@ def _iterate(
         with torch.no_grad():
             fulls = gather_values([param for _, param in batch], ranks, dst, dtype=dtype, device=device)
         for fqn, _ in batch:
-            # Popped: what the caller drops is free at once.
+            # Popped, so that a tensor is freed as soon as the caller drops it.
             yield fqn, None if fulls is None else fulls.pop(0)
 
 
@@ -377,15 +377,15 @@ def load_full_params(
 ) -> IncompatibleKeys:
     """Load pairs of FQN and full tensor that one rank produces, in any order: the inverse of ``iter_full_params``.
 
-    Collective: all ranks that share the model, between steps. ``src`` holds no more values at once than the
-    largest handle has, and one; the other ranks never hold a full value of a sharded parameter.
+    Collective: all ranks that share the model, between steps. ``src`` holds at most as many values at once as the
+    largest handle has, and one more; the other ranks never hold a full value of a sharded parameter.
 
     Args:
         model: As for ``full_state_dict``.
-        pairs: On ``src``: FQNs, any of those of a tied parameter, also of persistent buffers, and values of their
-            shapes. Values of other dtypes are cast. On other ranks it is not used; ``None`` will do.
-        src: Which of the ranks has the pairs, as ``dst`` of ``full_state_dict``.
-        strict: Every parameter has to come, and nothing that the model does not have.
+        pairs: On ``src``: FQNs of parameters and persistent buffers, any FQN of a tied parameter, and values of their
+            shapes. Values of other dtypes are cast. On other ranks it is not used and may be ``None``.
+        src: The rank that has the pairs, by its number as ``dst`` of ``full_state_dict``.
+        strict: Every parameter must come, and no FQN that the model does not have.
         names: Load a part of the model, as for ``load_full_state_dict``.
 
     Returns:
@@ -394,8 +394,8 @@ def load_full_params(
     Raises:
         ConfigError: On every rank: a value has another shape than its parameter, an FQN comes twice; with
             ``strict`` also an unknown FQN, and at the end missing ones. Each pair is checked before it is
-            written, but a stream cannot be checked ahead: what came in batches before is loaded.
-        DesyncError: The iteration failed on ``src``, which raises what happened.
+            written, but a stream cannot be checked ahead: batches before it are loaded.
+        DesyncError: The iteration failed on ``src``, which raises the cause.
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``.
     """
     with entries_for(model, names, "load_full_params", src, strict) as (ranks, entries):
@@ -413,7 +413,7 @@ def load_full_params(
 def _checked_pairs(
     pairs: Iterable[tuple[str, torch.Tensor]], entries: Entries, unexpected: list[str], *, strict: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield pairs that fit; ``unexpected`` gets the names of those that fit nowhere, with ``strict`` an error."""
+    """Yield pairs that fit; ``unexpected`` gets FQNs that the model does not have, an error with ``strict``."""
     targets = entries.tensors()
     seen: set[str] = set()
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
@@ -436,7 +436,7 @@ def _checked_pairs(
 
 
 class BucketSlot(NamedTuple):
-    """Where one tensor lies: in row-major order from byte ``offset``, a multiple of 64."""
+    """The place of one tensor in a bucket: in row-major order from byte ``offset``, a multiple of 64."""
 
     fqn: str
     dtype: torch.dtype
@@ -451,7 +451,7 @@ class BucketSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each tensor lies in a flat buffer of bytes; gaps are zeros. Plain data, which can be pickled.
+    """The place of each tensor in a flat buffer of bytes; gaps are zeros. Plain data, which can be pickled.
 
     Attributes:
         slots: The tensors, in order of their offsets: ``fqn``, ``dtype``, ``shape`` and ``offset`` of each.
@@ -486,15 +486,15 @@ class ParamBucket:
     """Several parameters of a model in one buffer, as ``iter_full_params(bucket_bytes=...)`` yields them.
 
     Attributes:
-        layout: Where each parameter lies in the buffer; on every rank.
-        buffer: ``[layout.nbytes]`` uint8, which nobody else holds; ``None`` on ranks that get no values.
+        layout: The place of each parameter in the buffer; on every rank.
+        buffer: ``[layout.nbytes]`` uint8, which only the caller holds; ``None`` on ranks that get no values.
     """
 
     layout: BucketLayout
     buffer: torch.Tensor | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters in full shape by FQN, views of the buffer; none where there are no values. Local."""
+        """Return the parameters in full shape by FQN, views of the buffer; empty on ranks without values. Local."""
         return {} if self.buffer is None else self.layout.views(self.buffer)
 
 
@@ -523,7 +523,7 @@ def _fill_bucket(
     buffer: torch.Tensor | None = None
     views: dict[str, torch.Tensor] = {}
     if dst in (None, ranks.rank):
-        # The same bytes on every rank, and nothing of what the memory held before.
+        # Zeros between tensors: the same bytes on every rank, and no old contents of the memory.
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         views = layout.views(buffer)
     for batch in batches([(slot.fqn, params[slot.fqn]) for slot in layout.slots], max_bytes):

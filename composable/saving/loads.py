@@ -1,8 +1,8 @@
 """Checks before a state dict is loaded.
 
-torch copies what fits and reports the rest afterwards, which leaves a model half-loaded. The check here runs first,
-and one error lists every key that is missing, unexpected or of another shape. torch's own functions for full state
-dicts, ``set_model_state_dict`` and its kin, learn to check as well, and to cut values as our parameters are cut.
+torch copies values that fit and reports the others afterwards, which leaves a model half-loaded. The check here runs
+first, and one error lists every key that is missing, unexpected or of another shape. torch's own functions for full
+state dicts, such as ``set_model_state_dict``, are taught to check too, and to cut values like our parameters.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MAX_SHOWN = 20
-# On the last function of torch that is replaced.
+# An attribute of the last function of torch that is replaced.
 _MARK = "_composable_taught"
 
 
@@ -45,14 +45,14 @@ _MARK = "_composable_taught"
 
 @dataclass(frozen=True)
 class Differences:
-    """Keys of a state dict that do not fit a model; those in ``unfit`` are in both, with what is wrong."""
+    """Keys of a state dict that do not fit a model; ``unfit`` has the keys that are in both, with the fault of each."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
 
     def check(self, *, strict: bool, loaded: str = "nothing was loaded") -> None:
-        """Raise the one error that lists them all; without ``strict`` only what fits nowhere counts."""
+        """Raise one error that lists all differences; without ``strict`` only ``unfit`` counts."""
         lists = {"Not alike": self.unfit}
         if strict:
             # In torch's words, which trainers look for.
@@ -75,10 +75,10 @@ def find_differences(
     opaque: Collection[str] = (),
     is_sharded: bool = False,
 ) -> Differences:
-    """Compare the entries of a model, ``None`` for what is no tensor, with the keys and values of a state dict.
+    """Compare the entries of a model (``None``: no tensor) with the keys and values of a state dict.
 
     ``value_of`` gives a tensor, or a ``torch.Size``, for a key that is in both. ``opaque`` are prefixes of modules that
-    load in a way of their own: only shapes are compared there. Where ``is_sharded``, values may be DTensors.
+    load in a way of their own: only shapes are compared there. If ``is_sharded``, values may be DTensors.
     """
     keys, prefixes = set(given), tuple(opaque)
     return Differences(
@@ -114,7 +114,7 @@ def _misfit(target: torch.Tensor, value: Any, is_sharded: bool) -> str:
 
 
 def _entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, torch.Tensor | None], list[str]]:
-    """Return what ``module`` loads by key, on whatever device, and the prefixes of modules that do it their own way."""
+    """Return the entries that ``module`` loads, on any device, and prefixes of modules that load in their own way."""
     entries: dict[str, torch.Tensor | None] = {}
     opaque: list[str] = []
     for name, owner in module.named_modules(remove_duplicate=False):
@@ -137,7 +137,7 @@ def _entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, tor
 
 
 def register_load_check(module: nn.Module) -> list[RemovableHandle]:
-    """Refuse a state dict that does not fit before anything of it is copied into an annotated module."""
+    """Register a check that refuses a state dict before any value of it is copied into an annotated module."""
     return around_state_dict(module, before_load=[_check_before_load])
 
 
@@ -158,7 +158,7 @@ def _check_before_load(
 
 
 def register_room(module: nn.Module) -> list[RemovableHandle]:
-    """Let ``state_dict()`` and ``load_state_dict()`` of a sharded module meet sharded parameters with memory."""
+    """Register hooks that give ``state_dict()`` and ``load_state_dict()`` sharded parameters with memory."""
     has_state = any(True for _ in _state_of_bytes(module))
     return around_state_dict(
         module,
@@ -178,7 +178,7 @@ def _reshard(module: nn.Module, *_: Any) -> None:
 def make_room(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Give memory to what is on the meta device and about to be loaded; torch would skip it with a warning."""
+    """Give memory to meta tensors that are about to be loaded; torch would skip them with a warning."""
     state = sharded_state_of(module)
     if state is None or local_metadata.get("assign_to_params_buffers", False):
         return
@@ -188,7 +188,7 @@ def make_room(
     buffers: dict[int, torch.Tensor] = {}
     for fqn, submodule in module.named_modules(prefix=prefix.rstrip(".")):
         for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
-            # Wrappers below add their part to the keys only when their turn comes.
+            # Wrappers below add their part to the keys only in their own hooks, which run later.
             key = join_fqn(fqn, name)
             if tensor is None or not tensor.is_meta or (key not in state_dict and plain_fqn(key) not in state_dict):
                 continue
@@ -205,7 +205,7 @@ def make_room(
 
 
 def _bring_back(module: nn.Module, _: Any) -> None:
-    """Move what was loaded into the shards, and put parameters that the load replaced back."""
+    """Move loaded values into the shards, and put back the parameters that the load replaced."""
     handle = handle_of_module(module)
     if handle is not None:
         with located(f"{place_of_rank()}, {handle.described}"):
@@ -213,9 +213,9 @@ def _bring_back(module: nn.Module, _: Any) -> None:
 
 
 def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what parameters that are sharded as bytes have inside of their wrappers, such as scales, by key.
+    """Yield by key the tensors, such as scales, in the wrappers of parameters that are sharded as bytes.
 
-    Attributes of a parameter are saved and loaded by its module, as without shards.
+    The module of a parameter saves and loads them, as without shards.
     """
     handle = handle_of_module(module)
     for param in handle.params if handle is not None else ():
@@ -228,7 +228,7 @@ def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _add_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put the state of quantised parameters beside their bytes, which are of no use without it."""
+    """Add the state of quantised parameters, without which their bytes are of no use."""
     state_dict |= {prefix + key: tensor for key, tensor in _state_of_bytes(module)}
 
 
@@ -236,7 +236,7 @@ def _add_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: An
 def _load_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *lists: list[str]
 ) -> None:
-    """Load what ``_add_state`` gave; torch knows no such keys. ``lists`` are those of unexpected keys and of errors."""
+    """Load the state from ``_add_state``, whose keys torch does not know. ``lists``: unexpected keys, and errors."""
     for key, tensor in _state_of_bytes(module):
         if prefix + key not in state_dict:
             missing.append(prefix + key)
@@ -252,7 +252,7 @@ def _load_state(
 
 
 def teach_torch_to_load() -> None:
-    """Make torch's loading of full state dicts cut ``RaggedDTensor``s, and check models before it loads; once."""
+    """Make torch's loading of full state dicts cut values for our parameters, and check them before it loads; once."""
     if not hasattr(dcp_state_dict._load_model_state_dict, _MARK):
         state_dict_utils._distribute_tensors = _with_ragged_values(state_dict_utils._distribute_tensors)
         for name in ("_distribute_state_dict", "_broadcast_state_dict"):
@@ -262,14 +262,14 @@ def teach_torch_to_load() -> None:
 
 
 def _with_check(original: Any) -> Any:
-    """Wrap what would take a full state dict with missing keys, or find other keys after writing some."""
+    """Wrap torch's loader, which would accept missing keys, or find wrong keys after it has written some values."""
 
     @wraps(original)
     def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
         is_given = bool(state_dict) or info.broadcast_from_rank0
         if info.handle_model and is_given and (info.full_state_dict or info.broadcast_from_rank0):
             named, opaque = _entries_to_load(model)
-            # As torch names what torch.compile wraps.
+            # torch leaves this part out of the names under torch.compile.
             expected = {key.replace("_orig_mod.", ""): value for key, value in named.items()}
             if any(isinstance(value, RaggedDTensor) for value in expected.values()):
                 ranks = Ranks.of_world()
@@ -283,7 +283,7 @@ def _with_check(original: Any) -> Any:
 
 
 def _with_ragged_values(original: Any) -> Any:
-    """Wrap what cuts full tensors into rows."""
+    """Wrap torch's function that cuts full tensors into rows."""
 
     @wraps(original)
     def distribute_tensors(local: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
@@ -297,7 +297,7 @@ def _with_ragged_values(original: Any) -> Any:
 
 
 def _with_ragged_scalars(original: Any) -> Any:
-    """Wrap what leaves every scalar a plain one: right for step counters, not for a scalar parameter's state."""
+    """Wrap torch's function that leaves scalars plain: right for step counters, not for a scalar parameter's state."""
 
     @wraps(original)
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:

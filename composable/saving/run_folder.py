@@ -1,11 +1,11 @@
 """The folder of checkpoints, safe after a kill.
 
 A checkpoint is written under a name that readers ignore, synced, and only then renamed to
-``step-NNNNNN``: the name is the promise that it is whole. Older checkpoints are renamed away before they are removed.
+``step-NNNNNN``: the name promises that it is whole. Older checkpoints are renamed away before they are removed.
 So a kill at any moment leaves whole checkpoints under such names, and nothing else.
 
-A folder is ours if its ``checkpoint.json`` lists every file in it; no other is replaced or removed. Length and CRC-32
-of each file are noted there, which find accidents. Nothing here communicates: one process writes the names, all may
+A folder is ours if its ``checkpoint.json`` lists every file in it; no other is replaced or removed. There, length and
+CRC-32 of each file serve to detect damage. Nothing here communicates: one process writes the names, all may
 read.
 """
 
@@ -47,8 +47,8 @@ METADATA = ".metadata"
 _MANIFEST = "checkpoint.json"
 _LOCK = "writer.lock"
 _FORMAT = 2
-# Names of a whole checkpoint, of one that is being written, of one that another of its step replaces, of one that goes.
-# What readers do not see has in its name what nobody else has, so that it says who wrote it.
+# Names of folders: a whole checkpoint; a hidden one, which is being written, replaced by a new one, or removed.
+# Hidden names end in random digits, so that each belongs to one writer.
 _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
 
 
@@ -75,7 +75,7 @@ def sum_file(path: Path) -> FileSum:
 
 
 def write_summed(path: Path, content: bytes) -> FileSum:
-    """Write and sync a file."""
+    """Write and sync a file; return its length and checksum."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -93,7 +93,7 @@ def sync_folder(path: Path) -> None:
 
 
 def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
-    """Read ``files`` and return a line for each that is not what was written."""
+    """Read ``files`` and return a line for each that differs from what was written."""
     lines = []
     for name, saved in files.items():
         path = folder / name
@@ -109,12 +109,12 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
     return lines
 
 
-# -- what a checkpoint says about itself
+# -- the manifest of a checkpoint
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself: its optimizer steps, every other file, and its optimizers in order."""
+    """The description in a checkpoint: its optimizer steps, every other file, and its optimizers in order."""
 
     step: int
     files: dict[str, FileSum]
@@ -126,7 +126,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint ``folder`` says about itself; raises where it cannot be read."""
+    """Return the manifest of the checkpoint ``folder``; raises if it cannot be read."""
     path = folder / _MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -144,10 +144,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_folder(path: Path) -> Path:
-    """Return the checkpoint that ``path`` is, or the latest one in the run that it is; raises where there is none."""
+    """Return ``path`` if it is a checkpoint, else the latest checkpoint in this folder; raises if there is none."""
     if (path / _MANIFEST).is_file() or _kind_of(path) == "step":
         return path
-    # Also by a name that a kill between two renames leaves. One that is damaged is never passed over for an older one.
+    # Also by a name that a kill between two renames leaves. A damaged checkpoint is never skipped for an older one.
     whole = [*_named(path, "step"), *_named(path, "replaced")]
     if not whole:
         raise ConfigError(f"no checkpoint in {path}", fix="pass a run's folder or one of its step-NNNNNN folders")
@@ -165,12 +165,12 @@ def _step_of(path: Path) -> int:
 
 
 def _named(run: Path, *kinds: str) -> list[Path]:
-    """Return what has a name of these kinds in ``run``, lowest step first."""
+    """Return the folders in ``run`` with names of these kinds, lowest step first."""
     return sorted((path for path in run.iterdir() if _kind_of(path) in kinds), key=_step_of) if run.is_dir() else []
 
 
 def _is_ours(folder: Path) -> bool:
-    """Say whether ``save_checkpoint`` wrote all that is in ``folder``."""
+    """Say whether ``save_checkpoint`` wrote all files in ``folder``."""
     try:
         listed = {*read_manifest(folder).files, _MANIFEST}
     except ConfigError:
@@ -182,11 +182,11 @@ def _is_ours(folder: Path) -> bool:
 
 
 class _Written:
-    """What this process writes.
+    """The folders that this process writes.
 
     Attributes:
-        partial: Folders that it has locked for the rest of its life, with the partial checkpoints that it writes there.
-        guard: Held by who reads or changes names in the folder of a run: saves of several models may end at once.
+        partial: Run folders, locked until the process ends, with the partial checkpoints that it writes there.
+        guard: Held while names in a run's folder are read or changed: saves of several models may end at once.
     """
 
     def __init__(self) -> None:
@@ -198,9 +198,9 @@ _WRITTEN = _Written()
 
 
 def _lock(run: Path) -> set[Path]:
-    """Take the right to write to ``run``, which is made if need be, and return what this process writes there now.
+    """Lock ``run`` for this process, make the folder if needed, and return the checkpoints being written there.
 
-    The system lets go of the lock when the process ends, however it ends, so a run that was killed stops nobody.
+    The system releases the lock when the process ends in any way, so a run that was killed blocks no other.
     """
     run.mkdir(parents=True, exist_ok=True)
     if run.resolve() not in _WRITTEN.partial:
@@ -208,7 +208,7 @@ def _lock(run: Path) -> set[Path]:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Else this disk keeps no locks.
+            # With any other error, this disk has no locks.
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
                 os.close(descriptor)
@@ -222,9 +222,9 @@ def _lock(run: Path) -> set[Path]:
 
 
 def begin(run: Path, step: int) -> Path:
-    """Make an empty folder for a checkpoint in that of the run, and tidy up there what a kill has left.
+    """Make an empty folder for a checkpoint in the folder of the run, and remove there what a kill has left.
 
-    Raises where another run writes here, or the checkpoint would take something from somebody.
+    Raises if another run writes here, if there are later checkpoints, or if files of others would be replaced.
     """
     with _WRITTEN.guard:
         in_use = _lock(run)
@@ -254,7 +254,7 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
         folder.rename(whole)
         sync_folder(run)
         earlier = [path for path in _named(run, "step") if _step_of(path) < manifest.step and _is_ours(path)]
-        # A name that promises a whole checkpoint goes before its files do.
+        # A name that promises a whole checkpoint is removed before its files.
         for path in earlier[: max(0, len(earlier) - (keep - 1))]:
             path.rename(_hidden(run, "removed", _step_of(path)))
         _WRITTEN.partial[run.resolve()].discard(folder)
@@ -263,7 +263,7 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
 
 
 def abandon(folder: Path, *, remove: bool) -> None:
-    """End a save that did not come to its end."""
+    """End a save that failed; with ``remove`` also delete its folder."""
     with _WRITTEN.guard:
         _WRITTEN.partial[folder.parent.resolve()].discard(folder)
         if remove:
@@ -271,7 +271,7 @@ def abandon(folder: Path, *, remove: bool) -> None:
 
 
 def _check_step(run: Path, step: int) -> None:
-    """Raise unless a checkpoint of ``step`` may be written to ``run`` without taking anything from anybody."""
+    """Raise if ``run`` holds checkpoints of later steps, or files of others under the name of ``step``."""
     later = [path.name for path in _named(run, "step") if _step_of(path) > step and (path / _MANIFEST).is_file()]
     if later:
         raise ConfigError(
@@ -293,11 +293,11 @@ def _hidden(run: Path, kind: str, step: int) -> Path:
 
 
 def _tidy(run: Path) -> None:
-    """Remove what is under names that nobody reads."""
+    """Remove folders with hidden names, except those that this process is writing."""
     for hidden in _named(run, "partial", "removed", "replaced"):
         whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
         if _kind_of(hidden) == "replaced" and not whole.exists():
-            # A kill came between the two renames of `publish`: what was to be replaced is still the checkpoint.
+            # A kill came between the two renames of `publish`: the folder to be replaced is still the checkpoint.
             hidden.rename(whole)
         elif hidden not in _WRITTEN.partial[run.resolve()]:
             shutil.rmtree(hidden)

@@ -1,7 +1,7 @@
 """Full weights as safetensors files.
 
-Files are written value by value, so that memory stays bounded whatever their size, and read value by
-value. Nothing is visible under its final name before it is whole.
+Files are written and read value by value, so that memory stays bounded for files of any size. A file
+gets its final name only when it is whole.
 
 Source: format and layout of several files, https://huggingface.co/docs/safetensors.
 """
@@ -70,24 +70,24 @@ def save_safetensors(
 ) -> None:
     """Write the full weights of ``model``, from the first rank that shares it.
 
-    Collective: all ranks that share the model, between steps. The first rank allocates at most as much as for
-    ``full_state_dict`` beside its result, and no result. Parameters and persistent buffers are written, in their full
-    shapes; of several names for one tensor only the first that is wanted, with the others in the file's metadata.
+    Collective: all ranks that share the model, between steps. The first rank allocates at most as much as
+    ``full_state_dict`` does besides its result. Parameters and persistent buffers are written, in their full shapes;
+    of several names for one tensor only the first that ``names`` picks, with the others in the file's metadata.
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         path: On the first rank: a file ``*.safetensors``, which is replaced if it exists, or a folder, which gets
             ``model.safetensors``, or several files and ``model.safetensors.index.json``.
-        max_shard_bytes: Of values in one file of a folder; a larger value gets a file of its own.
-        dtype: Of floating-point values; default: their own.
-        names: Which entries, such as adapters alone; as for ``full_state_dict``.
+        max_shard_bytes: Most bytes of values in one file of a folder; a larger value gets a file of its own.
+        dtype: The dtype of floating-point values in the files; default: their own.
+        names: Which entries to write, such as adapters only; as for ``full_state_dict``.
 
     Raises:
         ConfigError: The folder holds weights already; an entry is no tensor or of a dtype that the format does not
-            know; ``names`` wants nothing; an argument is wrong.
+            have; ``names`` picks nothing; an argument is wrong.
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
-        DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
-            the first rank, which raises what happened.
+        DesyncError: The ranks made different calls, ``names`` picks other entries on other ranks, or writing failed on
+            the first rank, which raises the cause.
     """
     with entries_for(model, names, "save_safetensors", max_shard_bytes, dtype) as (model_ranks, entries):
         check_float(dtype)
@@ -112,7 +112,7 @@ def save_safetensors(
             with ranks.agreed():
                 if writer is not None and fulls is not None:
                     writer.write(dict(zip([key for key, _ in batch], fulls, strict=True)))
-            # Before the next ones are gathered.
+            # Freed before the next values are gathered.
             del fulls
         with ranks.agreed():
             if writer is not None:
@@ -132,7 +132,7 @@ def load_safetensors(
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         path: On the first rank: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
             Values have the plain model's shapes; other dtypes are cast, as by ``load_full_state_dict``.
-        strict: Every key of the model has to be there, and no other.
+        strict: Every key of the model must be there, and no other.
         names: Load a part of the model, such as adapters; as for ``load_full_state_dict``.
 
     Returns:
@@ -140,9 +140,9 @@ def load_safetensors(
 
     Raises:
         ConfigError: On every rank: the safetensors library is not installed, a file is missing, truncated or
-            corrupt, keys do not fit, all in one error, or ``names`` wants nothing. Nothing was changed.
+            corrupt, keys do not fit (all in one error), or ``names`` picks nothing. Nothing was changed.
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
-        DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
+        DesyncError: The ranks made different calls, or ``names`` picks other entries on other ranks.
     """
     ranks = ranks_of(model, names).everyone
     files: _Files | None = None
@@ -159,7 +159,7 @@ def load_safetensors(
 
 @dataclass(frozen=True)
 class _File:
-    """One file that is planned: where the bytes of each value begin, how many all have, and what is before them."""
+    """The plan of one file: where the bytes of each value begin, the bytes of all values, and the header."""
 
     name: str
     starts: dict[str, int]
@@ -170,7 +170,7 @@ class _File:
 def _plan_files(
     values: Mapping[str, torch.Tensor], aliases: Mapping[str, str], dtype: torch.dtype | None, max_bytes: int | None
 ) -> list[_File]:
-    """Say which value goes where; ``max_bytes`` of ``None``: all into one file."""
+    """Return the files, with the place of each value; ``max_bytes`` of ``None``: one file for all."""
     groups: list[list[str]] = [[]]
     total = 0
     for key, tensor in values.items():
@@ -200,7 +200,7 @@ def _plan_files(
 
 
 class _Writer:
-    """Writes values into files of a hidden folder, which get their names at the end."""
+    """A writer of values into files of a hidden folder, which get their final names at the end."""
 
     def __init__(self, target: Path, files: list[_File]) -> None:
         self._target = target
@@ -209,7 +209,7 @@ class _Writer:
         self._opened: dict[str, BinaryIO] = {}
 
     def begin(self) -> None:
-        """Make the files, with what is before the values; raises where the target has weights."""
+        """Make the files with their headers; raises if the target holds weights already."""
         is_file = self._target.suffix == ".safetensors"
         held = [] if is_file else sorted(map(str, self._target.glob("model*.safetensors*")))
         if held:
@@ -223,11 +223,11 @@ class _Writer:
             self._opened[file.name].write(file.header)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put values, on the host, in their places."""
+        """Write values, which are on the host, to their places in the files."""
         for file in self._files:
             for key in file.starts.keys() & values.keys():
                 self._opened[file.name].seek(file.starts[key])
-                # The format knows no strides. By address: numpy, torch's other way to the bytes, may be missing.
+                # The format has no strides. By address: numpy, torch's other way to the bytes, may be missing.
                 value = values[key].contiguous()
                 if value.nbytes:
                     self._opened[file.name].write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
@@ -249,16 +249,16 @@ class _Writer:
                 "weight_map": {key: file.name for file in self._files for key in file.starts},
             }
             write_summed(self._folder / _INDEX, json.dumps(content, indent=2, sort_keys=True).encode())
-            # Last: a folder without it is no checkpoint.
+            # The index comes last: a folder without it is no checkpoint.
             names.append(_INDEX)
         for name in names:
             (self._folder / name).rename(self._target / name)
         sync_folder(self._target)
 
     def close(self) -> None:
-        """Remove what was not published."""
+        """Remove the files that were not published."""
         for file in self._opened.values():
-            with suppress(OSError):  # A disk that has refused before.
+            with suppress(OSError):  # The disk may have refused writes before.
                 file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -280,7 +280,7 @@ def _check_entries(entries: Entries, dtype: torch.dtype | None) -> None:
 class _Files(dict[str, Any]):
     """The values of one or several files, read on demand.
 
-    Holds for each key the file, what has that open, and the name there, which may be another one of a tied tensor.
+    Holds for each key the path, the open file, and the name in it, which may be another name of a tied tensor.
     """
 
     def shape_of(self, key: str) -> torch.Size:
@@ -296,7 +296,7 @@ class _Files(dict[str, Any]):
 
 
 def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
-    """Open what is at ``path`` until ``stack`` ends, with names for all of what is tied in ``entries``."""
+    """Open the files at ``path`` until ``stack`` ends; tied ``entries`` find their value under any of their names."""
     try:
         library: Any = importlib.import_module("safetensors")
     except ImportError as error:
@@ -323,7 +323,7 @@ def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Make an error in reading one that names the file."""
+    """Turn an error in reading into an error that names the file."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
 """The context ``unshard_params``.
 
-Values are gathered handle by handle. Where every rank shows them they stay in the handles'
-own buffers, and forward and backward may run; where only one rank does, or the host, or where they
-are computed with in another dtype, they are copies, of which one handle passes through a device at a time.
+Values are gathered handle by handle. If every rank shows them on its device, they stay in the handles'
+own buffers, and forward and backward may run. If only one rank or the host shows them, or if computation
+has another dtype, they are copies, and one handle at a time passes through a device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class _Options(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """Parameters are tensors of their own, not the handles' unsharded ones."""
+        """Whether full parameters are new tensors, not the handles' unsharded ones."""
         return self.rank0_only or self.offload_to_cpu
 
 
@@ -44,25 +44,25 @@ def unshard_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """Let ``module`` and what is below it hold plain parameters of their full shapes and own dtypes inside the block.
+    """Give ``module`` and the modules below it plain parameters of full shape and own dtype inside the block.
 
     Collective on entry and, for ``writeback``, on exit: all ranks of the shard group, with equal arguments. Outside of
-    forward and backward. In the block ``parameters()``, ``state_dict()`` and ``load_state_dict()`` are those of the
-    plain module. Change values in place.
+    forward and backward. In the block ``parameters()``, ``state_dict()`` and ``load_state_dict()`` work as in
+    the plain module. Change values in place.
 
     Without ``rank0_only`` and ``offload_to_cpu`` the module may run in the block, without communication; where a mixed
     precision policy casts parameters, under ``torch.no_grad()`` only. Nothing is cast in the block. Calls may nest with
     equal options; the outermost one gathers and writes back. Gradients stay as they are: outside of the block
     ``param.grad.full_tensor()`` gives one in full.
 
-    An exception in the block restores the values from before it; with ``writeback`` on every rank, which raises too.
+    An exception in the block restores the values from before it; with ``writeback`` every rank restores and raises.
 
     Args:
-        module: A module that is annotated, or contains annotated ones. One without is left alone.
+        module: A module that is annotated, or contains annotated ones; any other is left alone.
         recurse: Also modules below ``module`` that have handles of their own.
-        writeback: Keep changes: each rank its own elements of what it holds, with ``rank0_only`` those of the first
-            rank, handle by handle.
-        rank0_only: Only the first rank of the mesh holds full parameters, as copies; the others keep what they have.
+        writeback: Keep changes: each rank takes its own elements from its full parameters, with ``rank0_only`` from
+            those of the first rank, handle by handle.
+        rank0_only: Only the first rank of the mesh holds full parameters, as copies; others keep sharded parameters.
         offload_to_cpu: Full parameters are copies on the host.
 
     Raises:
@@ -78,7 +78,7 @@ def unshard_params(
     found = _find(module, recurse=recurse, options=options)
     shown = [_Shown(handle, scheduler, options) for handle, scheduler in found]
     try:
-        # What one rank must not write back, none does: a rank may own nothing of what was changed.
+        # If one rank must not write back, no rank does: it may be that only others own changed elements.
         with agreed_by(_all_ranks([handle for handle, _ in found] if writeback else [])):
             for one in shown:
                 one.show()
@@ -94,7 +94,7 @@ def unshard_params(
 
 
 def _all_ranks(handles: Sequence[Handle]) -> list[Ranks]:
-    """Return the ranks of the handles, and those beside them, which have other blocks."""
+    """Return the ranks of the handles, and the groups of ranks that have other blocks of their parameters."""
     layouts = [param.layout for one in handles for param in one.params]
     beside = [(layout.mesh, dim) for layout in layouts for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
     found = [one.grid.everyone for one in handles[:1]] + ranks_along(beside)
@@ -102,7 +102,7 @@ def _all_ranks(handles: Sequence[Handle]) -> list[Ranks]:
 
 
 def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[Handle, Scheduler]]:
-    """Return the handles to show, and who runs each; those that an outer context shows already are left out."""
+    """Return the handles to show, with their schedulers, without handles that an outer context shows already."""
     states = _traversal_utils._get_fully_sharded_module_to_states(module, is_everywhere=True)
     roots = [state.lazy_init() for state in states.values()]
     for root in roots:
@@ -137,7 +137,7 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
 
 
 class _Shown:
-    """One handle in the block; ``ranks`` are all that hold its shards, or copies of them."""
+    """One handle in the block; ``ranks`` are all ranks that hold its shards, or copies of them."""
 
     def __init__(self, handle: Handle, scheduler: Scheduler, options: _Options) -> None:
         self.handle = handle
@@ -145,16 +145,16 @@ class _Shown:
         self.options = options
         self.params = handle.params
         self.ranks = handle.grid.everyone
-        # Unsharded parameters of another dtype would have lost what the cast drops; others are no plain tensors.
+        # Unsharded parameters that were cast have lost precision; instances of a class are no plain tensors.
         casts = any(flat.compute_dtype != flat.dtype or flat.holds_instances for flat in handle.buffers)
         self.is_copied = options.copies or casts
-        self._placed: list[nn.Parameter] = []  # Where this rank shows them.
+        self._placed: list[nn.Parameter] = []  # The full parameters, if this rank shows them.
         self._before = self._versions()
 
     def show(self) -> None:
-        """Gather, and let the modules hold the full parameters. Collective."""
+        """Gather, and put the full parameters into the modules. Collective."""
         options, handle = self.options, self.handle
-        # What an earlier forward left unsharded may be older than the shard.
+        # Unsharded values that an earlier forward left may be older than the shard.
         self.scheduler.reshard(handle)
         attach(handle)
         if self.is_copied:
@@ -192,7 +192,7 @@ class _Shown:
                 )
 
     def write_back(self) -> None:
-        """Take over what the block changed. Collective with ``rank0_only``."""
+        """Write the changes of the block into the shards. Collective with ``rank0_only``."""
         if not self.options.copies:
             for param, placed in zip(self.params, self._placed):
                 param.sharded.requires_grad_(placed.requires_grad)
@@ -208,7 +208,7 @@ class _Shown:
                 memory_of(param.ragged._local_tensor).data.copy_(slice_block(param.storage_of(placed), param.layout))
 
     def restore(self) -> None:
-        """Let the modules hold sharded parameters again; nothing if they do."""
+        """Put the sharded parameters back into the modules; a second call does nothing."""
         self.handle.held_with = self.handle.lent = None
         for param, _ in zip(self.params, self._placed):
             param.place(param.sharded)
@@ -219,6 +219,6 @@ class _Shown:
         self.scheduler.reshard(self.handle)
 
     def _versions(self) -> list[int]:
-        # An operation on a ragged tensor counts there, one on its local tensor at the shard.
+        # Operations on a ragged tensor raise its own version; operations on its local tensor raise the shard's.
         shards = [flat.shard._version for flat in self.handle.buffers]
         return shards + [param.sharded._version for param in self.params]
