@@ -270,7 +270,7 @@ def _compress(
     """Let ``hook`` reduce ``grad`` as ``dtype``, complex numbers as pairs, then cast to ``parameter_type``, or back.
 
     Returns:
-        What the hook returned, for the caller to check; ``None`` if it returned its result.
+        The hook's return value, for the caller to check; ``None`` if that is its result.
     """
     sent = _real(grad).to(dtype)
     if output is None:

@@ -68,7 +68,7 @@ class SignatureError(ConfigError, TypeError):
 
 
 class StateDictError(ConfigError, RuntimeError):
-    """A state dict does not fit a model. Also a ``RuntimeError``, which code that knows torch's errors expects."""
+    """A state dict does not fit a model. Also a ``RuntimeError``, which code written for torch expects."""
 
 
 class UsageError(ComposableError, RuntimeError):

@@ -88,7 +88,7 @@ class StepState:
 
 
 class FSDPModule(GatherSettings, ReductionSettings):
-    """Methods of a fully sharded module; its class becomes a subclass of this one. Every rank calls them alike."""
+    """Methods of a fully sharded module; its class becomes a subclass of this one. All ranks must call them alike."""
 
     _composable_kind = "sharded"
 
@@ -231,7 +231,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Torch's function of this name does nothing on modules of this library; this one does nothing on modules that are
     not fully sharded. Inputs are not moved to the device, and forward hooks of users do not run. Every rank calls the
-    method alike. The module need not have a forward.
+    method the same way. The module need not have a forward.
 
     Args:
         module: A fully sharded module.

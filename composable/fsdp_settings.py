@@ -208,7 +208,7 @@ class ReductionSettings(AnnotatedModule):
         _change(self, divide_factor=number)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """Do what ``set_gradient_divide_factor`` does; torch's older name of it."""
+        """Call ``set_gradient_divide_factor``; this is torch's older name of it."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -86,7 +86,7 @@ ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 @dataclass(frozen=True)
 class HandleOptions:
-    """How the handles of one ``fully_shard`` cut, gather and reduce their parameters. The defaults suit most models.
+    """Options for how handles cut, gather and reduce their parameters. The defaults suit most models.
 
     Attributes:
         align: Where a parameter may be cut: a dict from FQN below the module to a value, or a function of the FQN and

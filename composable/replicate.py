@@ -73,10 +73,10 @@ def replicate(
 ) -> ModuleT:
     """Keep a whole copy of ``module`` on every rank and average the gradients, as if one process had all batches.
 
-    Collective over the ranks, with equal arguments on an equal module. Parameters and buffers become those of the first
-    rank; from then on every backward leaves in each ``param.grad``, of the shape and dtype of the parameter, the mean
-    over the ranks, so that equal optimizers keep the ranks equal. Every rank must run the module in every step: if one
-    rank skips it, the others wait.
+    Collective over the ranks, with equal arguments on an equal module. Parameters and buffers get the values of the
+    first rank; from then on every backward leaves in each ``param.grad``, of the shape and dtype of the parameter, the
+    mean over the ranks, so that equal optimizers keep the ranks equal. Every rank must run the module in every step: if
+    one rank skips it, the others wait.
 
     ``module`` gains the methods of ``ReplicateModule``: its class is swapped for a subclass.
 

@@ -48,7 +48,7 @@ _Backend: TypeAlias = Callable[..., Any]
 
 
 class ReplicateModule(AnnotatedModule):
-    """Methods of a replicated module; its class becomes a subclass of this one. Every rank calls them alike."""
+    """Methods of a replicated module; its class becomes a subclass of this one. All ranks must call them alike."""
 
     _composable_kind = "replicated"
 
@@ -79,7 +79,7 @@ class ReplicateModule(AnnotatedModule):
         set_gradient_sync(self, units, requires_gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Do what ``set_requires_gradient_sync`` does: an all-reduce is all the synchronisation there is."""
+        """Call ``set_requires_gradient_sync``: in replicated modules the synchronisation is an all-reduce."""
         check_bool("requires_all_reduce", requires_all_reduce)
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
@@ -110,7 +110,7 @@ class ReplicateModule(AnnotatedModule):
         return no_sync(self)
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> CommHookHandle:
-        """Do what ``composable.register_comm_hook(module, state, hook)`` does. Collective."""
+        """Call ``composable.register_comm_hook(module, state, hook)``. Collective."""
         return reduce_by_hook(self, state, hook)
 
 

@@ -52,7 +52,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     Args:
         module: A module, or several that share handles.
         recurse: Undo every annotation at and below ``module``. If false, only those made by a call on
-            ``module`` itself, with what their policy picked.
+            ``module`` itself, with the modules that their policy picked.
 
     Returns:
         ``module``, the same object.

@@ -185,7 +185,7 @@ class DDPView(UnevenInputs):
         return self._state.grid.everyone.process_group
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
-        """Do what ``composable.register_comm_hook`` does, for good. Collective."""
+        """Call ``composable.register_comm_hook``; the hook cannot be removed. Collective."""
         reduce_by_hook(self.module, state, hook)
 
     def parameters(self) -> Iterator[nn.Parameter]:

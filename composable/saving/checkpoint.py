@@ -161,8 +161,8 @@ def save_checkpoint(
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
     Collective: all ranks, with equal arguments. The folder must be one that all ranks see. A kill at any moment
-    leaves whole checkpoints only; the one before stays until this one is on disk. Only what ``save_checkpoint`` wrote
-    is ever removed or replaced. One run writes to a folder at a time: from its first save until the process of the
+    leaves whole checkpoints only; the one before stays until this one is on disk. Only files of ``save_checkpoint``
+    are ever removed or replaced. One run writes to a folder at a time: from its first save until the process of the
     first rank ends.
 
     Args:
@@ -250,7 +250,7 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> SavedCheckpoint:
-    """Load what ``save_checkpoint`` saved, whatever number of ranks and way of sharding wrote it.
+    """Load a checkpoint of ``save_checkpoint``, written by any number of ranks with any sharding.
 
     Collective: all ranks. The bytes of all files, each on one rank, and the names of all values are checked first;
     then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved. No code in the files is
@@ -267,7 +267,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 
     Raises:
         ConfigError: There is no checkpoint; a file is missing, truncated, changed or no data; names or shapes in the
-            model, or classes or groups of optimizers, are not those that were saved. The message lists all
+            model, or classes or groups of optimizers, differ from the saved ones. The message lists all
             differences. On every rank, and nothing has been changed.
         UsageError: A parameter on the meta device, or the files changed while they were read.
     """

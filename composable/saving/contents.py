@@ -1,7 +1,7 @@
 """The contents of a checkpoint, by FQN.
 
-The layout is that of torch's ``get_state_dict`` in ``torch.distributed.checkpoint``, so either side
-reads what the other wrote: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optimizer.param_groups``.
+torch's ``get_state_dict`` in ``torch.distributed.checkpoint`` has the same layout, so either side
+reads checkpoints of the other: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optimizer.param_groups``.
 Unlike there, an optimizer that has not stepped is saved without state and loaded without a step,
 and so is a parameter that has had no gradient.
 

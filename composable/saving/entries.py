@@ -1,6 +1,6 @@
 """The entries of a full state dict.
 
-A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and shared buffers under every
+A model's *entries* are the items of ``state_dict()``: key and tensor, ties and shared buffers under every
 name. Ragged tensors among them are gathered or filled in *batches* of bounded size. A call that moves full values
 starts with ``entries_for``, where the ranks compare their requests.
 

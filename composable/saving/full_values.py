@@ -128,9 +128,9 @@ def load_full_state_dict(
     Args:
         model: As for ``full_state_dict``.
         state_dict: On ``src``: tensors by key, of the plain model's shapes, on any device, also memory-mapped; a
-            floating-point value may have any floating-point dtype. Or a mapping that reads values on demand: it needs
-            ``keys()``, ``[key]``, which is called once for each key, and ``shape_of(key)``, which gives a shape without
-            reading; without that method each value is read twice. On other ranks it is not used.
+            floating-point value may have any floating-point dtype. Or a mapping that reads values on demand: the call
+            uses ``keys()``, ``[key]`` once for each key, and ``shape_of(key)``, which gives a shape without reading;
+            without this method each value is read twice. On other ranks it is not used.
         src: The rank that has the state dict, by its number as ``dst`` of ``full_state_dict``.
         strict: Every key of the model must be there, and no other.
         names: Load a part of the model, such as adapters; ``strict`` then checks this part only. Otherwise as for

@@ -40,7 +40,7 @@ _MAX_SHOWN = 20
 _MARK = "_composable_taught"
 
 
-# -- what does not fit
+# -- keys and values that do not fit
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, tor
         entries |= {path + key: tensor for key, tensor in _state_of_bytes(owner)}
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             entries[f"{path}_extra_state"] = None
-        # torch keeps each hook in a wrapper that tells where it comes from.
+        # torch keeps each hook in a wrapper that has the name of the hook's module.
         sources = [str(getattr(hook, "__module__", "")) for hook in owner._load_state_dict_pre_hooks.values()]
         has_own_load = type(owner)._load_from_state_dict is not module_load
         if has_own_load or any(not source.startswith("composable.") for source in sources):
@@ -144,7 +144,7 @@ def register_load_check(module: nn.Module) -> list[RemovableHandle]:
 def _check_before_load(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Refuse a ``load_state_dict`` that would stop half-way. Not collective: equal state dicts raise alike."""
+    """Refuse a ``load_state_dict`` that would stop half-way. Not collective: equal state dicts raise equal errors."""
     if metadata.get("assign_to_params_buffers") and any("replicate" in get_registry(one) for one in module.modules()):
         raise UsageError(
             "load_state_dict with assign=True would replace parameters that replicate and the optimizer hold",
@@ -287,7 +287,7 @@ def _with_ragged_values(original: Any) -> Any:
 
     @wraps(original)
     def distribute_tensors(local: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
-        # torch marks what is still to be cut as (local DTensor, full tensor).
+        # torch marks a value that is still to be cut as (local DTensor, full tensor).
         pairs = {key: local.get(key) for key in keys}
         ours = {key: pair for key, pair in pairs.items() if isinstance(pair, tuple) and type(pair[0]) is RaggedDTensor}
         local.update({key: _cut_into(*pair) for key, pair in ours.items()})

@@ -1,8 +1,8 @@
 """The effect of each collective on simulated ranks.
 
-Collectives meet by number within their group: the last rank to arrive carries them out for all. Messages meet by
-sender, receiver and tag: one moves when both ends are there. Sums run in rank order, in the dtype of the tensors, and
-are the same on every rank.
+Calls of a collective are matched by number within their group: the last rank to arrive carries it out for all. Ends of
+a message are matched by sender, receiver and tag: it moves when both are there. Sums run in rank order, in the dtype of
+the tensors, and are the same on every rank.
 """
 
 from collections import Counter

@@ -178,7 +178,7 @@ class TurnScheduler:
 
         Args:
             is_over: Says whether the wait is over.
-            describe: Returns the text for messages: what the thread waits for.
+            describe: Returns a description of the wait, for messages.
             give_up: Called when no thread can go on: ends a wait that has a timeout, and returns whether it has.
 
         Raises:
