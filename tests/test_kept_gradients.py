@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, joinable, no_sync, replicate
+from composable import fully_shard, joinable, no_sync, replicate, unannotate
 from tests.counting import counting_ranks
 from tests.parity import assert_equal_params, full, gradients_of
 from tests.world import on_ranks, run_ranks, run_threads
@@ -195,6 +195,23 @@ def test_a_root_that_first_runs_after_the_context_ends_what_others_keep() -> Non
         (plain(input_of(step, one), [step]).square().mean() / 2).backward()
     for kid, expected in zip(model.kids[:2], plain.kids, strict=False):
         assert_equal_params(gradients_of(kid), gradients_of(expected), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("left", range(KIDS))
+@pytest.mark.parametrize("kinds", [*itertools.product(["replicate", "shard"], repeat=KIDS)], ids=" ".join)
+@on_ranks(2)
+def test_the_rest_ends_after_one_is_unannotated(kinds: tuple[str, ...], left: int) -> None:
+    model, plain, rank = Chosen(), Chosen(), dist.get_rank()
+    for kid, kind in zip(model.kids, kinds, strict=True):
+        annotate(kid, kind)
+    calls = [[0, 1, 2], [(left + 1) % KIDS]]
+    with no_sync(model):
+        model(input_of(0, rank), calls[0]).square().mean().backward()
+    unannotate(model.kids[left])
+    model(input_of(1, rank), calls[1]).square().mean().backward()
+    for step, one in itertools.product(range(2), range(2)):
+        (plain(input_of(step, one), calls[step]).square().mean() / 2).backward()
+    assert_equal_params(gradients_of(model.kids), gradients_of(plain.kids), tolerance=1e-6)
 
 
 def keep_and_end(*, has_fewer_ranks: bool, backwards: int) -> None:
