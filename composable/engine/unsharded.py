@@ -40,7 +40,7 @@ class HostStreams:
     queues = False
 
     # Not a Python function: an empty one would cost as much as the work beside it.
-    shards_written = resharded = meet = end_backward = wait_for_copies = staticmethod(_do_nothing)
+    shards_written = resharded = meet = gathered_in_use = end_backward = wait_for_copies = staticmethod(_do_nothing)
 
     def shards_written_at(self, event: Any) -> None:
         raise AssertionError("there is no event on the CPU: the setter refuses it")
@@ -126,6 +126,10 @@ class DeviceStreams:
         # An exception cut ``begin_unshard`` or this wait short.
         current.wait_stream(self.unshard)
         handle.finish_gathers()
+
+    def gathered_in_use(self, handle: Handle) -> None:
+        """Let the current stream wait for a gather into memory that a graph reads without asking for it."""
+        self._device.current_stream().wait_event(self._full[handle])
 
     def _begin_on_unshard(self) -> None:
         """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
@@ -275,13 +279,16 @@ class Unsharded:
             secondary.are_source = self._takes_secondary(handle) if takes_secondary is None else takes_secondary
         if self.hears:
             self._on_gather(handle)
-        if handle.bring_back():
+        is_in_use = handle in self._retained  # a graph may read the memory, which gets the same values again
+        if handle.bring_back() or is_in_use:
             self.streams.shards_written()
         self.members[handle] = None
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self.streams.begin_unshard, handle)
         else:
             self.streams.begin_unshard(handle)
+        if is_in_use:
+            self.streams.gathered_in_use(handle)
 
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.

@@ -101,6 +101,17 @@ def several_forwards(bench: Bench) -> None:
     bench.train(1)
 
 
+def gradient_penalty(bench: Bench) -> None:
+    """A backward through a backward, which reads parameters that are gathered again for other ranks."""
+    for seed in range(3):
+        args, kwargs = inputs_of(bench.model, seed, 0)
+        x = args[0].requires_grad_(True)
+        loss = loss_of(bench.model(x, *args[1:], **kwargs))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.pow(2).sum()).backward()
+        bench.update()
+
+
 def evaluate(bench: Bench) -> None:
     for _ in range(2):
         bench.train(1)
@@ -284,6 +295,7 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "train on a stream of the user": train_on_a_stream_of_the_user,
     "prefetch by lists": prefetch_by_list,
     "several forwards before a backward": several_forwards,
+    "gradient penalty": gradient_penalty,
     "evaluate": evaluate,
     "write frozen shards after backward": write_frozen,
     "write shards that are unsharded by hand": write_unsharded_by_hand,
