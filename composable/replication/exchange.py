@@ -100,10 +100,10 @@ class FlagBlock:
             self._plain = torch.tensor(values, dtype=block.dtype, device=block.device)
         block.copy_(self._plain)
         if runs != 1:
-            block[own_run] = min(runs, _MOST_RUNS)
+            block.narrow(0, own_run, 1).fill_(min(runs, _MOST_RUNS))  # An assignment waits for the device.
         if used is not None:
             block[:count].copy_(torch.tensor(used, dtype=block.dtype))
-            block[count + self._rank] = complaint
+            block.narrow(0, count + self._rank, 1).fill_(complaint)
 
     def report(self, values: Sequence[float]) -> Report:
         """Return the report of a block whose elements have these ``values`` after the all-reduce."""
@@ -114,13 +114,15 @@ class FlagBlock:
         """Return the report of ``block`` [numel], if a rank complains, or ranks differ in how often they ran modules.
 
         On a device other than the CPU, where reading would stop this thread until the device is
-        idle, return the report of the round before, if any.
+        idle, return the report of the round before, if any. In a CUDA graph nothing is read.
         """
         if block.device.type == "cpu":
             told = block[self._count :].tolist()
             # The usual case: no complaint, and equal numbers.
             is_plain = not any(told[: self._world_size]) and told.count(told[-1]) == self._world_size
             return None if is_plain else self._notable(block.tolist())
+        if block.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
         report = None
         if self._late is not None:
             host, event = self._late
