@@ -235,6 +235,7 @@ def fully_shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             hosts=state.grid.hosts,
+            is_queued=state.grid.shard.device.type != "cpu",
         )
         state.plan, members = make_plan(module, chosen)
         state.ignored_modules = frozenset(ignored_modules or ())

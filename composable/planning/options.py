@@ -357,6 +357,7 @@ class ShardOptions:
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
         hosts: The host of each rank, as in ``ShardPlan``.
+        is_queued: As in ``ShardPlan``.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -376,6 +377,7 @@ class ShardOptions:
     mp_policy: Any = NO_CASTS
     offload_policy: Any = NO_OFFLOAD
     hosts: tuple[int, ...] = ()
+    is_queued: bool = False
 
     def __post_init__(self) -> None:
         for name, what in (("world_size", "share the parameters"), ("replicas", "hold each shard")):

@@ -151,6 +151,7 @@ def make_plan(
         mp_policy=options.mp_policy,
         offload_policy=options.offload_policy,
         hosts=options.hosts,
+        is_queued=options.is_queued,
     )
     return shard_plan, handles
 

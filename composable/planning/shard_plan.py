@@ -215,6 +215,7 @@ class ShardPlan:
         offload_policy: Where shards, gradients and optimizer state rest.
         replicas: Ranks that hold each shard.
         hosts: The host of each rank, one copy of all shards after the other; empty: not known.
+        is_queued: A device runs it later than the host: memory beside a result is freed once the work is queued.
     """
 
     world_size: int
@@ -227,6 +228,7 @@ class ShardPlan:
     offload_policy: OffloadPolicy = NO_OFFLOAD
     replicas: int = 1
     hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    is_queued: bool = field(default=False, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -319,6 +321,8 @@ class ShardPlan:
         if self.offload_policy.is_offloading:
             # The result is on the device until it is copied to the host.
             landing, output, is_late = landing + output, 0, False
+        if self.is_queued:
+            landing, scratch = 0, max(landing, scratch)
         return Reduced(buffer.gradient_bytes, output, landing, scratch, is_late)
 
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
