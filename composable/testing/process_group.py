@@ -165,6 +165,9 @@ class SimulatedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._owner.turns.wait(lambda: self._pending.is_over, self.describe)
         self._pending.raise_failure(self._owner.rank)
+        device = self._owner.board.device
+        if device is not None and self._pending.done is not None:
+            device.wait_for(self._pending.done)
         return True
 
     def synchronize(self) -> None:
@@ -174,7 +177,7 @@ class SimulatedWork(dist.Work):
         if not self._pending.is_over:
             # Else a rank that asks in a loop would ask for ever.
             self._owner.turns.let_others_run()
-        return self._pending.is_over
+        return self._pending.is_over and (self._pending.done is None or bool(self._pending.done.query()))
 
     def is_success(self) -> bool:
         return self._pending.is_over and not self._pending.failure
@@ -186,7 +189,8 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         # A future's callbacks would run in the thread of the rank that arrives last.
         self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        devices: Any = list({one.device for one in self._results if one.device.type != "cpu"})
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return future
 
@@ -248,7 +252,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        device = self._owner.board.device
+        types = {"cpu": None} | ({} if device is None else {device.device.type: None})
+        return list(map(torch.device, types))
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._stand_in
@@ -269,33 +275,35 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         reduction = _reduction_of(opts)
-        return self._call("all_reduce", [CollectivePart([one], [one], one) for one in tensors], reduction=reduction)
+        return self._call(
+            "all_reduce", [CollectivePart([one], [one], one) for one in tensors], opts, reduction=reduction
+        )
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         parts = [CollectivePart([one], [one], one) for one in tensors]
-        return self._call("reduce", parts, reduction=_reduction_of(opts), root=opts.rootRank)
+        return self._call("reduce", parts, opts, reduction=_reduction_of(opts), root=opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         root = 0 if opts is None else opts.rootRank
-        return self._call("broadcast", [CollectivePart([one], [one], one) for one in tensors], root=root)
+        return self._call("broadcast", [CollectivePart([one], [one], one) for one in tensors], opts, root=root)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._call("all_gather", [self._gathered(out, one) for out, one in zip(outputs, inputs)])
+        return self._call("all_gather", [self._gathered(out, one) for out, one in zip(outputs, inputs)], opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         out: Tensors = outputs[0] if outputs else ()
-        return self._call("gather", [CollectivePart(inputs, out, inputs[0])], root=opts.rootRank)
+        return self._call("gather", [CollectivePart(inputs, out, inputs[0])], opts, root=opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         sources: Tensors = inputs[0] if inputs else ()
-        return self._call("scatter", [CollectivePart(sources, outputs, outputs[0])], root=opts.rootRank)
+        return self._call("scatter", [CollectivePart(sources, outputs, outputs[0])], opts, root=opts.rootRank)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         parts = [self._scattered(out, sources) for out, sources in zip(outputs, inputs)]
-        return self._call("reduce_scatter", parts, reduction=_reduction_of(opts))
+        return self._call("reduce_scatter", parts, opts, reduction=_reduction_of(opts))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._call("all_to_all", [CollectivePart(inputs, outputs)])
+        return self._call("all_to_all", [CollectivePart(inputs, outputs)], opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", [])
@@ -306,11 +314,11 @@ class SimulatedGroup(dist.ProcessGroup):
     # Collectives of one tensor with a slice for each rank.
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._call("all_gather", [self._gathered(self._slices(output), source)])
+        return self._call("all_gather", [self._gathered(self._slices(output), source)], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         part = self._scattered(output, self._slices(source))
-        return self._call("reduce_scatter", [part], reduction=_reduction_of(opts))
+        return self._call("reduce_scatter", [part], opts, reduction=_reduction_of(opts))
 
     def all_to_all_single(
         self,
@@ -321,7 +329,7 @@ class SimulatedGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> dist.Work:
         return self._call(
-            "all_to_all", [CollectivePart(self._rows(source, input_sizes), self._rows(output, output_sizes))]
+            "all_to_all", [CollectivePart(self._rows(source, input_sizes), self._rows(output, output_sizes))], opts
         )
 
     # Several tensors in one call.
@@ -365,20 +373,28 @@ class SimulatedGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _call(self, op: str, parts: Sequence[CollectivePart], *, reduction: str = "", root: int = -1) -> SimulatedWork:
-        call = Call(op, parts, reduction, root)
+    def _call(
+        self, op: str, parts: Sequence[CollectivePart], opts: Any = None, *, reduction: str = "", root: int = -1
+    ) -> SimulatedWork:
         owner, board = self._owner, self._owner.board
+        tensors = (one for part in parts for one in (*part.inputs, *part.outputs))
+        call = Call(op, parts, reduction, root, None if board.device is None else board.device.mark(tensors))
         action = self._enter(op)
         self._calls += 1
         pending = board.rendezvous(self._key, self._calls)
         self._send(action, lambda: board.arrive(pending, self._own, call))
         shown = f"{call}, collective {self._calls} of {self._key}{_note(action)}"
-        return self._started(SimulatedWork(owner, pending, shown, [out for part in parts for out in part.outputs]))
+        work = self._started(SimulatedWork(owner, pending, shown, [out for part in parts for out in part.outputs]))
+        if call.mark is not None and self._coalesced is None and not getattr(opts, "asyncOp", True):
+            # Such a call of NCCL runs on the current stream: what the stream gets next comes after it.
+            work.wait()
+        return work
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> SimulatedWork:
         board = self._owner.board
         action = self._enter("send" if is_send else "recv")
-        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send)
+        mark = None if board.device is None else board.device.mark([tensor])
+        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send, mark)
         self._send(action, lambda: board.post(transfer))
         return self._started(SimulatedWork(self._owner, transfer, transfer.describe() + _note(action), [tensor]))
 

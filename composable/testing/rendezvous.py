@@ -7,13 +7,15 @@ the tensors, and are the same on every rank.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import Any
 
 import torch
 
 from composable.errors import DesyncError
 from composable.ground.torch_private import without_modes
+from composable.testing.device_streams import SimulatedDevice, poison
 
 __all__ = ["Board", "Call", "CollectivePart", "GroupKey", "Rendezvous", "Transfer"]
 
@@ -39,6 +41,8 @@ class Call:
     parts: Sequence[CollectivePart] = ()
     reduction: str = ""
     root: int = -1
+    # An event of the rank's stream at the call; ``None`` on the host.
+    mark: Any = None
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the properties of the call that must be equal on all ranks."""
@@ -60,21 +64,50 @@ def _shown(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _exchange(calls: Sequence[Call]) -> None:
+def _exchange(calls: Sequence[Call], group: "GroupKey", device: SimulatedDevice | None) -> Any:
     """Carry out a collective that all ranks have called, with calls that fit each other.
+
+    Returns:
+        The event after it; ``None`` on the host.
 
     Raises:
         ValueError: Tensors that do not fit in an all-to-all.
     """
     with torch.no_grad(), without_modes():
-        for index in range(len(calls[0].parts)):
-            _BODIES[calls[0].op]([call.parts[index] for call in calls], calls[0])
+        if device is None or all(call.mark is None for call in calls):
+            _carry_out(calls)
+            return None
+        with device.communicating(group, [call.mark for call in calls]) as stream:
+            if device.is_adverse:
+                calls = [replace(call, parts=list(map(_with_copies, call.parts))) for call in calls]
+                if calls[0].op not in ("broadcast", "reduce"):  # they leave the tensors of some ranks as they are
+                    poison(output for call in calls for part in call.parts for output in part.outputs)
+                device.sleep()
+            _carry_out(calls)
+            return stream.record_event()
 
 
-def _move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` to ``target`` without a trace in autograd, as a process group does."""
+def _carry_out(calls: Sequence[Call]) -> None:
+    for index in range(len(calls[0].parts)):
+        _BODIES[calls[0].op]([call.parts[index] for call in calls], calls[0])
+
+
+def _with_copies(part: CollectivePart) -> CollectivePart:
+    return replace(part, inputs=[one.detach().clone() for one in part.inputs])
+
+
+def _move(recv: "Transfer", send: "Transfer", device: SimulatedDevice | None) -> Any:
+    """Copy a message without a trace in autograd, as a process group does; returns what ``_exchange`` does."""
     with torch.no_grad(), without_modes():
-        _copy(target, source)
+        if device is None or (recv.mark is None and send.mark is None):
+            _copy(recv.tensor, send.tensor)
+            return None
+        with device.communicating(send.group, (send.mark, recv.mark)) as stream:
+            if device.is_adverse:
+                poison([recv.tensor.detach()])
+                device.sleep()
+            _copy(recv.tensor, send.tensor)
+            return stream.record_event()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -187,13 +220,15 @@ class GroupKey:
 
 @dataclass(eq=False)
 class Rendezvous:
-    """A collective that some ranks have called."""
+    """A collective that some ranks have called; ``done`` is the event after it on a device."""
 
     group: GroupKey
     number: int
+    device: SimulatedDevice | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     is_over: bool = False
     failure: str = ""
+    done: Any = None
 
     def arrive(self, group_rank: int, call: Call) -> None:
         """Add a rank's call; the last one carries out the collective."""
@@ -205,7 +240,7 @@ class Rendezvous:
             self.failure = "ranks meet in different collectives"
         else:
             try:
-                _exchange(calls)
+                self.done = _exchange(calls, self.group, self.device)
             except (RuntimeError, ValueError) as error:
                 self.failure = str(error)
         self.is_over = True
@@ -223,7 +258,7 @@ class Rendezvous:
 
 @dataclass(eq=False)
 class Transfer:
-    """One end of a message; ``peer`` is a group rank, -1 for any."""
+    """One end of a message; ``peer`` is a group rank, -1 for any; ``mark`` and ``done`` are those of a collective."""
 
     group: GroupKey
     own: int
@@ -231,8 +266,10 @@ class Transfer:
     tag: int
     tensor: torch.Tensor
     is_send: bool
+    mark: Any = None
     is_over: bool = False
     failure: str = ""
+    done: Any = None
 
     def describe(self) -> str:
         peer = "any rank" if self.peer < 0 else f"rank {self.group.ranks[self.peer]}"
@@ -257,9 +294,14 @@ class Transfer:
 
 
 class Board:
-    """The collectives and messages that are under way between the ranks of one simulation."""
+    """The collectives and messages that are under way between the ranks of one simulation.
 
-    def __init__(self) -> None:
+    Args:
+        device: The device that ranks share, if it is not the CPU.
+    """
+
+    def __init__(self, device: SimulatedDevice | None = None) -> None:
+        self.device = device
         self._open: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._transfers: list[Transfer] = []
         self._groups: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
@@ -276,7 +318,7 @@ class Board:
 
     def rendezvous(self, group: GroupKey, number: int) -> Rendezvous:
         """Return the collective with that number in ``group``."""
-        return self._open.setdefault((group, number), Rendezvous(group, number))
+        return self._open.setdefault((group, number), Rendezvous(group, number, self.device))
 
     def arrive(self, rendezvous: Rendezvous, group_rank: int, call: Call) -> None:
         """Add a rank's call to a rendezvous; forget the rendezvous once all ranks have called."""
@@ -295,6 +337,6 @@ class Board:
         if send.tensor.numel() != recv.tensor.numel() or send.tensor.dtype != recv.tensor.dtype:
             send.failure = recv.failure = f"a message does not fit: {send.describe()} meets {recv.describe()}"
         else:
-            _move(recv.tensor, send.tensor)
+            send.done = recv.done = _move(recv, send, self.device)
         recv.peer = send.own
         send.is_over = recv.is_over = True

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from composable.ground.torch_private import (
     register_group,
     torch_keeps_groups_by_thread,
 )
+from composable.testing.device_streams import SimulatedDevice, on_device
 from composable.testing.process_group import Fault, FaultPlan, SimulatedGroup, SimulatedRank
 from composable.testing.rendezvous import Board
 from composable.testing.turn_scheduler import (
@@ -74,6 +75,8 @@ def simulate(
     seed: int | None = None,
     timeout_s: float = 60.0,
     ranks_per_host: int | None = None,
+    device: Any = "cpu",
+    adverse: bool = False,
     **kwargs: Any,
 ) -> list[T]:
     """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` ranks, each a thread, and return all results.
@@ -81,6 +84,10 @@ def simulate(
     Inside, torch.distributed is initialised, with CPU collectives that behave as gloo's. Each rank has its own
     random generators, default dtype and warning filters, as in a process, which start as the caller's are now. Global
     variables, environment variables and objects from outside ``fn`` are shared: make models inside ``fn``.
+
+    On a ``device``, all ranks share it. Each has a current stream of its own, and collectives of its tensors behave as
+    NCCL's: they run on a stream of the group, and the host goes on; it waits only until the other ranks have made their
+    calls. Backwards run in the thread of the rank, so that one rank can wait for another in them.
 
     Args:
         world_size: How many ranks.
@@ -91,6 +98,9 @@ def simulate(
             runs until it has to wait.
         timeout_s: How long all ranks together may take.
         ranks_per_host: How many ranks share a host, as ``HYBRID_SHARD`` without a mesh sees it; ``None``: all do.
+        device: The device that ranks share, such as ``"cuda"`` or ``torch.device("cuda", 1)``.
+        adverse: On a device, collectives start about a millisecond late, and buffers are NaN from when they get memory,
+            also that of freed ones, until they are filled: where a wait is missing, numbers become wrong.
         **kwargs: Passed to ``fn``.
 
     Raises:
@@ -101,7 +111,7 @@ def simulate(
         BaseException: The error of the first rank that raised; the other ranks stop where they wait for that rank.
     """
     options: dict[str, Any] = {"faults": faults, "seed": seed, "timeout_s": timeout_s, "ranks_per_host": ranks_per_host}
-    outcome = run(world_size, fn, *args, **options, **kwargs)
+    outcome = run(world_size, fn, *args, device=device, adverse=adverse, **options, **kwargs)
     if outcome.errors:
         rank, error = next(iter(outcome.errors.items()))
         if sys.version_info >= (3, 11):
@@ -131,6 +141,8 @@ def run(
     seed: int | None = None,
     timeout_s: float = 60.0,
     ranks_per_host: int | None = None,
+    device: Any = "cpu",
+    adverse: bool = False,
     **kwargs: Any,
 ) -> Outcome:
     """Run a function on ranks as ``simulate`` does, but return the errors of ranks too.
@@ -145,11 +157,16 @@ def run(
     on_host = world_size if ranks_per_host is None else ranks_per_host
     if isinstance(on_host, bool) or not isinstance(on_host, int) or on_host < 1:
         raise ConfigError(f"ranks_per_host is {ranks_per_host!r}", fix="pass the number of ranks on each host, or None")
-    plan = FaultPlan(faults, world_size)
+    plan, shared = FaultPlan(faults, world_size), SimulatedDevice.of(device)
+    if adverse and shared is None:
+        raise ConfigError("adverse=True on the CPU, where nothing runs late", fix="pass device=, or leave adverse out")
+    if shared is not None:
+        shared.is_adverse = adverse
     if not _SIMULATIONS.running.acquire(blocking=False):
         raise UsageError("a simulation is running in this process", fix="run one after the other, not one in another")
     try:
-        simulation = _Simulation(world_size, lambda rank: fn(rank, *args, **kwargs), plan, seed, timeout_s, on_host)
+        call = lambda rank: fn(rank, *args, **kwargs)  # noqa: E731
+        simulation = _Simulation(world_size, call, plan, seed, timeout_s, on_host, shared)
         outcome = simulation.run()
     finally:
         _SIMULATIONS.running.release()
@@ -165,6 +182,7 @@ class RankWorld(TorchWorld):
 
     Attributes:
         owner: The rank.
+        stream: The stream of the rank on the device; ``None`` on the CPU.
     """
 
     # torch's own are properties that read globals.
@@ -176,9 +194,9 @@ class RankWorld(TorchWorld):
     pg_to_tag: Any = None
     group_count = 0
 
-    def __init__(self, owner: SimulatedRank) -> None:
+    def __init__(self, owner: SimulatedRank, stream: Any) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner, self.stream = owner, stream
         self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
@@ -227,16 +245,18 @@ class _Simulation:
         seed: int | None,
         timeout_s: float,
         ranks_per_host: int,
+        device: SimulatedDevice | None,
     ) -> None:
         self._fn = fn
+        self._device = device
         self._timeout_s = timeout_s
         ranks = range(world_size)
         threads = [StartedByRank(target=self._run_rank, args=(rank,), name=f"rank {rank}") for rank in ranks]
-        self._turns = TurnScheduler(threads, seed)
+        self._turns = TurnScheduler(threads, seed, () if device is None else device.generators)
         self._store = RankStore(self._turns)
         self._outcome = Outcome()
         self._here = threading.local()
-        board = Board()
+        board = Board(device)
         self._ranks = [
             SimulatedRank(rank, next(_SIMULATIONS.numbers), self._turns, board, faults, ranks_per_host)
             for rank in ranks
@@ -244,8 +264,9 @@ class _Simulation:
 
     def run(self) -> Outcome:
         """Run all ranks; when this returns, no thread and no process group is left."""
-        callers_state = ProcessState()
-        with self._installed():
+        callers_state = ProcessState(() if self._device is None else self._device.generators)
+        poisoning = nullcontext() if self._device is None else self._device.new_memory_is_poisoned()
+        with self._installed(), poisoning:
             try:
                 for thread in list(self._turns.threads):
                     thread.thread.start()
@@ -259,13 +280,16 @@ class _Simulation:
             finally:
                 callers_state.restore()
             self._join()
+        if self._device is not None:
+            self._device.synchronize()
         return self._outcome
 
     def _run_rank(self, rank: int) -> None:
         thread, how = self._turns.threads[rank], "returned"
         self._turns.enter(thread)
+        stream = None if self._device is None else self._device.new_stream()
         try:
-            with torch.enable_grad(), self._default_group(self._ranks[rank]):
+            with torch.enable_grad(), on_device(self._device, stream), self._default_group(self._ranks[rank], stream):
                 self._outcome.results[rank] = self._fn(rank)
         except Unwound:
             how = "been unwound"
@@ -312,26 +336,28 @@ class _Simulation:
         """Give each rank's thread process groups of its own for this context."""
         with (
             torch_keeps_groups_by_thread(self._world_here, self._new_group, self._number_here),
-            taking_turns(self._turns, self._world_here, self._adopt),
+            taking_turns(self._turns, self._world_here, self._adopted),
         ):
             try:
                 yield
             finally:
                 forget_meshes()
 
-    def _adopt(self, world: RankWorld) -> None:
-        """Let the calling thread, which a rank has started, use the groups of that rank."""
+    def _adopted(self, world: RankWorld) -> AbstractContextManager[None]:
+        """Let the calling thread, which a rank has started, use the groups and the stream of that rank."""
         self._here.world = world
         for group, name in world.pg_names.items():
             register_group(name, group)
+        return on_device(self._device, world.stream)
 
     @contextmanager
-    def _default_group(self, rank: SimulatedRank) -> Iterator[None]:
+    def _default_group(self, rank: SimulatedRank, stream: Any) -> Iterator[None]:
         """Make the calling thread the thread of ``rank``, with a default process group."""
-        self._here.world = RankWorld(rank)
+        self._here.world = RankWorld(rank, stream)
+        backend = "gloo" if self._device is None else self._device.backend
         hook, count, timeout = sys.excepthook, len(self._ranks), timedelta(seconds=self._timeout_s)
         try:
-            dist.init_process_group("gloo", store=self._store, rank=rank.rank, world_size=count, timeout=timeout)
+            dist.init_process_group(backend, store=self._store, rank=rank.rank, world_size=count, timeout=timeout)
             # torch's hook would put the rank before errors of the whole process.
             sys.excepthook = hook
             yield

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,19 +43,24 @@ class Unwound(BaseException):
 
 
 class ProcessState:
-    """The shared state of the process at the moment when the object is made."""
+    """The shared state of the process at the moment when the object is made.
+
+    Args:
+        generators: Random generators of torch beside the one of the CPU.
+    """
 
     __slots__ = ("_dtype", "_python", "_torch", "_warnings")
 
-    def __init__(self) -> None:
-        self._torch = torch.default_generator.get_state()
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        self._torch = [(one, one.get_state()) for one in (torch.default_generator, *generators)]
         self._python = random.getstate()
         self._dtype = torch.get_default_dtype()
         self._warnings = {part: getattr(warnings, part) for part in _WARNING_PARTS if hasattr(warnings, part)}
 
     def restore(self) -> None:
         """Give the process this state again."""
-        torch.default_generator.set_state(self._torch)
+        for generator, state in self._torch:
+            generator.set_state(state)
         random.setstate(self._python)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
@@ -133,10 +138,14 @@ class TurnScheduler:
         threads: The threads of the ranks, not started.
         seed: Draws the next thread, and whether a turn ends at a call. ``None``: threads run in order, and a turn ends
             only when a rank has to wait.
+        generators: Random generators of torch beside the one of the CPU, of which each rank has a state of its own.
     """
 
-    def __init__(self, threads: Sequence[threading.Thread], seed: int | None) -> None:
-        self._states = [ProcessState()] * len(threads)
+    def __init__(
+        self, threads: Sequence[threading.Thread], seed: int | None, generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        self._generators = generators
+        self._states = [ProcessState(generators)] * len(threads)
         self.threads = [RankThread(rank, rank, thread) for rank, thread in enumerate(threads)]
         self.holder = self.threads[0]
         self.all_ended = threading.Lock()
@@ -210,7 +219,7 @@ class TurnScheduler:
 
     def end(self, thread: RankThread, how: str) -> None:
         """End ``thread``: pass its turn on for the last time."""
-        self._states[thread.rank] = ProcessState()
+        self._states[thread.rank] = ProcessState(self._generators)
         thread.ended = how
         self._here.thread = None
         self._pass_on(thread)
@@ -225,7 +234,7 @@ class TurnScheduler:
         return thread
 
     def _hand_over(self, thread: RankThread) -> None:
-        self._states[thread.rank] = ProcessState()
+        self._states[thread.rank] = ProcessState(self._generators)
         if self._pass_on(thread) is not thread:
             thread.turn.acquire()
             self._states[thread.rank].restore()
@@ -287,13 +296,16 @@ def _doing(thread: RankThread) -> str:
 
 
 @contextmanager
-def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable[[Any], None]) -> Iterator[None]:
+def taking_turns(
+    turns: TurnScheduler, world: Callable[[], Any], adopted: Callable[[Any], AbstractContextManager[None]]
+) -> Iterator[None]:
     """Let threads that ranks start take part in ``turns`` while the context lasts.
 
     Args:
         turns: The scheduler.
         world: Returns the process groups of the calling thread.
-        adopt: Called in a thread that this one starts; gives that thread the same process groups.
+        adopted: Called in a thread that this one starts; gives that thread the same process groups, and returns the
+            context in which it runs.
     """
     own_start, own_join, own_wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
     own_queue = queue.SimpleQueue
@@ -319,8 +331,8 @@ def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable
         def run_in_turns() -> None:
             turns.enter(added)
             try:
-                adopt(of_parent)
-                run()
+                with adopted(of_parent):
+                    run()
             except Unwound:
                 pass
             finally:
