@@ -13,7 +13,10 @@ from composable import MixedPrecisionPolicy
 from tests.models import random_input, seeded
 from tests.parity import full
 
-__all__ = ["BF16", "DIM", "FP16", "FP32", "Block", "Net", "batch_of", "make_net", "train_in_one_process", "whole"]
+__all__ = [
+    *("BF16", "DIM", "FP16", "FP32", "Block", "Net", "batch_of", "make_net"),
+    *("reduced_in_one_process", "train_in_one_process", "whole"),
+]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DIM = 8

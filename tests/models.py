@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.place import placed
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 BATCH = 4
@@ -20,20 +22,20 @@ DIM = 8
 
 
 def seeded(build: Callable[[], ModelT], seed: int) -> ModelT:
-    """Call ``build`` with the random state of ``seed``."""
+    """Call ``build`` with the random state of ``seed``, and move what it returns to the device of the test."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build()
+        torch.default_generator.manual_seed(seed)
+        return placed(build())
 
 
 def random_input(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return normal numbers that depend on ``seed`` and ``shape`` alone."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return placed(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
 
 
 def random_tokens(seed: int, *shape: int, vocab: int = 32) -> torch.Tensor:
     """Return token ids that depend on ``seed`` and ``shape`` alone."""
-    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+    return placed(torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
@@ -61,6 +61,7 @@ from composable.engine import RestingPlace
 from tests import models
 from tests.models import BLOCK_CLASSES
 from tests.pairwise import Table, Value
+from tests.place import here
 
 __all__ = ["MODELS", "NO_CASTS", "REFUSED", "TABLES", "Moment", "blocks_of"]
 
@@ -148,19 +149,19 @@ def inside_a_shard(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 def hybrid(copies: int, ranks: int) -> tuple[Any, int]:
     copies = copies or ranks
-    mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here().type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
     return mesh, dist.get_rank()
 
 
 def beside_tensor_parallelism(copies: int, ranks: int) -> tuple[Any, int]:
     sizes = (ranks // 2, 2) if not copies else (copies, ranks // 2 // copies, 2)
     names = ("dp", "tp") if not copies else ("replicate", "dp", "tp")
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(here().type, sizes, mesh_dim_names=names)
     return {"data": mesh[names[:-1]] if copies else mesh["dp"], "tp": mesh["tp"]}, dist.get_rank() // 2
 
 
 def along_a_dim(ranks: int) -> tuple[Any, int]:
-    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(here().type, (ranks, 1), mesh_dim_names=("outer", "inner"))
     return mesh["outer"], dist.get_rank()
 
 
@@ -259,12 +260,18 @@ def in_own_forward(model: nn.Module, *, use_reentrant: bool) -> None:
 
 
 def sgd(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, **options)
+    return torch.optim.SGD(params, lr=0.1, **_form(params, options))
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
     # A large eps: the last bits of a gradient that is zero but for rounding must not count.
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, weight_decay=0.1, **options)
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, weight_decay=0.1, **_form(params, options))
+
+
+def _form(params: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Step one by one where plain parameters stand beside split ones: on a device torch would take all at once."""
+    is_mixed = len({isinstance(param, DTensor) for param in params}) > 1
+    return {"foreach": False, **options} if is_mixed and "fused" not in options else options
 
 
 # Settings of a sharded model
@@ -274,6 +281,11 @@ def prefetch(model: Any) -> None:
     first, *_, last = blocks = blocks_of(model)
     first.set_modules_to_forward_prefetch([last, *blocks[1:]])  # not in the order of use
     last.set_modules_to_backward_prefetch(blocks[-2::-1])
+
+
+def _home(model: Any) -> torch.device:
+    """Return where the parameters of a sharded model rest."""
+    return torch.device("cpu") if fully_shard.state(model).plan.offload_policy.is_offloading else here()
 
 
 def halve(model: Any) -> None:
@@ -628,7 +640,7 @@ SHARDED: Table = {
         "loaded": does(
             device=lambda: torch.device("meta"),
             load=lambda model, plain: (
-                model.to_empty(device="cpu"),
+                model.to_empty(device=_home(model)),
                 load_full_state_dict(model, plain.state_dict() if dist.get_rank() == 0 else None),
             ),
         ),

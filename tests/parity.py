@@ -114,6 +114,11 @@ def assert_equal_params(
     for fqn, param in params.items():
         # Rounding of the dtype is no error of ours: bf16 keeps three digits.
         allowed = max(tolerance, 2 * torch.finfo(param.dtype).eps) if param.dtype.is_floating_point else 0
+        # Parameters that rest on the host are whole there.
         torch.testing.assert_close(
-            param, expected[fqn], rtol=allowed, atol=allowed, msg=lambda text, fqn=fqn: f"{where}, {fqn}: {text}"
+            param.cpu(),
+            expected[fqn].cpu(),
+            rtol=allowed,
+            atol=allowed,
+            msg=lambda text, fqn=fqn: f"{where}, {fqn}: {text}",
         )

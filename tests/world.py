@@ -47,6 +47,7 @@ import torch.distributed as dist
 from composable.errors import ComposableError
 from composable.testing.simulation import run
 from tests.idleness import LOOK_S, Idleness
+from tests.place import options_of_place
 
 __all__ = ["RankErrors", "on_ranks", "run_ranks", "run_threads", "shut_down", "told"]
 
@@ -70,6 +71,8 @@ GROUP_S = 3600.0
 UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # torch 2.15, where forward mode is used for the first time.
     ("`torch.jit.script` is deprecated", FutureWarning),
+    # Sparse tensors that are pickled.
+    ("Sparse invariant checks are implicitly disabled", UserWarning),
 )
 
 
@@ -112,7 +115,7 @@ def run_threads(
     ranks_per_host: int | None = None,
     **kwargs: object,
 ) -> list[T]:
-    """Do what ``run_ranks`` does, on ranks that are threads of this process.
+    """Do what ``run_ranks`` does, on ranks that are threads of this process, on the device of ``tests.place``.
 
     Args:
         fn: As for ``run_ranks``: it, its arguments and its result are pickled, so that ranks share no object.
@@ -126,7 +129,8 @@ def run_threads(
         RankErrors: With the traceback of every rank that raised. Ranks that wait for those are not among them.
     """
     call = pickle.dumps((fn, args, kwargs))
-    outcome = run(world_size, lambda rank: _fresh_start(call), timeout_s=timeout_s, ranks_per_host=ranks_per_host)
+    options = {"timeout_s": timeout_s, "ranks_per_host": ranks_per_host, **options_of_place()}
+    outcome = run(world_size, lambda rank: _fresh_start(call), **options)
     gc.collect(0)
     if outcome.errors:
         reports = {

@@ -26,6 +26,7 @@ from composable import (
 from composable.comm_hooks import DefaultState
 from composable.replicate_module import ReplicateModule
 from tests.fuzz.nodes import Model, candidates
+from tests.place import here
 
 MODES = "function hand mixed root lists replicate roots".split()
 STARTS = "values sync load init".split()
@@ -115,7 +116,7 @@ def _mesh(replicas: int) -> DeviceMesh:
     made = _MESHES.setdefault(dist.group.WORLD, {})
     if replicas not in made:
         shape = (replicas, dist.get_world_size() // replicas)
-        made[replicas] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        made[replicas] = init_device_mesh(here().type, shape, mesh_dim_names=("replicate", "shard"))
     return made[replicas]
 
 
@@ -146,7 +147,7 @@ def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable
     try:
         annotate_again(model, annotation, **options.get(annotation.start, {}))
         if annotation.start == "load":
-            model.to_empty(device="cpu")
+            model.to_empty(device=here())
             load_full_state_dict(model, plain.state_dict())
             for name, buffer in plain.named_buffers():
                 model.get_buffer(name).copy_(buffer)
@@ -173,7 +174,7 @@ def annotate_again(model: Model, annotation: Annotation, **options: Any) -> None
 
 
 def _fill(module: nn.Module, source: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
+    module.to_empty(device=here(), recurse=False)
     with torch.no_grad():
         for name, value in source.named_parameters(recurse=False):
             module.get_parameter(name).copy_(value)

@@ -29,6 +29,7 @@ from composable.fsdp_module import FSDPModule
 from tests.fuzz.annotations import Annotation, Refused, annotate_again, replicated
 from tests.fuzz.nodes import Call, Model, candidates
 from tests.fuzz.programs import BATCH
+from tests.place import here, placed
 
 __all__ = ["ACTIONS", "Action", "Between"]
 
@@ -163,7 +164,7 @@ def settings(on: Between) -> None:
 
 @action("move to the same device")
 def move(on: Between) -> None:
-    on.model.to("cpu")
+    on.model.to(here())
 
 
 @action("unannotate, annotate, rebind_optimizer", keeps_model=False, keeps_annotation=False)
@@ -184,7 +185,7 @@ def copy_and_drop(on: Between) -> None:
         forget_losses(on.model)
         twin: Any = copy.deepcopy(on.model)
         call = Call(0, on.number)
-        loss = twin(torch.randn(BATCH, twin.inp.in_features), call).sum()
+        loss = twin(placed(torch.randn(BATCH, twin.inp.in_features)), call).sum()
         # Every parameter has to take part, where ranks expect a gradient for each.
         (loss + sum(aux.sum() for aux in call.outside)).backward()
 

@@ -19,6 +19,7 @@ from tests.fuzz.annotations import (
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.nodes import KINDS, Model, Spec, grow, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS
+from tests.place import placed
 
 __all__ = ["HOOKS", "Case", "draw", "draw_hybrid", "draw_replicated", "kinds_of", "make_model", "smaller"]
 
@@ -112,7 +113,7 @@ def make_model(case: Case) -> Model:
     model = Model(case.tree)
     if not case.copies.finds_unused:
         model.heads[1].requires_grad_(requires_grad=False)  # which few programs run
-    return model
+    return placed(model)
 
 
 def draw(

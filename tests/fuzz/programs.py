@@ -20,6 +20,7 @@ from composable.annotation import sharded_state_of
 from composable.fsdp_module import FSDPModule
 from tests.fuzz.annotations import replicated
 from tests.fuzz.nodes import WIDTH, Boom, Call, Model
+from tests.place import placed
 
 __all__ = ["PROGRAMS", "Program", "Step"]
 
@@ -54,7 +55,7 @@ class Step:
 
     def x(self, *, requires_grad: bool = False) -> torch.Tensor:
         number = random.Random(f"{self._seed}/{self._step}/{self._micro}/{self._rank}").getrandbits(32)
-        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+        x = placed(torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number)))
         return x.requires_grad_(requires_grad)
 
     def forward(self, x: torch.Tensor | None = None, *, call: Call | None = None, **options: Any) -> torch.Tensor:
