@@ -23,7 +23,7 @@ from composable import (
 )
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import full, inputs_of
-from tests.test_cuda import SlowTransport
+from tests.test_cuda import SlowTransport, allocated
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("nccl")]
 
@@ -48,7 +48,8 @@ def backward(model: nn.Module, seed: int) -> float:
 
 def train(model: nn.Module, *, accelerated: bool = False, max_norm: float | None = 0.1) -> dict[str, torch.Tensor]:
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=0.05)
+    # A large eps: the last bits of a gradient that is zero but for rounding must not count.
+    optimizer = torch.optim.AdamW(params, lr=0.05, eps=1e-3)
     if accelerated:
         accelerate_optimizer(optimizer, model)
     for seed in range(4):
@@ -194,6 +195,7 @@ def test_less_memory_of_the_device_is_taken_at_rest_and_at_the_peak() -> None:
     layers, width = 12, 1024
     rests, peaks = [], []
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        before = allocated()
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         fully_shard(model, policy={nn.Linear}, offload_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -205,13 +207,11 @@ def test_less_memory_of_the_device_is_taken_at_rest_and_at_the_peak() -> None:
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
-        rests.append(torch.cuda.memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        rests.append(allocated() - before)
         plan = fully_shard.state(model).plan
         assert plan.bytes_per_rank_at_rest() == (0 if policy.is_offloading else 3 * 4 * layers * width**2)
         del model, optimizer
-        torch.cuda.empty_cache()
     shard_bytes = 4 * layers * width**2
     assert rests[0] - rests[1] > 2.9 * shard_bytes
     assert peaks[0] - peaks[1] > 2.9 * shard_bytes
