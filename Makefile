@@ -8,6 +8,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 INSTALLED := $(VENV)/installed
 DOCS_INSTALLED := $(VENV)/docs-installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
+OWN_PATH := $(PATH)
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Ranks share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What inductor has compiled against the headers of one environment is wrong for another.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor
 
-.PHONY: train test test-rest test-all lint bench docs
+.PHONY: train test test-rest test-all gpu lint bench docs
 
 train: $(INSTALLED)
 	torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -28,6 +29,10 @@ test-rest: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	python -m tests.side_by_side $(ARGS)
+
+# All that a GPU can show, in six minutes, with the machine's own torch: nothing is installed.
+gpu:
+	PATH="$(OWN_PATH)" $(PYTHON) -m tests.gpu --out build/gpu $(ARGS)
 
 # The site, in build/site: pages, and a reference made of docstrings. Warnings and dead links are errors.
 docs: $(DOCS_INSTALLED)

@@ -1,0 +1,221 @@
+"""All that a GPU can show, in one command, the most valuable first.
+
+    python -m tests.gpu --minutes 6 --out DIR
+    python -m tests.gpu --minutes 1 --out DIR --device cpu    the same at toy sizes, so that it cannot rot
+    python -m tests.gpu --minutes 2 --out DIR --only rules
+
+Needs torch and pytest, and nothing else that is not here. Each part is a process of its own with a limit of its own;
+what one leaves of its time the next ones have. ``DIR/results.jsonl`` has a line for each result as soon as it is known,
+``DIR/report.md`` says what failed, and has the figures. The exit status is 1 if anything failed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.gpu.figures import figures, table
+from tests.gpu.ranks import Row, ranks
+from tests.gpu.rules import rules
+
+REPO = Path(__file__).resolve().parent.parent.parent
+# How long after its own limit a part is ended.
+GRACE_S = 15.0
+# The most processes that share cases: each has its own context of some hundred megabytes on the device.
+MOST_PROCESSES = 10
+TESTS = "test_cuda.py test_cuda_offload.py test_cuda_replicate.py collectives/test_transports.py".split()
+
+
+class Part(NamedTuple):
+    """One part.
+
+    Attributes:
+        title: What it does.
+        share: How much of the time it may take.
+        is_shared: Several processes share its cases.
+        run: Does it: ``run(device, report, until=, is_toy=)``; ``None``: pytest does.
+    """
+
+    title: str
+    share: float
+    is_shared: bool
+    run: Callable[..., None] | None
+
+
+PARTS = {
+    "tests": Part("Tests marked `cuda`", 0.15, False, None),
+    "rules": Part("Rules of a step", 0.15, False, rules),
+    "ranks": Part("Ranks that share the device", 0.25, True, partial(ranks, adverse=False)),
+    "adverse": Part("Ranks that share an adverse device", 0.15, True, partial(ranks, adverse=True)),
+    "figures": Part("Figures beside FSDP2", 0.30, False, figures),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that the command line asks for; return 1 if anything failed."""
+    args = _parsed(arguments)
+    if args.part:
+        _run_part(args)
+        return 0
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device; --device cpu runs all of it at toy sizes")
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / "results.jsonl"
+    results.write_text("")
+    ends = time.monotonic() + 60 * args.minutes
+    chosen = [name for name in PARTS if not args.only or name in args.only]
+    for index, name in enumerate(chosen):
+        left = sum(PARTS[one].share for one in chosen[index:])
+        seconds = (ends - time.monotonic()) * PARTS[name].share / left
+        print(f"{PARTS[name].title}: at most {seconds:.0f} s", flush=True)
+        started = time.monotonic()
+        if PARTS[name].run is None:
+            _run_tests(seconds, args.out, results)
+        else:
+            _run_processes(name, seconds, args, results)
+        _add(results, {"part": name, "ended_after_s": round(time.monotonic() - started, 1)})
+        (args.out / "report.md").write_text(report_of(_rows(results)))
+    print((args.out / "report.md").read_text())
+    return int(any(map(_is_failure, _rows(results))))
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="parts to run")
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+# In the process of a part
+
+
+def _run_part(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+        device = torch.device("cuda", 0)
+    part = PARTS[args.part]
+    first, of = map(int, args.share.split("/"))
+    options: dict[str, Any] = {"share": (first, of)} if part.is_shared else {}
+    assert part.run is not None
+    report = partial(_report, args.out, args.part)
+    part.run(device, report, until=time.monotonic() + args.seconds, is_toy=args.device == "cpu", **options)
+
+
+def _report(results: Path, part: str, row: Row) -> None:
+    _add(results, {"part": part, **row})
+
+
+def _add(results: Path, row: Row) -> None:
+    """Add a line, in one write, so that processes do not mix theirs."""
+    with results.open("ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+# In the first process
+
+
+def _run_processes(name: str, seconds: float, args: argparse.Namespace, results: Path) -> None:
+    """Run a part in one process or in several, and end those that do not end."""
+    count = min(MOST_PROCESSES, max((os.cpu_count() or 1) - 2, 1)) if PARTS[name].is_shared else 1
+    command = [sys.executable, "-m", "tests.gpu", "--device", args.device, "--out", str(results), "--part", name]
+    with (args.out / f"{name}.log").open("w") as log:
+        processes = [
+            subprocess.Popen(
+                [*command, "--seconds", str(seconds), "--share", f"{index}/{count}"],
+                cwd=REPO,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for index in range(count)
+        ]
+        ends = time.monotonic() + seconds + GRACE_S
+        for process in processes:
+            try:
+                process.wait(max(ends - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                _add(results, {"part": name, "result": "wrong", "case": "the whole part", "text": "ended by force"})
+            else:
+                if process.returncode:
+                    text = f"exit status {process.returncode}:\n{_tail(args.out / f'{name}.log')}"
+                    _add(results, {"part": name, "result": "wrong", "case": "the whole part", "text": text})
+
+
+def _run_tests(seconds: float, out: Path, results: Path) -> None:
+    """Run what is marked ``cuda``; on the CPU all of it is skipped."""
+    log = out / "tests.log"
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *(f"tests/{name}" for name in TESTS)], cwd=REPO, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    lines = log.read_text().splitlines()
+    for line in lines:
+        if line.startswith(("FAILED ", "ERROR ")):
+            _add(results, {"part": "tests", "case": line.partition(" ")[2], "result": "wrong", "text": ""})
+    is_right = process.returncode == 0
+    text = lines[-1] if lines else ""
+    result = "right" if is_right else "wrong"
+    _add(results, {"part": "tests", "case": "all", "result": result, "text": text if is_right else _tail(log)})
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]
+
+
+def _rows(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def _is_failure(row: Row) -> bool:
+    return row.get("result") == "wrong" or row.get("kind") == "error"
+
+
+def report_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a page of Markdown: how many results of each part there are, what failed, and the figures."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: the CPU, at toy sizes"
+    lines = [f"# {name}, torch {torch.__version__}", ""]
+    lines += ["| part | seconds | results |", "|---|---|---|"]
+    for part, (title, *_) in PARTS.items():
+        of_part = [row for row in rows if row["part"] == part]
+        if of_part:
+            seconds = next((row["ended_after_s"] for row in of_part if "ended_after_s" in row), "")
+            counts = Counter(str(row.get("result") or row.get("kind")) for row in of_part if "ended_after_s" not in row)
+            lines.append(f"| {title} | {seconds} | {', '.join(f'{counts[one]} {one}' for one in sorted(counts))} |")
+    failed = [row for row in rows if _is_failure(row)]
+    lines += ["", "Nothing failed." if not failed else f"## {len(failed)} failed", ""]
+    for row in failed:
+        text = str(row.get("text", row.get("error", ""))).strip().replace("\n", "\n    ")
+        lines.append(f"- {row['part']}: {row.get('rule', '')} {row.get('case', '')}\n\n    {text}\n")
+    measured = [row for row in rows if row["part"] == "rules" and len(row) > 6]
+    for row in measured:
+        numbers = {key: one for key, one in row.items() if key not in ("part", "rule", "case", "result", "text")}
+        lines.append(f"- {row['rule']}, {row['case']}: {numbers}")
+    of_figures = [row for row in rows if row["part"] == "figures" and "kind" in row]
+    return "\n".join([*lines, "", table(of_figures) if of_figures else ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The GPU's command runs on the CPU at toy sizes, every part of it, and says what fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.__main__ import PARTS, main, report_of
+
+
+def test_the_command_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Minutes: more than it takes on a machine that is busy.
+    assert main(["--device", "cpu", "--minutes", "15", "--out", str(tmp_path)]) == 0
+    assert "Nothing failed." in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows} == set(PARTS)
+    assert {row["rule"] for row in rows if "rule" in row} == {
+        "no wait of the host",
+        "memory as planned",
+        "a CUDA graph",
+        "fragmentation",
+    }
+    kinds = {row["case"].partition(":")[0] for row in rows if row["part"] == "ranks" and "case" in row}
+    assert {"options", "program"} <= kinds
+    assert {row["kind"] for row in rows if "kind" in row} >= {"device", "matmul", "llama", "small", "exposed"}
+
+
+def test_the_report_names_what_failed() -> None:
+    rows = [
+        {
+            "part": "rules",
+            "rule": "a CUDA graph",
+            "case": "replicate",
+            "result": "wrong",
+            "text": "parameters have moved",
+        },
+        {"part": "ranks", "case": "options: defaults", "result": "right", "text": ""},
+    ]
+    report = report_of(rows)
+    assert "1 failed" in report and "rules: a CUDA graph replicate" in report and "parameters have moved" in report
+    assert "options: defaults" not in report
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        main(["--out", str(tmp_path)])
