@@ -127,9 +127,9 @@ class DeviceStreams:
         current.wait_stream(self.unshard)
         handle.finish_gathers()
 
-    def gathered_in_use(self, handle: Handle) -> None:
+    def gathered_in_use(self) -> None:
         """Let the current stream wait for a gather into memory that a graph reads without asking for it."""
-        self._device.current_stream().wait_event(self._full[handle])
+        self._device.current_stream().wait_stream(self.unshard)
 
     def _begin_on_unshard(self) -> None:
         """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
@@ -288,7 +288,7 @@ class Unsharded:
         else:
             self.streams.begin_unshard(handle)
         if is_in_use:
-            self.streams.gathered_in_use(handle)
+            self.streams.gathered_in_use()
 
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
