@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Part(NamedTuple):
         title: What it does.
         share: How much of the time it may take.
         is_shared: Several processes share its cases.
-        run: Does it: ``run(device, report, until=, is_toy=)``; ``None``: pytest does.
+        run: Does it: ``run(device, report, until=, is_toy=)``; ``None``: other programs do.
     """
 
     title: str
@@ -53,8 +54,9 @@ class Part(NamedTuple):
 
 PARTS = {
     "tests": Part("Tests marked `cuda`", 0.15, False, None),
-    "rules": Part("Rules of a step", 0.15, False, rules),
-    "ranks": Part("Ranks that share the device", 0.25, True, partial(ranks, adverse=False)),
+    "example": Part("The example, under torchrun", 0.10, False, None),
+    "rules": Part("Rules of a step", 0.10, False, rules),
+    "ranks": Part("Ranks that share the device", 0.20, True, partial(ranks, adverse=False)),
     "adverse": Part("Ranks that share an adverse device", 0.15, True, partial(ranks, adverse=True)),
     "figures": Part("Figures beside FSDP2", 0.30, False, figures),
 }
@@ -78,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = (ends - time.monotonic()) * PARTS[name].share / left
         print(f"{PARTS[name].title}: at most {seconds:.0f} s", flush=True)
         started = time.monotonic()
-        if PARTS[name].run is None:
+        if name == "tests":
             _run_tests(seconds, args.out, results)
+        elif name == "example":
+            _run_example(seconds, args, results)
         else:
             _run_processes(name, seconds, args, results)
         _add(results, {"part": name, "ended_after_s": round(time.monotonic() - started, 1)})
@@ -179,6 +183,42 @@ def _run_tests(seconds: float, out: Path, results: Path) -> None:
     text = lines[-1] if lines else ""
     result = "right" if is_right else "wrong"
     _add(results, {"part": "tests", "case": "all", "result": result, "text": text if is_right else _tail(log)})
+
+
+def _run_example(seconds: float, args: argparse.Namespace, results: Path) -> None:
+    """Train the example on one rank, as the README has it, and resume a run from its checkpoint."""
+    ends = time.monotonic() + seconds
+    steps = 40 if args.device == "cuda" else 4
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    often = ["--checkpoint-every", str(steps // 2), "--eval-every", "1000", "--sample-bytes", "0"]
+    if args.device == "cpu":
+        often += ["--text", "CHANGELOG.md", "CONTRIBUTING.md"]
+    with (args.out / "example.log").open("w") as log, tempfile.TemporaryDirectory() as folder:
+        for case, more in {
+            "fully_shard": ["--parallel", "fully_shard", "--steps", str(steps)],
+            "fully_shard, resumed": ["--resume", "--steps", str(2 * steps)],
+            "replicate": ["--parallel", "replicate", "--steps", str(steps)],
+        }.items():
+            run = Path(folder, case.partition(",")[0])
+            command = [*torchrun, "examples/train_gpt.py", "--out", str(run), *often, *more]
+            # The package is not installed there.
+            environ = {**os.environ, "PYTHONPATH": str(REPO)}
+            process = subprocess.Popen(command, cwd=REPO, env=environ, stdout=log, stderr=subprocess.STDOUT)
+            text = ""
+            try:
+                process.wait(max(ends - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its ranks.
+                process.wait()
+                text = "ended by force"
+            metrics = run / "metrics.jsonl"
+            losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+            if not text and (process.returncode or len(losses) < steps or losses[-1] >= losses[0]):
+                text = (
+                    f"exit status {process.returncode}, losses {losses[:1]} to {losses[-1:]}\n{_tail(Path(log.name))}"
+                )
+            row: Row = {"part": "example", "case": case, "result": "wrong" if text else "right", "text": text}
+            _add(results, {**row, "steps": len(losses), "losses": losses[:1] + losses[-1:]})
 
 
 def _tail(log: Path) -> str:
