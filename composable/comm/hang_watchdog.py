@@ -14,16 +14,15 @@ import atexit
 import logging
 import math
 import os
-import pickle
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,6 +64,7 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
 DEFAULT_S = 30.0
 # How often the thread looks within the limit, and the longest pause between two looks.
@@ -263,8 +263,9 @@ class _Thread(threading.Thread):
         self._wake = threading.Event()
         self._looked = threading.Condition()
         self._looks = 0
-        self._is_ended = False
+        self._is_ended = self._has_caught_up = False
         self._seen: _Seen | None = None
+        self._told: set[str] = set()
 
     def end(self) -> None:
         """End the thread, and wait a short time for its end."""
@@ -285,18 +286,18 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         try:
-            while self._store.check([self._key("verdict")]):
-                self._question += 1  # An old question.
             while not self._is_ended and not self._is_over():
-                self._look()
+                try:
+                    self._look()
+                except Exception as error:
+                    # The store ends with the rank or the launcher that holds it, often just before this rank ends.
+                    if not self._wake.wait(self._pause_s) and not self._is_over():
+                        self._warn("the store of the process group has failed", f"{type(error).__name__}: {error}")
                 with self._looked:
                     self._looks += 1
                     self._looked.notify_all()
                 self._wake.wait(self._pause_s)
                 self._wake.clear()
-        except Exception as error:
-            # The store ends with the rank or the launcher that holds it.
-            _LOG.debug("the watchdog thread has ended by an error: %s", error)
         finally:
             with self._looked:
                 self._is_ended = True
@@ -310,6 +311,9 @@ class _Thread(threading.Thread):
         return f"{self._question}/{what}"
 
     def _look(self) -> None:
+        while not self._has_caught_up and self._store.check([self._key("verdict")]):
+            self._question += 1  # An old question.
+        self._has_caught_up = True
         is_asker = self._has_waited_too_long() and self._store.add(self._key("asked"), 1) == 1
         if is_asker or self._store.check([self._key("asked")]):
             self._answer(is_asker=is_asker)
@@ -333,7 +337,7 @@ class _Thread(threading.Thread):
         status = local_status()
         if (failed := self._watch.failed_call) and status.wait is None:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
-        self._store.set(self._key(f"place/{self._rank}"), pickle.dumps(status))  # type: ignore[arg-type]  # bytes too
+        self._store.set(self._key(f"place/{self._rank}"), status.as_text())
         # Listed before the diagnosis is read: by then there may be another world, with groups of the same names.
         groups = groups_of_process()
         if self._is_over():
@@ -345,7 +349,7 @@ class _Thread(threading.Thread):
         # Without a diagnosis in time, the asking rank has ended or is slow. All ranks read the same one: the first.
         if is_asker or not self._has_come(self._key("verdict"), 4 * self._patience_s):
             self._store.compare_set(self._key("verdict"), "", diagnosis.as_text())
-        diagnosis = Diagnosis.from_text(self._store.get(self._key("verdict")).decode())
+        diagnosis = self._read(self._key("verdict"), Diagnosis.from_text, Diagnosis())
         self._question += 1
         if diagnosis.groups:
             self._close(diagnosis, groups)
@@ -360,9 +364,23 @@ class _Thread(threading.Thread):
         for rank in range(self._size):
             key = self._key(f"place/{rank}")
             is_there = self._has_come(key, deadline - time.monotonic())
-            # Safe to unpickle: the ranks of this group have written it just now.
-            found[rank] = pickle.loads(self._store.get(key)) if is_there else None
+            found[rank] = self._read(key, RankStatus.from_text, None) if is_there else None
         return found
+
+    def _read(self, key: str, read: Callable[[str], _T], otherwise: _T) -> _T:
+        """Return what ``read`` makes of an answer; ``otherwise`` if it is none: others can reach the store too."""
+        answer = self._store.get(key)
+        try:
+            return read(answer.decode())
+        except (ValueError, RecursionError) as error:
+            self._warn("an answer in the store is not from this library, and counts as none", f"{key}: {error}")
+            return otherwise
+
+    def _warn(self, what: str, why: object) -> None:
+        """Log a fault of the store, each kind once."""
+        if what not in self._told:
+            self._told.add(what)
+            _LOG.warning("watching for ranks that wait for ever: %s\n  at:  %s, %s", what, place_of_rank(), why)
 
     def _has_come(self, key: str, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s

@@ -15,6 +15,7 @@ asked at the same moment: a rank that waits in a circle stays where it is.
 import contextlib
 import inspect
 import itertools
+import json
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable.ground.frames import outwards, place_in, runs_backward
-from composable.ground.names import ranks_text
+from composable.ground.frames import call_in, outwards, place_in, runs_backward
+from composable.ground.names import as_kind, ranks_text
 from composable.ground.torch_private import groups_of_process, started_in
 
 __all__ = [
@@ -67,6 +68,7 @@ COUNTED = -2
 _RECENT = 64
 # With the separator: others' packages may begin with the same name.
 _OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_TESTING = f"{_OURS}testing{os.sep}"
 _TORCHS_WAITS = (dist.distributed_c10d.__file__, torch.futures.__file__)
 _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
 # torch's collectives, by their code objects: unlike messages, the n-th one of a group is the same on all ranks.
@@ -144,7 +146,7 @@ class RankStatus:
 
     Attributes:
         wait: Its wait; ``None``: it waits for no other rank.
-        started: How many collectives this rank has started, by group and tag.
+        started: How many collectives this rank has started, by the text of group and tag.
         recent: The kinds of the last collectives in the order of each group, by group.
         trees: The steps of annotations, by the names that these have on all ranks.
         failed_call: The error that ended the last call that annotates, as text.
@@ -152,7 +154,7 @@ class RankStatus:
     """
 
     wait: Wait | None = None
-    started: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    started: Mapping[str, int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
     trees: Mapping[str, Tree] = field(default_factory=dict)
     failed_call: str = ""
@@ -160,13 +162,23 @@ class RankStatus:
 
     def has_started(self, wait: Wait) -> bool:
         """Say whether this rank has started the collective that another rank waits for."""
-        return self.started.get((wait.group, wait.tag), 0) >= wait.number
+        return self.started.get(f"{wait.group} {wait.tag}", 0) >= wait.number
 
     def has_started_another(self, wait: Wait) -> bool:
         """Say whether this rank has started another collective in place of the one that another rank waits for."""
-        back = self.started.get((wait.group, wait.tag), 0) - wait.number
+        back = self.started.get(f"{wait.group} {wait.tag}", 0) - wait.number
         recent = self.recent.get(wait.group, ()) if wait.tag == ORDERED else ()
         return 0 <= back < len(recent) and recent[-1 - back] != wait.kind
+
+    def as_text(self) -> str:
+        """Return the status as text, which ``from_text`` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> "RankStatus":
+        """Return the status that ``as_text`` wrote; raises ``ValueError`` for any other text."""
+        found: RankStatus = as_kind(RankStatus, json.loads(text), "the status")
+        return found
 
 
 class Diagnosis(NamedTuple):
@@ -186,9 +198,12 @@ class Diagnosis(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> "Diagnosis":
-        """Return the diagnosis that ``as_text`` wrote."""
+        """Return the diagnosis that ``as_text`` wrote; raises ``ValueError`` for any other text."""
         first, *lines = text.split("\n")
-        return Diagnosis(tuple(first.split()[1:]), tuple(lines))
+        is_doomed, *groups = first.split()
+        if is_doomed != ("1" if groups else "0"):
+            raise ValueError("it is no diagnosis")
+        return Diagnosis(tuple(groups), tuple(lines))
 
 
 class Order:
@@ -374,10 +389,10 @@ def local_status() -> RankStatus:
         one = tree.tell(in_backward=in_backward)
         if one is not None and _is_alive(one.transport, groups):
             told[id(tree)] = one
-    started = {(name, COUNTED): started_in(group) for name, group in groups.items()}
+    started = {f"{name} {COUNTED}": started_in(group) for name, group in groups.items()}
     for one in talking:
-        started[one.groups[0].group_name, ORDERED] = one.order.count
-        started |= {(one.groups[0].group_name, tag): number for tag, number in dict(one.begun).items()}
+        name = one.groups[0].group_name
+        started |= {f"{name} {tag}": number for tag, number in {ORDERED: one.order.count, **one.begun}.items()}
     found = waiting_here()
     return RankStatus(
         None if found is None else _wait_of(found, told),
@@ -453,8 +468,7 @@ def name_of(started: Started) -> tuple[str, object]:
 
 def call_around(frame: FrameType | None) -> str:
     """Return the name, for messages, of this package's call that contains a frame; if none does, of torch's call."""
-    names = [each.f_code.co_name for each in outwards(frame) if each.f_code.co_filename.startswith(_OURS)]
-    name = next((name for name in reversed(names) if not name.startswith("_")), "")
+    name = call_in(frame, _OURS, (_TESTING, *_NOT_THE_USERS))
     return name or ("a collective" if frame is None else f"torch.distributed.{frame.f_code.co_name}")
 
 

@@ -38,6 +38,7 @@ from composable.ground.torch_private import (
 )
 
 __all__ = [
+    "call_in",
     "in_backward",
     "in_backward_of_function",
     "in_region",
@@ -61,6 +62,14 @@ __all__ = [
 ]
 
 
+# Functions that users call by other names; empty: around the call of another function.
+_AS_USERS_SAY = {
+    "annotate": "",
+    "annotate_on_rank": "",
+    "join_hook": "Join",
+    "load_model_state_dict": "set_model_state_dict",
+    "write": "save_checkpoint",
+}
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -93,6 +102,24 @@ def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
         if not each.f_code.co_filename.startswith(not_the_users):
             return f"{Path(each.f_code.co_filename).name}:{each.f_lineno}, in {each.f_code.co_name}"
     return ""
+
+
+def call_in(frame: FrameType | None, ours: str, not_the_users: tuple[str, ...]) -> str:
+    """Return the name of the call of a package that the user's code around a frame makes; empty if it makes none.
+
+    Args:
+        frame: The innermost frame of the thread.
+        ours: The beginning of the paths of the package's files.
+        not_the_users: As for ``place_in``; first the beginning of paths in the package whose functions do not count.
+    """
+    name = ""
+    for each in outwards(frame):
+        own, file = each.f_code.co_name, each.f_code.co_filename
+        if file.startswith(ours) and not file.startswith(not_the_users[0]):
+            name = (not own.startswith(("_", "<")) and _AS_USERS_SAY.get(own, own)) or name
+        elif name and not file.startswith(not_the_users):
+            break
+    return name
 
 
 def in_backward_of_function() -> bool:

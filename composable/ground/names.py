@@ -1,16 +1,17 @@
-"""Names in messages, and checks of arguments."""
+"""Names in messages, and checks of arguments and of values that were read."""
 
 import difflib
 import gc
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from itertools import islice
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from composable.errors import ConfigError, SignatureError, UsageError, place_of_
 __all__ = [
     "SUCCESSOR",
     "answer_of",
+    "as_kind",
     "as_path",
     "bytes_text",
     "check_bool",
@@ -235,6 +237,30 @@ def as_path(name: str, value: object) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a path")
     return Path(text)
+
+
+def as_kind(kind: Any, value: Any, name: str) -> Any:
+    """Return a value that was read from JSON as ``kind``, a dataclass or a type such as ``tuple[int, ...]``.
+
+    Raises:
+        ValueError: It is of another kind; ``name`` says in the message where it was.
+    """
+    origin, of = get_origin(kind), get_args(kind)
+    if type(None) in of:
+        return None if value is None else as_kind(of[0], value, name)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            raise ValueError(f"{name} is no {{{', '.join(hints)}}}")
+        return kind(**{key: as_kind(hint, value[key], f"{name}.{key}") for key, hint in hints.items()})
+    plain: Any = {tuple: list, Sequence: list, Mapping: dict}.get(origin, origin or kind)
+    if kind is not Any and type(value) is not plain:
+        raise ValueError(f"{name} is {described(value)}")
+    if plain is list:
+        return tuple(as_kind(of[0], one, f"{name}[{index}]") for index, one in enumerate(value))
+    if plain is dict:
+        return {as_kind(of[0], key, name): as_kind(of[1], one, f"{name}[{key!r}]") for key, one in value.items()}
+    return value
 
 
 def check_device(name: str, value: object, *, or_none: bool = False) -> None:
