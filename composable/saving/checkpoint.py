@@ -190,7 +190,8 @@ def save_checkpoint(
     ranks = Ranks.of_world()
     with ranks.agreed():
         optimizers = _checked(model, optimizer)
-        run = as_path("folder", folder)
+        # The current folder may be another one by the time at which a thread writes.
+        run = as_path("folder", folder).resolve()
         for name, value, least in (("step", step, 0), ("keep", keep, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
@@ -203,7 +204,7 @@ def save_checkpoint(
         packed = None if extra is None else contents.as_data(extra, "extra")
         if asynchronous:
             state = contents.staged(state)
-    partial = _on_first(ranks, lambda: run_folder.begin(run, step), f"cannot write to {folder}")
+    partial = Path(_on_first(ranks, lambda: str(run_folder.begin(run, step)), f"cannot write to {folder}"))
     writers = _writers(ranks, previous) if asynchronous else ranks
 
     def publish(sums: dict[str, FileSum]) -> Path:
@@ -241,7 +242,7 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
     Raises:
         ConfigError: There is no checkpoint, its description cannot be read, or ``extra`` is damaged or no data.
     """
-    folder = run_folder.find_folder(as_path("path", path))
+    folder = run_folder.find_folder(as_path("path", path).absolute())
     manifest = run_folder.read_manifest(folder)
     _check_undamaged(
         folder, run_folder.find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
@@ -276,11 +277,12 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         optimizers = _checked(model, optimizer)
         _settle(model)
 
-    def find() -> tuple[Path, Manifest]:
-        found = run_folder.find_folder(as_path("path", path))
-        return found, run_folder.read_manifest(found)
+    def find() -> tuple[str, bytes]:
+        found = run_folder.find_folder(as_path("path", path).absolute())
+        return str(found), run_folder.read_manifest(found).as_bytes()
 
-    folder, manifest = _on_first(ranks, find, f"cannot read {path}")
+    place, content = _on_first(ranks, find, f"cannot read {path}")
+    folder, manifest = Path(place), run_folder.read_manifest(Path(place), content)
     _verify(ranks, folder, manifest)
     failure = f"{folder} was not loaded to its end"
     names, elsewhere = names_on_all(ranks, model, optimizers)
@@ -294,10 +296,12 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         # Without a process group torch warns; here this means a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(flat, storage_reader=reader, planner=contents.DataPlanner(folder))
-    try:
-        contents.apply(flat, metadata, model, optimizers)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
+    with ranks.agreed():
+        try:
+            contents.apply(flat, metadata, model, optimizers)
+        # Whoever made a checkpoint up may have given the optimizer, or a module's extra state, values of any type.
+        except Exception as error:
+            raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
     return checkpoint
 
 
@@ -312,7 +316,7 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optim
 
 
 def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
-    """Return the first rank's result of ``call`` on every rank; ``failure`` is the text for errors of the system."""
+    """Return on every rank what ``call`` returns on the first; ``failure`` is the text for errors of the system."""
     result: Any = None
     with ranks.agreed(), _as_ours(failure):
         if ranks.rank == 0:
@@ -359,8 +363,9 @@ def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[
             _write_alone(state, writer)
         else:
             save(state, storage_writer=writer, process_group=ranks.group)
-        sums = {name: saved for part in ranks.objects(writer.sums) for name, saved in part.items()}
-        return _on_first(ranks, lambda: publish(sums), what)
+        mine = [(name, saved.bytes, saved.crc32) for name, saved in writer.sums.items()]
+        sums = {name: FileSum(*saved) for part in ranks.objects(mine) for name, *saved in part}
+        return Path(_on_first(ranks, lambda: str(publish(sums)), what))
 
 
 def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
@@ -391,9 +396,10 @@ def _check_undamaged(folder: Path, damage: list[str]) -> None:
 
 
 def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
-    has_extra = EXTRA in manifest.files
-    extra = contents.read_data(folder / EXTRA, str(folder / EXTRA)) if has_extra else None
-    return SavedCheckpoint(folder, manifest.step, extra)
+    if EXTRA not in manifest.files:
+        return SavedCheckpoint(folder, manifest.step, None)
+    with run_folder.open_regular(folder / EXTRA) as file:
+        return SavedCheckpoint(folder, manifest.step, contents.read_data(file, str(folder / EXTRA)))
 
 
 @contextmanager

@@ -12,22 +12,29 @@ read.
 import errno
 import fcntl
 import json
+import logging
+import math
 import os
 import re
 import secrets
 import shutil
 import socket
+import stat
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any, BinaryIO
 
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.names import as_kind, list_text
 from composable.saving.entries import OptimizerNames
 
 __all__ = [
     "EXTRA",
+    "MANIFEST",
     "METADATA",
     "FileSum",
     "Manifest",
@@ -35,6 +42,7 @@ __all__ = [
     "begin",
     "find_damage",
     "find_folder",
+    "open_regular",
     "publish",
     "read_manifest",
     "sum_file",
@@ -44,9 +52,12 @@ __all__ = [
 
 EXTRA = "extra.pt"
 METADATA = ".metadata"
-_MANIFEST = "checkpoint.json"
+MANIFEST = "checkpoint.json"
+_MAX_MANIFEST_BYTES = 2**28
+_LOG = logging.getLogger("composable")
 _LOCK = "writer.lock"
 _FORMAT = 2
+_HOLDER = re.compile(r"process \d+ on \S*")
 # Names of folders: a whole checkpoint; a hidden one, which is being written, replaced by a new one, or removed.
 # Hidden names end in random digits, so that each belongs to one writer.
 _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
@@ -63,12 +74,31 @@ class FileSum:
     crc32: int
 
 
-def sum_file(path: Path) -> FileSum:
-    """Read a file and return its length and checksum."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; raises ``OSError`` at once for a pipe, a device, a folder, or a link."""
+    return os.fdopen(_open(path, os.O_RDONLY), "rb")
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        what = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, what, str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a folder", str(path))
+    return descriptor
+
+
+def sum_file(path: Path, most: float = math.inf) -> FileSum:
+    """Read a file and return its length and checksum; of a file of more than ``most`` bytes only the length."""
     crc32 = length = 0
     chunk = memoryview(bytearray(1 << 20))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
+    with open_regular(path) as file:
+        if (found := os.fstat(file.fileno()).st_size) > most:
+            return FileSum(found, 0)
+        while length <= most and (count := file.readinto(chunk)):  # type: ignore[attr-defined]  # a file has it
             crc32 = zlib.crc32(chunk[:count], crc32)
             length += count
     return FileSum(length, crc32)
@@ -76,7 +106,7 @@ def sum_file(path: Path) -> FileSum:
 
 def write_summed(path: Path, content: bytes) -> FileSum:
     """Write and sync a file; return its length and checksum."""
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -98,7 +128,7 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
     for name, saved in files.items():
         path = folder / name
         try:
-            found = sum_file(path)
+            found = sum_file(path, saved.bytes)
         except OSError as error:
             lines.append(f"{path} cannot be read: {error.strerror}")
             continue
@@ -125,17 +155,23 @@ class Manifest:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint ``folder``; raises if it cannot be read."""
-    path = folder / _MANIFEST
+def read_manifest(folder: Path, content: bytes | None = None) -> Manifest:
+    """Return the manifest of the checkpoint ``folder``, from ``content`` if it was read; raises if it is none."""
+    path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
-        if body["format"] != _FORMAT:
-            raise ValueError(f"it has format {body['format']}, this version reads {_FORMAT}")
-        files = {Path(name).name: FileSum(**saved) for name, saved in body["files"].items()}
-        optimizers = [OptimizerNames(one["kind"], tuple(map(tuple, one["groups"]))) for one in body["optimizers"]]
-        return Manifest(int(body["step"]), files, tuple(optimizers))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if content is None:
+            with open_regular(path) as file:
+                content = file.read(_MAX_MANIFEST_BYTES)
+        body = as_kind(dict[str, Any], json.loads(content), "it")
+        found = body.pop("format", None)
+        if found != _FORMAT:
+            raise ValueError(f"it has format {found}, this version reads {_FORMAT}")
+        manifest: Manifest = as_kind(Manifest, body, "it")
+        strange = [name for name in manifest.files if Path(name).name != name or name == MANIFEST or "\0" in name]
+        if strange or METADATA not in manifest.files:
+            raise ValueError(f"it lists {list_text(strange)}" if strange else f"it does not list {METADATA}")
+        return manifest
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error}",
             at=place_of_rank(),
@@ -145,7 +181,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def find_folder(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the latest checkpoint in this folder; raises if there is none."""
-    if (path / _MANIFEST).is_file() or _kind_of(path) == "step":
+    if (path / MANIFEST).is_file() or _kind_of(path) == "step":
         return path
     # Also by a name that a kill between two renames leaves. A damaged checkpoint is never skipped for an older one.
     whole = [*_named(path, "step"), *_named(path, "replaced")]
@@ -172,7 +208,7 @@ def _named(run: Path, *kinds: str) -> list[Path]:
 def _is_ours(folder: Path) -> bool:
     """Say whether ``save_checkpoint`` wrote all files in ``folder``."""
     try:
-        listed = {*read_manifest(folder).files, _MANIFEST}
+        listed = {*read_manifest(folder).files, MANIFEST}
     except ConfigError:
         return False
     return not folder.is_symlink() and listed.issuperset(path.name for path in folder.iterdir())
@@ -186,11 +222,13 @@ class _Written:
 
     Attributes:
         partial: Run folders, locked until the process ends, with the partial checkpoints that it writes there.
+        locks: The descriptor of the lock file of each.
         guard: Held while names in a run's folder are read or changed: saves of several models may end at once.
     """
 
     def __init__(self) -> None:
         self.partial: dict[Path, set[Path]] = {}
+        self.locks: dict[Path, int] = {}
         self.guard = Lock()
 
 
@@ -203,22 +241,42 @@ def _lock(run: Path) -> set[Path]:
     The system releases the lock when the process ends in any way, so a run that was killed blocks no other.
     """
     run.mkdir(parents=True, exist_ok=True)
-    if run.resolve() not in _WRITTEN.partial:
-        descriptor = os.open(run / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # With any other error, this disk has no locks.
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-                os.close(descriptor)
-                fix = "save to another folder, or end the other run first"
-                at = f"{place_of_rank()}; there: {holder}"
-                raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        _WRITTEN.partial[run.resolve()] = set()
-    return _WRITTEN.partial[run.resolve()]
+    path, held = run / _LOCK, _WRITTEN.locks.get(run)
+    if held is not None:
+        with suppress(OSError):
+            if os.path.samestat(path.lstat(), os.fstat(held)):
+                return _WRITTEN.partial[run]
+        _LOG.warning("%s was removed while this run writes there: it is locked anew", path)
+        os.close(_WRITTEN.locks.pop(run))
+    try:
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise (
+            _foreign(path) if error.errno in (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO) else error
+        ) from None
+    try:
+        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+        if holder and not _HOLDER.fullmatch(holder):
+            raise _foreign(path)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ConfigError:
+        os.close(descriptor)
+        raise
+    except OSError as error:
+        # With any other error, this disk has no locks.
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(descriptor)
+            fix, at = "save to another folder, or end the other run first", f"{place_of_rank()}; there: {holder}"
+            raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    _WRITTEN.locks[run] = descriptor
+    return _WRITTEN.partial.setdefault(run, set())
+
+
+def _foreign(path: Path) -> ConfigError:
+    fix = "move it away, or save to another folder"
+    return ConfigError(f"{path} is no file that save_checkpoint wrote", at=place_of_rank(), fix=fix)
 
 
 def begin(run: Path, step: int) -> Path:
@@ -226,6 +284,7 @@ def begin(run: Path, step: int) -> Path:
 
     Raises if another run writes here, if there are later checkpoints, or if files of others would be replaced.
     """
+    run = run.resolve()
     with _WRITTEN.guard:
         in_use = _lock(run)
         _check_step(run, step)
@@ -247,7 +306,7 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
                 f"{folder} lacks files that other ranks wrote: {', '.join(sorted(gone))}",
                 fix="save to a folder that all ranks see under one name",
             )
-        write_summed(folder / _MANIFEST, manifest.as_bytes())
+        write_summed(folder / MANIFEST, manifest.as_bytes())
         sync_folder(folder)
         if whole.exists():
             whole.rename(_hidden(run, "replaced", manifest.step))
@@ -257,7 +316,7 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
         # A name that promises a whole checkpoint is removed before its files.
         for path in earlier[: max(0, len(earlier) - (keep - 1))]:
             path.rename(_hidden(run, "removed", _step_of(path)))
-        _WRITTEN.partial[run.resolve()].discard(folder)
+        _WRITTEN.partial[run].discard(folder)
         _tidy(run)
     return whole
 
@@ -265,14 +324,14 @@ def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
 def abandon(folder: Path, *, remove: bool) -> None:
     """End a save that failed; with ``remove`` also delete its folder."""
     with _WRITTEN.guard:
-        _WRITTEN.partial[folder.parent.resolve()].discard(folder)
+        _WRITTEN.partial[folder.parent].discard(folder)
         if remove:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_step(run: Path, step: int) -> None:
     """Raise if ``run`` holds checkpoints of later steps, or files of others under the name of ``step``."""
-    later = [path.name for path in _named(run, "step") if _step_of(path) > step and (path / _MANIFEST).is_file()]
+    later = [path.name for path in _named(run, "step") if _step_of(path) > step and (path / MANIFEST).is_file()]
     if later:
         raise ConfigError(
             f"{run} holds checkpoints of later steps than {step}: {', '.join(later)}",
@@ -299,5 +358,5 @@ def _tidy(run: Path) -> None:
         if _kind_of(hidden) == "replaced" and not whole.exists():
             # A kill came between the two renames of `publish`: the folder to be replaced is still the checkpoint.
             hidden.rename(whole)
-        elif hidden not in _WRITTEN.partial[run.resolve()]:
+        elif hidden not in _WRITTEN.partial[run]:
             shutil.rmtree(hidden)

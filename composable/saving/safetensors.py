@@ -220,23 +220,36 @@ class _Writer:
         self._folder.mkdir(parents=True)
         for file in self._files:
             self._opened[file.name] = (self._folder / file.name).open("wb")
-            self._opened[file.name].write(file.header)
+            with self._told(file.name):
+                self._opened[file.name].write(file.header)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write values, which are on the host, to their places in the files."""
         for file in self._files:
             for key in file.starts.keys() & values.keys():
-                self._opened[file.name].seek(file.starts[key])
                 # The format has no strides. By address: numpy, torch's other way to the bytes, may be missing.
                 value = values[key].contiguous()
-                if value.nbytes:
-                    self._opened[file.name].write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+                with self._told(file.name):
+                    self._opened[file.name].seek(file.starts[key])
+                    if value.nbytes:
+                        self._opened[file.name].write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Name the file in an error of the system, such as that of a full disk."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno and not error.filename:
+                error.filename = str(self._folder / name)
+            raise
 
     def publish(self) -> None:
         """Make the files durable, then visible under their names."""
-        for file in self._opened.values():
-            file.flush()
-            os.fsync(file.fileno())
+        for name, file in self._opened.items():
+            with self._told(name):
+                file.flush()
+                os.fsync(file.fileno())
         if self._target.suffix == ".safetensors":
             (self._folder / _SINGLE).replace(self._target)
             sync_folder(self._target.parent)
@@ -312,6 +325,8 @@ def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
     places: dict[str, tuple[Path, Any, str]] = {}
     for one in paths:
         with _naming(one):
+            if one.exists() and not one.is_file():
+                raise ValueError("it is a pipe, a device or a folder")
             file = stack.enter_context(library.safe_open(str(one), framework="pt", device="cpu"))
             places |= {key: (one, file, key) for key in file.keys()}  # noqa: SIM118  # no mapping
     held = {id(tensor): key for key, tensor in reversed(entries.tensors().items()) if key in places}

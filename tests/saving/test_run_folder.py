@@ -3,7 +3,10 @@
 import errno
 import fcntl
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from composable import (
+    UsageError,
     full_state_dict,
     fully_shard,
     iter_full_params,
@@ -243,6 +247,143 @@ def test_a_disk_without_locks_stops_no_save(tmp_path: Path) -> None:
     with mock.patch.object(fcntl, "lockf", refuse):
         save_checkpoint(tmp_path, 1, make_model())
     assert (tmp_path / "writer.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+# -- a lock that is no lock, or is gone
+
+
+KINDS = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a link": lambda path: path.symlink_to(path.parent.parent / "precious"),
+    "a link to nothing": lambda path: path.symlink_to(path.parent.parent / "nothing"),
+    "a link to a folder": lambda path: path.symlink_to(path.parent.parent),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to a pipe": lambda path: (os.mkfifo(path.parent.parent / "pipe"), path.symlink_to("../pipe")),
+    "a socket": lambda path: bind(path),
+    "a hard link": lambda path: path.hardlink_to(path.parent.parent / "precious"),
+    "another text": lambda path: path.write_text("process of mine\n"),
+    "bytes": lambda path: path.write_bytes(bytes(range(256)) * 40),
+}
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        here = os.open(path.parent, os.O_RDONLY)
+        # A path from the folder, as that of a socket is short.
+        one.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+def meet_a_lock(run: Path) -> list[str]:
+    return told(lambda: save_checkpoint(run, 5, fully_shard(make_model())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_late", [False, True], ids=["at the first save", "between saves"])
+def test_a_lock_that_is_not_ours_is_refused_and_left_as_it_is(kind: str, is_late: bool, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    lock = run / "writer.lock"
+    if is_late:
+        save_checkpoint(run, 1, make_model())
+        lock.unlink()
+    KINDS[kind](lock)
+    before, was = files_below(tmp_path), lock.lstat()
+    for said in run_threads(meet_a_lock, 2, run)[0]:
+        assert re.fullmatch(
+            f"ConfigError: {lock} is no file that save_checkpoint wrote\n  at:  .*\n  fix: move it away, or .*", said
+        ), said
+    assert files_below(tmp_path) == before and not (tmp_path / "nothing").exists()
+    assert os.path.samestat(was, lock.lstat()) and was.st_mtime_ns == lock.lstat().st_mtime_ns
+
+
+@pytest.mark.parametrize("text", ["", "process 7 on another.host"])
+def test_what_a_run_left_that_was_killed_is_taken(text: str, tmp_path: Path) -> None:
+    (tmp_path / "writer.lock").write_text(text)
+    save_checkpoint(tmp_path, 1, make_model())
+    assert (tmp_path / "writer.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("is_whole_folder", [False, True])
+def test_a_run_whose_lock_was_removed_locks_anew(is_whole_folder: bool, tmp_path: Path, caplog: Any) -> None:
+    run = tmp_path / "run"
+    save_checkpoint(run, 1, make_model())
+    shutil.rmtree(run) if is_whole_folder else (run / "writer.lock").unlink()
+    save_checkpoint(run, 2, make_model())
+    assert f"{run}/writer.lock was removed while this run writes there: it is locked anew" in caplog.text
+    assert steps_of(run) == ([2] if is_whole_folder else [1, 2])
+    # Another process is told, as before; and so is this one if the other was first.
+    call = [sys.executable, "-c", SAVE_AND_STAY, str(run)]
+    other = subprocess.run(call, input="", capture_output=True, text=True, check=False)
+    assert f"another run writes to {run}" in other.stderr
+
+
+def test_a_run_whose_lock_was_removed_gives_way_to_the_next(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, make_model())
+    (tmp_path / "writer.lock").unlink()
+    call = [sys.executable, "-c", SAVE_AND_STAY, str(tmp_path)]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "saved\n"
+        with pytest.raises(UsageError, match=f"another run writes to {tmp_path}"):
+            save_checkpoint(tmp_path, 2, make_model())
+        other.kill()
+
+
+# -- the current folder
+
+
+def test_a_save_in_the_background_goes_where_the_call_was_made(tmp_path: Path, monkeypatch: Any) -> None:
+    """The run of another process, in the folder that is the current one by then, stays as it is."""
+    mine, others = tmp_path / "mine", tmp_path / "others"
+    for step in (1, 2):
+        save_checkpoint(others / "run", step, make_model())
+    before = files_below(others)
+    mine.mkdir()
+    monkeypatch.chdir(mine)
+    is_at_end, may_end = threading.Event(), threading.Event()
+
+    def held_back(path: Path, content: bytes) -> FileSum:
+        is_at_end.set()
+        assert may_end.wait()
+        return write_summed(path, content)
+
+    model = make_model(3)
+    with mock.patch.object(run_folder, "write_summed", held_back):
+        handle = save_checkpoint("run", 7, model, extra=1, keep=1, asynchronous=True)
+        assert is_at_end.wait()
+        monkeypatch.chdir(others)
+        may_end.set()
+        assert handle.wait() == mine / "run" / "step-000007"
+    assert files_below(others) == before
+    assert_whole(mine / "run", {7: model})
+    monkeypatch.chdir(mine)
+    found = load_checkpoint("run", make_model())
+    monkeypatch.chdir(others)
+    assert found.path == mine / "run" / "step-000007" and found.path.is_dir()
+
+
+def test_a_link_that_leads_elsewhere_later_takes_no_save_along(tmp_path: Path) -> None:
+    for name in ("mine", "others"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("mine")
+    held, may_end = threading.Event(), threading.Event()
+
+    def held_back(path: Path, content: bytes) -> FileSum:
+        held.set()
+        assert may_end.wait()
+        return write_summed(path, content)
+
+    with mock.patch.object(run_folder, "write_summed", held_back):
+        handle = save_checkpoint(link / "run", 1, make_model(), extra=1, asynchronous=True)
+        assert held.wait()
+        link.unlink()
+        link.symlink_to("others")
+        may_end.set()
+        handle.wait()
+    assert not files_below(tmp_path / "others") and steps_of(tmp_path / "mine" / "run") == [1]
 
 
 # -- arguments

@@ -19,7 +19,8 @@ from composable.saving.entries import largest_handle_bytes
 from tests.live_bytes import LiveBytes
 from tests.models import Block, TinyGPT, make_model, seeded
 from tests.saving.test_full_state import assert_like_plain, local_values, odd, sharded
-from tests.world import run_ranks
+from tests.saving.test_run_folder import KINDS
+from tests.world import run_ranks, run_threads, told
 
 NAMES = ["gpt_tied", "mixed_dtypes", "scalars", "empty_params", "with_buffers"]
 
@@ -184,3 +185,60 @@ def count_bytes(path: str) -> None:
 
 def test_files_are_written_and_read_a_handle_at_a_time(tmp_path: Path) -> None:
     run_ranks(count_bytes, 2, str(tmp_path / "weights"))
+
+
+def fill_a_disk(path: Path, folder: Path) -> list[str]:
+    """Return what ranks get that write more than the system takes, by a limit that works as a full disk does."""
+    model = fully_shard(nn.Linear(64, 64))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises((OSError, DesyncError)) as caught:
+            save_safetensors(model, path)
+    finally:
+        dist.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(folder.iterdir())
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("name", ["w", "w.safetensors"])
+def test_an_error_of_the_disk_names_the_file(name: str, tmp_path: Path) -> None:
+    for (said,) in run_threads(fill_a_disk, 2, tmp_path / name, tmp_path):
+        assert f"[Errno 27] File too large: '{tmp_path}/.partial-{name}/model.safetensors'" in said
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a pipe", "a link to a device", "a folder", "a socket", "bytes"])
+def test_only_regular_files_are_read(kind: str, tmp_path: Path) -> None:
+    for name in ("w.safetensors", "w/model.safetensors", "w/model-2.safetensors"):
+        place = tmp_path / "run" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        KINDS[kind](place)
+        if name == "w/model-2.safetensors":
+            (place.parent / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"weight": "model-2.safetensors"}}'
+            )
+        asked = place if name.startswith("w.") else place.parent
+        for said in run_threads(load_one, 2, asked)[0]:
+            assert said.startswith(f"ConfigError: {place}") and " cannot be read: " in said, said
+        (tmp_path / "pipe").unlink(missing_ok=True)
+        (tmp_path / "run" / "pipe").unlink(missing_ok=True)
+
+
+def load_one(path: Path) -> list[str]:
+    return told(lambda: load_safetensors(fully_shard(nn.Linear(2, 2)), path))
+
+
+def test_a_link_to_a_file_is_followed_as_hubs_lay_out_weights(tmp_path: Path) -> None:
+    run_threads(follow_a_link, 2, tmp_path)
+
+
+def follow_a_link(folder: Path) -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    save_safetensors(model, folder / "blob.safetensors")
+    if dist.get_rank() == 0:
+        (folder / "snapshot").mkdir()
+        (folder / "snapshot" / "model.safetensors").symlink_to("../blob.safetensors")
+    dist.barrier()
+    load_safetensors(model, folder / "snapshot")
