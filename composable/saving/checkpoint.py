@@ -287,7 +287,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     failure = f"{folder} was not loaded to its end"
     names, elsewhere = names_on_all(ranks, model, optimizers)
     with ranks.agreed(), _as_ours(failure):
-        reader = contents.DataReader(folder)
+        reader = contents.DataReader(folder, manifest.files)
         metadata = reader.read_metadata()
         contents.check_fit(metadata, manifest.optimizers, model, names, elsewhere)
         flat = contents.targets(metadata, model, optimizers)

@@ -5,25 +5,39 @@ reads checkpoints of the other: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``o
 Unlike there, an optimizer that has not stepped is saved without state and loaded without a step,
 and so is a parameter that has had no gradient.
 
-No code in a file is run: values other than tensors are read as data, and the pickle ``.metadata`` of
-``torch.distributed.checkpoint`` may name a few classes that hold data, and no others.
+Nothing in a file is trusted, as whoever wrote it may have made it up (docs/security.md). Values other than tensors are
+read as data. The pickle ``.metadata`` of ``torch.distributed.checkpoint`` is read into objects that do nothing, and
+described anew once every piece of every value is found to lie in a file of the checkpoint, once.
 """
 
 import io
+import math
 import pickle
 import re
 from ast import literal_eval
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from operator import add, le, lt
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
@@ -32,6 +46,7 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.torch_private import flatten_state_dict, tree_map, unflatten_state_dict
 from composable.saving.entries import OptimizerNames, names_of_params, optimizer_differences
 from composable.saving.loads import find_differences
+from composable.saving.run_folder import MANIFEST, METADATA, FileSum, open_regular
 
 __all__ = [
     "DataPlanner",
@@ -49,16 +64,8 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _DISTRUST = "load another checkpoint, and do not trust where this one is from"
-_TORCH = "torch.distributed.checkpoint.metadata"
-_CLASSES_OF_METADATA = {
-    *((_TORCH, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")),
-    *((_TORCH, name) for name in ("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    # The name of the folder while it was written; Python 3.13 has it in another module.
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-}
+# Torch cuts a tensor along fewer dims; the corners of a piece are two to this power at most.
+_MAX_CUT_DIMS = 12
 
 
 # -- data
@@ -79,7 +86,7 @@ def as_data(value: object, name: str) -> bytes:
     return packed.getvalue()
 
 
-def read_data(source: Path | io.BytesIO, name: str) -> Any:
+def read_data(source: BinaryIO, name: str) -> Any:
     """Return a value that ``as_data`` packed, on the CPU; ``name`` says in errors where it is from."""
     try:
         return torch.load(source, "cpu", weights_only=True)
@@ -114,31 +121,127 @@ class DataPlanner(DefaultLoadPlanner):
 
 
 class DataReader(FileSystemReader):
-    """A reader of a checkpoint's files, which reads ``.metadata`` as data."""
+    """A reader of the ``files`` of a checkpoint, and of no others."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileSum]) -> None:
+        super().__init__(folder)
+        self.fs = _RegularFiles()
+        self._found: Metadata | None = None
+        self._files = files
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the names and places of all values; raises if ``.metadata`` does not describe a checkpoint."""
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                found: Metadata = _Unpickler(file).load()
-            return found
-        except OSError:
-            raise
-        # A broken pickle makes Python raise errors of any type.
-        except Exception as error:
-            what = f"{path} does not describe a checkpoint: {error or type(error).__name__}"
-            raise ConfigError(what, fix=_DISTRUST) from None
+        """Return the names and places of all values, read once; raises if ``.metadata`` does not describe them."""
+        path = Path(self.path) / METADATA
+        if self._found is None:
+            try:
+                with open_regular(path) as file:
+                    held = _Unpickler(io.BytesIO(file.read(self._files[METADATA].bytes))).load()
+                self._found = _described_anew(held, self._files)
+            except OSError:
+                raise
+            # A broken pickle makes Python raise errors of any type.
+            except Exception as error:
+                what = f"{path} does not describe a checkpoint: {error or type(error).__name__}"
+                raise ConfigError(what, fix=_DISTRUST) from None
+        return self._found
+
+
+class _RegularFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with open_regular(Path(path)) as file:
+            yield file
+
+
+class _Held:
+    """An object in place of any that ``.metadata`` names: its state, which its class does not take."""
+
+    state: Any = None
+
+    def __init__(self, *_: object) -> None:
+        """Take what another class would be called with."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that makes objects of a few classes that hold data, and of no other."""
+    """An unpickler that makes plain values, and objects that do nothing, whatever a pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _CLASSES_OF_METADATA:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(module, name)
+        known = {"Size": tuple}.get(name, getattr(torch, name, None) if module == "torch" else None)
+        return known if known is tuple or isinstance(known, torch.dtype) else type(name, (_Held,), {})
+
+
+def _state_of(held: Any, kind: str) -> Any:
+    if type(held).__name__ != kind or not isinstance(held, _Held):
+        raise ValueError(f"it has {type(held).__name__} for {kind}")
+    return held.state
+
+
+@lru_cache(2**14)
+def _numbers(values: Any) -> torch.Size:
+    if type(values) is not tuple or not all(type(one) is int and 0 <= one < 2**63 for one in values):
+        raise ValueError(f"it has {values!r:.100} for sizes")
+    return torch.Size(values)
+
+
+def _described_anew(held: Any, files: Mapping[str, FileSum]) -> Metadata:
+    """Return what ``.metadata`` describes, in torch's classes; raises unless all of it is there, once and inside."""
+    body = _state_of(held, "Metadata")
+    paths, places, found, count = dict(body["planner_data"]), {}, dict[str, Any](), 0
+    for index, place in body["storage_data"].items():
+        key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
+        name, start, length = info["relative_path"], *_numbers((info["offset"], info["length"]))
+        if name not in files or start + length > files[name].bytes or info.get("transform_descriptors"):
+            raise ValueError(f"a piece of {key['fqn']} is not in the checkpoint's files, but in {name!r:.100}")
+        piece = MetadataIndex(key["fqn"], None if key.get("offset") is None else _numbers(key["offset"]))
+        places[piece] = SimpleNamespace(relative_path=name, offset=start, length=length, transform_descriptors=None)
+    for fqn, entry in body["state_dict_metadata"].items():
+        if type(entry).__name__ == "BytesStorageMetadata":
+            found[fqn], needs = BytesStorageMetadata(), {MetadataIndex(fqn): 0}
+        else:
+            state = _state_of(entry, "TensorStorageMetadata")
+            size, dtype = _numbers(state["size"]), _state_of(state["properties"], "TensorProperties")[0]
+            chunks = [_state_of(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+            boxes = tuple((_numbers(one["offsets"]), _numbers(one["sizes"])) for one in chunks)
+            if not _is_covered(size, boxes) or not isinstance(dtype, torch.dtype):
+                raise ValueError(f"pieces of {fqn} {list(size)} are missing, doubled or outside of it")
+            found[fqn] = TensorStorageMetadata(
+                TensorProperties(dtype), size, [ChunkStorageMetadata(*box) for box in boxes]
+            )
+            needs = {MetadataIndex(fqn, offsets): math.prod(sizes) * dtype.itemsize for offsets, sizes in boxes}
+        if not all(piece in places and nbytes <= places[piece].length for piece, nbytes in needs.items()):
+            raise ValueError(f"a piece of {fqn} has no place in a file, or too small a one")
+        count += len(needs)
+    if not count == len(places) == len(body["storage_data"]) or paths.keys() != found.keys():
+        raise ValueError("a value has no place or path, or two")
+    for key, path in paths.items():
+        # A number is an index of a list, which is filled up to it.
+        is_path = type(path) is tuple and all(type(one) is str or one in range(len(paths)) for one in path)
+        if not is_path or key != ".".join(map(str, path)):
+            raise ValueError(f"the path of {key!r:.100} is {path!r:.100}")
+    unflatten_state_dict(dict.fromkeys(paths), paths)
+    return Metadata(found, paths, places)
+
+
+@lru_cache(2**10)
+def _is_covered(size: torch.Size, boxes: tuple[tuple[torch.Size, torch.Size], ...]) -> bool:
+    """Say whether boxes (offsets, sizes) cover a tensor, each element once.
+
+    They do if they hold as many elements, and each corner that is none of the tensor's is one of an even number of
+    boxes: then they cover each element an odd number of times.
+    """
+    if not all(len(at) == len(sizes) == len(size) for at, sizes in boxes):
+        return False
+    ends = [tuple(map(add, at, sizes)) for at, sizes in boxes]
+    cut = [dim for dim, whole in enumerate(size) if any(sizes[dim] != whole for _, sizes in boxes)]
+    is_inside = len(cut) <= _MAX_CUT_DIMS and all(all(map(le, end, size)) for end in ends)
+    odd: set[tuple[int, ...]] = set()
+    for start, end in [((0,) * len(size), size), *((at, end) for (at, _), end in zip(boxes, ends, strict=True))]:
+        if is_inside and all(map(lt, start, end)):
+            odd ^= set(product(*((start[dim], end[dim]) for dim in cut)))
+    return is_inside and not odd and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(size)
 
 
 # -- saving
@@ -240,6 +343,10 @@ def check_fit(
     expected = {name: value if isinstance(value, torch.Tensor) else None for name, value in state.items()}
     found = find_differences(expected, sizes.keys() - set(elsewhere), sizes.__getitem__)
     lines = optimizer_differences(saved, current) if current else []
+    nested = unflatten_state_dict(dict.fromkeys(metadata.planner_data), metadata.planner_data).get("optimizer", {})
+    groups = nested.get("param_groups", [])
+    if len(groups) != sum(len(one.groups) for one in saved) or not all(isinstance(one, dict) for one in groups):
+        lines.append(f"{METADATA} describes {len(groups)} param groups, {MANIFEST} others")
     replace(found, unfit=(*found.unfit, *lines)).check(strict=True)
 
 

@@ -1,10 +1,17 @@
-"""Checkpoints that hold code: none of it is run, and all ranks say the same."""
+"""Checkpoints that somebody made up: no code is run, nothing outside is read, and all ranks raise one clear error."""
 
 import io
 import json
+import math
+import os
 import pickle
+import random
+import shutil
+import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +19,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from composable import ConfigError, find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
+from composable.saving.contents import DataReader
+from composable.saving.run_folder import FileSum
 from tests.world import run_threads, told
 
 EXTRA = {"position": torch.arange(3), "at": (1, "x", 2.5), "names": ["a", {"b": None}]}
@@ -59,8 +76,9 @@ def reseal(folder: Path) -> None:
     path = folder / "checkpoint.json"
     body = json.loads(path.read_text())
     for name in body["files"]:
-        content = (folder / name).read_bytes()
-        body["files"][name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+        if (folder / name).is_file() and not (folder / name).is_symlink():
+            content = (folder / name).read_bytes()
+            body["files"][name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
     path.write_text(json.dumps(body))
 
 
@@ -124,3 +142,330 @@ def test_what_says_in_a_setting_that_it_is_code_is_not_run(tmp_path: Path) -> No
     ) as caught:
         load_checkpoint(tmp_path, model, optimizer)
     assert "weights_only" not in str(caught.value) and not (tmp_path / "fuse").exists()
+
+
+# -- made up
+
+
+def change_bytes(folder: Path, chance: random.Random) -> None:
+    path = chance.choice(sorted(folder.iterdir()))
+    content = bytearray(path.read_bytes())
+    for _ in range(chance.choice([1, 1, 20])):
+        content[chance.randrange(len(content))] = chance.randrange(256)
+    path.write_bytes(content)
+
+
+def change_length(folder: Path, chance: random.Random) -> None:
+    path = chance.choice(sorted(folder.iterdir()))
+    content = path.read_bytes()
+    start = chance.randrange(len(content))
+    path.write_bytes(chance.choice([content[:start], content + content[start:], content[start:], b""]))
+
+
+def change_kind(folder: Path, chance: random.Random) -> None:
+    path = chance.choice(sorted(folder.iterdir()))
+    aside = folder.parent.parent / "secret" / path.name
+    shutil.copy(path, aside)
+    path.unlink()
+    kinds: list[Callable[[], object]] = [
+        lambda: path.symlink_to(aside),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to("nothing"),
+        lambda: path.symlink_to(path),
+        lambda: os.mkfifo(path),
+        path.mkdir,
+        lambda: None,
+    ]
+    chance.choice(kinds)()
+
+
+ODD: list[Any] = [-1, 0, 2**40, 2**63, 2**70, 1.5, math.inf, "x", "", "\0", None, True, [], {}, [[]], {"bytes": 1}]
+
+
+def change_manifest(folder: Path, chance: random.Random) -> None:
+    path = folder / "checkpoint.json"
+    body = json.loads(path.read_text())
+    name = chance.choice(sorted(body["files"]))
+    odd = chance.choice(ODD)
+    new_names = [
+        "../../secret/a",
+        str(folder.parent.parent / "secret" / "a"),
+        "x/y",
+        "a\0b",
+        "n" * 300,
+        ".",
+        "",
+        "checkpoint.json",
+    ]
+    changes: list[Callable[[], object]] = [
+        lambda: body.update(files={}),
+        lambda: body["files"].pop(name),
+        lambda: body["files"].update({chance.choice(new_names): body["files"].pop(name)}),
+        lambda: body["files"].update({chance.choice(new_names): {"bytes": 1, "crc32": 0}}),
+        lambda: body["files"].update({name: odd}),
+        lambda: body["files"][name].update({chance.choice(["bytes", "crc32", "more"]): odd}),
+        lambda: body.update({chance.choice(sorted(body)): odd}),
+        lambda: body["optimizers"].append(odd),
+        lambda: body["optimizers"][0].update({chance.choice(["kind", "groups"]): odd}),
+        lambda: body["optimizers"][0]["groups"].append(["0.weight"]),
+        lambda: body["optimizers"].clear(),
+    ]
+    chance.choice(changes)()
+    texts = [json.dumps(body)] * 12 + [
+        "[" * 10**5,
+        '{"a":' * 10**5,
+        "9" * 5000,
+        json.dumps([body]),
+        "null",
+        "NaN",
+        "\xff",
+    ]
+    path.write_text(chance.choice(texts))
+
+
+def change_description(folder: Path, chance: random.Random) -> None:
+    """Change what ``.metadata`` says, often so that it agrees with itself."""
+    path = folder / ".metadata"
+    found: Metadata = pickle.loads(path.read_bytes())
+    assert found.planner_data is not None
+    key = chance.choice(sorted(found.state_dict_metadata))
+    cut = chance.choice([fqn for fqn, one in found.state_dict_metadata.items() if hasattr(one, "chunks")])
+    entry: Any = found.state_dict_metadata[cut]
+    chunk = chance.choice(entry.chunks)
+    index = chance.choice(list(found.storage_data))
+    place = found.storage_data[index]
+    odd = chance.choice(ODD)
+    secret = folder.parent.parent / "secret" / "a"
+
+    def other_chunk() -> ChunkStorageMetadata:
+        offsets = [max(0, at + chance.choice([-1, 0, 1, 2**40])) for at in chunk.offsets]
+        sizes = [max(0, at + chance.choice([-1, 0, 1, 2**40])) for at in chunk.sizes]
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    def without(fqn: str) -> None:
+        del found.state_dict_metadata[fqn], found.planner_data[fqn]
+        for one in [one for one in found.storage_data if one.fqn == fqn]:
+            del found.storage_data[one]
+
+    def renamed() -> None:
+        found.state_dict_metadata["more"] = found.state_dict_metadata.pop(key)
+        found.planner_data["more"] = found.planner_data.pop(key)
+
+    places = [
+        "../../secret/a",
+        str(secret),
+        "../step-000001/__0_0.distcp",
+        ".metadata",
+        "extra.pt",
+        "checkpoint.json",
+        odd,
+    ]
+    paths = [
+        (),
+        ("model",),
+        ("optimizer", "param_groups", 2**40),
+        ("optimizer", 2**70),
+        (odd,),
+        odd,
+        ("model", "0.bias", -1),
+    ]
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(place, "relative_path", chance.choice(places)),
+        lambda: setattr(place, chance.choice(["offset", "length"]), odd),
+        lambda: setattr(place, chance.choice(["offset", "length"]), chance.randrange(5000)),
+        lambda: setattr(place, "transform_descriptors", ["zstd"]),
+        lambda: found.storage_data.pop(index),
+        lambda: found.storage_data.update({MetadataIndex("more"): place}),
+        lambda: found.storage_data.update({index: odd}),
+        lambda: entry.chunks.remove(chunk),
+        lambda: entry.chunks.append(chunk),
+        lambda: entry.chunks.append(other_chunk()),
+        lambda: entry.chunks.__setitem__(0, other_chunk()),
+        lambda: entry.chunks.append(odd),
+        entry.chunks.clear,
+        lambda: setattr(entry, "chunks", odd),
+        lambda: setattr(entry, "size", torch.Size([chance.choice([0, 1, 2**40]) for _ in entry.size])),
+        lambda: setattr(entry, "size", odd),
+        lambda: setattr(entry, "properties", odd),
+        lambda: setattr(entry.properties, "dtype", chance.choice([torch.int8, torch.complex128, odd])),
+        lambda: found.state_dict_metadata.update({key: BytesStorageMetadata()}),
+        lambda: found.state_dict_metadata.update({key: odd}),
+        lambda: found.state_dict_metadata.pop(key),
+        lambda: found.planner_data.pop(key),
+        lambda: found.planner_data.update({key: chance.choice(paths)}),
+        lambda: found.planner_data.update({".".join(map(str, bad)): bad for bad in [("model", "0.weight", 0)]}),
+        renamed,
+        lambda: without(chance.choice([fqn for fqn in found.planner_data if not fqn.startswith("optimizer.state")])),
+        lambda: setattr(found, chance.choice(["planner_data", "storage_data", "state_dict_metadata"]), odd),
+        lambda: found.planner_data.update(more=chance.choice([Bomb, Quiet])(folder.parent.parent / "fuse")),
+    ]
+    chance.choice(changes)()
+    path.write_bytes(pickle.dumps(found))
+
+
+def change_values(folder: Path, chance: random.Random) -> None:
+    """Put other values in the place of one: code, tensors of another shape, values of another type."""
+    path = folder / ".metadata"
+    found: Metadata = pickle.loads(path.read_bytes())
+    place: Any = found.storage_data[chance.choice(list(found.storage_data))]
+    values = [Quiet(folder.parent.parent / "fuse"), torch.ones(1), torch.ones(1).expand(2**40), "x", {"a": 1}, 3, None]
+    packed = io.BytesIO()
+    torch.save(chance.choice(values), packed)
+    target = folder / place.relative_path
+    place.offset, place.length = target.stat().st_size, len(packed.getvalue())
+    target.write_bytes(target.read_bytes() + packed.getvalue())
+    path.write_bytes(pickle.dumps(found))
+
+
+HARMS = [
+    change_bytes,
+    change_length,
+    change_kind,
+    change_manifest,
+    change_description,
+    change_description,
+    change_values,
+]
+OPENED: list[str] = []
+
+
+def note_opened(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and "secret" in str(args[0]):
+        OPENED.append(str(args[0]))
+
+
+def make_up(folder: Path, seed: int) -> str:
+    chance = random.Random(seed)
+    harm = chance.choice(HARMS)
+    harm(folder, chance)
+    if chance.random() < 0.85 and harm is not change_manifest and (folder / "checkpoint.json").is_file():
+        with suppress(ValueError, OSError):
+            reseal(folder)
+    return harm.__name__
+
+
+def load_made_up(root: Path, seeds: range) -> dict[str, int]:
+    """Load checkpoints that were made up, and return how many ended in what."""
+    ended: dict[str, int] = {}
+    model, optimizer = make_both(2)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for seed in seeds:
+        run = root / f"run{seed}"
+        on_first(lambda run=run: (run.parent.mkdir(exist_ok=True), shutil.copytree(root / "good", run)))
+        harms: list[str] = [""]
+        if dist.get_rank() == 0:
+            (root / "secret").mkdir(exist_ok=True)
+            (root / "secret" / "a").write_bytes(b"secret" * 1000)
+            harms = [make_up(run / "step-000001", seed)]
+            OPENED.clear()
+        dist.broadcast_object_list(harms)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(math.nan)
+            for state in optimizer.state.values():
+                state["exp_avg"].fill_(math.nan)
+        for call in (partial(load_checkpoint, run, model, optimizer), partial(find_checkpoint, run)):
+            every = told(call)
+            first_lines = {said.partition("\n")[0] for said in every}
+            assert len(first_lines) == 1, (seed, harms, every)
+            assert "no error" in first_lines or str(run) in every[0] or "the model" in every[0], (seed, harms, every)
+            assert all(len(said) < 3000 for said in every), (seed, harms, every)
+            if call.func is load_checkpoint:
+                kind = next(iter(first_lines)).partition(":")[0]
+                ended[kind] = ended.get(kind, 0) + 1
+                if kind == "no error" and harms != ["change_bytes"]:
+                    tensors = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+                    assert not any(one.to_local().isnan().any() for one in tensors), (seed, harms)  # type: ignore[attr-defined]
+        assert not (root / "fuse").exists(), (seed, harms)
+        if dist.get_rank() == 0:
+            assert OPENED == [], (seed, harms)
+            shutil.rmtree(run)
+            shutil.rmtree(root / "secret")
+        dist.barrier()
+    return ended
+
+
+@pytest.fixture(scope="module")
+def hook() -> None:
+    sys.addaudithook(note_opened)
+
+
+@pytest.mark.parametrize("start", range(0, 200, 25))
+def test_a_checkpoint_that_was_made_up_is_one_clear_error(start: int, tmp_path: Path, hook: None) -> None:
+    run_threads(write_good, 2, tmp_path)
+    ended = run_threads(load_made_up, 2, tmp_path, range(start, start + 25))[0]
+    # Nearly all: other bytes of values, or of what nobody reads, are no error.
+    assert ended.get("no error", 0) <= 8 and sum(ended.values()) == 25, ended
+
+
+def write_good(root: Path) -> None:
+    write_checkpoint(root / "good")
+
+
+# -- pieces
+
+
+def cut(chance: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Any]:
+    """Cut a box into boxes."""
+    dims = [dim for dim, size in enumerate(sizes) if size > 1]
+    if not dims or not depth or chance.random() < 0.2:
+        return [(offsets, sizes)]
+    dim = chance.choice(dims)
+    at = chance.randrange(1, sizes[dim])
+    first, rest, later = list(sizes), list(sizes), list(offsets)
+    first[dim], rest[dim], later[dim] = at, sizes[dim] - at, offsets[dim] + at
+    return cut(chance, offsets, tuple(first), depth - 1) + cut(chance, tuple(later), tuple(rest), depth - 1)
+
+
+def covers_each_once(size: tuple[int, ...], boxes: list[Any]) -> bool:
+    count = torch.zeros(size, dtype=torch.int64)
+    for offsets, sizes in boxes:
+        if any(at + length > end for at, length, end in zip(offsets, sizes, size, strict=True)):
+            return False
+        count[tuple(slice(at, at + length) for at, length in zip(offsets, sizes, strict=True))] += 1
+    return bool((count == 1).all())
+
+
+def description(size: tuple[int, ...], boxes: list[Any]) -> bytes:
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    entry = TensorStorageMetadata(TensorProperties(torch.int8), torch.Size(size), chunks)
+    places = {MetadataIndex("a", chunk.offsets): _StorageInfo("file", 0, 10**6) for chunk in chunks}
+    return pickle.dumps(Metadata({"a": entry}, {"a": ("a",)}, places))
+
+
+def test_pieces_that_do_not_make_up_their_tensor_are_refused(tmp_path: Path) -> None:
+    """Compare with a count of how often pieces cover each element."""
+    found = {True: 0, False: 0}
+    for seed in range(2000):
+        chance = random.Random(seed)
+        size = tuple(chance.randrange(5) for _ in range(chance.randrange(4)))
+        boxes = cut(chance, (0,) * len(size), size, 4)
+        for _ in range(chance.randrange(3)):
+            other = tuple(chance.randrange(5) for _ in size), tuple(chance.randrange(4) for _ in size)
+            change = chance.randrange(3)
+            boxes = boxes[1:] if change == 0 else [*boxes, *(boxes[:1] if change == 1 else [other])]
+        chance.shuffle(boxes)
+        if len({offsets for offsets, _ in boxes}) < len(boxes):
+            continue  # Two places of one name: found before.
+        content = description(size, boxes)
+        (tmp_path / ".metadata").write_bytes(content)
+        files = {".metadata": FileSum(len(content), 0), "file": FileSum(10**6, 0)}
+        is_right = covers_each_once(size, boxes)
+        with nullcontext() if is_right else pytest.raises(ConfigError, match="pieces of a"):
+            DataReader(tmp_path, files).read_metadata()
+        found[is_right] += 1
+    assert min(found.values()) > 300, found
+
+
+def test_the_description_is_read_once_on_each_rank(tmp_path: Path, hook: None) -> None:
+    root = tmp_path / "secret"  # Opens below are noted.
+    run_threads(write_good, 2, root)
+    OPENED.clear()
+    run_threads(load_good, 2, root)
+    # Once more on one rank, for the checksum.
+    assert sum(path.endswith("/.metadata") for path in OPENED) == 3
+
+
+def load_good(root: Path) -> None:
+    load_checkpoint(root / "good", *make_both(2))
