@@ -24,6 +24,7 @@ __all__ = [
     "SignatureError",
     "StateDictError",
     "UsageError",
+    "error_of",
     "located",
     "made_alike",
     "place_of_rank",
@@ -81,6 +82,12 @@ class DesyncError(ComposableError, RuntimeError):
 
 def _rebuild(cls: type[ComposableError], what: str, at: str | None, fix: str | None) -> ComposableError:
     return cls(what, at=at, fix=fix)
+
+
+def error_of(kind: str, what: str, at: str | None, fix: str | None) -> ComposableError:
+    """Return the error of another rank, by the name of its class."""
+    kinds = (ConfigError, SignatureError, StateDictError, UsageError)
+    return next((one for one in kinds if one.__name__ == kind), DesyncError)(what, at=at, fix=fix)
 
 
 # How messages name a process that is in no process group, and so has no rank.

@@ -53,6 +53,8 @@ from composable.planning import ShardPlan, managed_modules, name_modules
 
 __all__ = ["FullyShardState", "Root", "find_companions", "handle_of_module", "model_ranks_of", "sharded_state_of"]
 
+_COMPARISON = "the comparison of plans before the first forward"
+
 
 def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]:
     """Return the companions below a root's modules, in the same order on all ranks that share them."""
@@ -236,7 +238,7 @@ class Root:
         notice_tree(self)
 
     @staticmethod
-    @calling("the comparison of plans before the first forward")
+    @calling(_COMPARISON)
     def adopt(state: FullyShardState) -> "Root":
         """Make ``state`` the root of everything below its modules. Collective; see ``lazy_init``."""
         modules = state.modules
@@ -460,7 +462,7 @@ def _compare_plans(
         choices = HandleChoices([handle for state in own for handle in state._handles])
         try:
             if not own:
-                ranks.raise_together(found)
+                ranks.compare("", found, call=_COMPARISON)
                 continue
             ranks.compare(
                 "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
@@ -469,6 +471,7 @@ def _compare_plans(
                 what="the ranks annotated different plans",
                 fix="build the same model and call fully_shard with the same arguments on every rank; annotate "
                 "modules that differ by rank, such as experts, on the ranks that share them",
+                call=_COMPARISON,
             )
         except ComposableError as error:
             # It may be of some experts: the groups around them pass it on to all other ranks.

@@ -13,9 +13,12 @@ import hashlib
 import itertools
 import os
 import socket
+import sys
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import string_at
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +31,8 @@ from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.hang_watchdog import meeting
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
+from composable.comm.rank_status import call_around
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.names import count_text
 from composable.ground.torch_private import (
     default_timeout_of,
@@ -65,6 +69,7 @@ _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN:
 # Messages of `are_alike` travel under a tag that nothing else here uses.
 _CONFIRM_TAG = 0x5EED
 _HOOK = "a communication hook"
+_ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
 # Names the host of a process, in place of the names that the system gives.
 HOST_VARIABLE = "COMPOSABLE_HOST"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -169,10 +174,12 @@ class Ranks:
         shown: str | Callable[[], str] = "",
         what: str = "",
         fix: str = "",
+        call: str = "",
     ) -> None:
         """Raise on every rank unless all have equal texts and no failure.
 
-        Ranks that come here from different calls have different texts. A graph that is being compiled compares nothing.
+        Ranks that come here from different calls get an error that names the call of each. A graph that is being
+        compiled compares nothing.
 
         Args:
             text: The text that has to be equal on all ranks.
@@ -180,18 +187,28 @@ class Ranks:
             shown: The text for users; the error shows its first lines that differ.
             what: The message of the error if the texts differ.
             fix: The fix in that error.
+            call: Name of the call; empty: the call of this package that the user made.
 
         Raises:
             Exception: ``failure``, or the failure of another rank.
-            DesyncError: The texts differ.
+            DesyncError: The texts differ, or the calls.
         """
-        key = "a failure" if failure is not None else f"text {text}"
-        if not is_tracing() and not self.are_alike(key):
-            told = self.objects((_as_told(failure), shown if isinstance(shown, str) else shown()))
-            failure = failure or next((other for other, _ in told if other is not None), None)
-            if failure is None:
-                lines = _first_difference([text for _, text in told], self.numbers)
-                failure = DesyncError(f"{what}\n{lines}", at=place_of_rank(), fix=fix)
+        if not is_tracing():
+            call = call or call_around(sys._getframe(1))
+            if not self.are_alike(f"{call}\n{'a failure' if failure is not None else f'text {text}'}"):
+                told = self.objects((call, _as_told(failure), shown if isinstance(shown, str) else shown()))
+                calls, failures, texts = (list(column) for column in zip(*told, strict=True))
+                if len(set(calls)) > 1:
+                    what, fix, failure = "the ranks are in different calls", _ONE_CALL, None
+                    texts = [
+                        one + (f", which raised {error[0]}: {error[1]}" if error else "") for one, error, _ in told
+                    ]
+                else:
+                    failure = failure or next((error_of(*one) for one in failures if one is not None), None)
+                if failure is None:
+                    lines = _first_difference(texts, self.numbers)
+                    what = what or f"the ranks are at different places in {call}"
+                    failure = DesyncError(f"{what}\n{lines}", at=place_of_rank(), fix=fix or _ONE_CALL)
         if failure is not None:
             raise failure
 
@@ -240,21 +257,31 @@ class Ranks:
     # Values
 
     def objects(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in rank order; each must be one that can be pickled."""
+        """Return the values of all ranks, in rank order: numbers, texts, bytes, and tuples, lists, sets, dicts of them.
+
+        They travel as Python writes them: a pickle would let whoever reaches a port of the group run code here.
+        """
         if self.is_alone:
             return [value] * self.size
-        values: list[Any] = [None] * self.size
+        sent = self._as_written(value)
+        got = list(sent.new_empty(self.size, sent.numel()).unbind())
         with meeting(self.group, "objects"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            dist.all_gather(got, sent, group=self.group)
+        return [_as_read(one) for one in got]
 
     def object_of(self, source: int, value: _T | None) -> _T:
-        """Return on every rank the object that ``source``, a rank within the group, has."""
-        box = [value]
-        if not self.is_alone:
-            with meeting(self.group, "object_of"):
-                dist.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
-        return box[0]  # type: ignore[return-value]  # the source gives one
+        """Return on every rank the value, as for ``objects``, that ``source``, a rank within the group, has."""
+        if self.is_alone:
+            return value  # type: ignore[return-value]  # the source gives one
+        sent = self._as_written(value if self.rank == source else None)
+        self.broadcast(sent, source)
+        return _as_read(sent)  # type: ignore[no-any-return]  # what the source gave
+
+    def _as_written(self, value: object) -> torch.Tensor:
+        """Return ``value`` as text [n] uint8, filled up with spaces to the longest text of any rank. Collective."""
+        text = repr(value).encode()
+        length = int(self.reduce(torch.tensor(len(text)), dist.ReduceOp.MAX))
+        return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(self.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` (any shape and dtype, contiguous, on ``device``) with the tensor of rank ``source``."""
@@ -338,17 +365,21 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
     return "    (the texts are equal, but the model, mesh or options differ)"
 
 
-def _as_told(failure: Exception | None) -> ComposableError | None:
-    """Return the error that the other ranks raise: the same failure, with the place where it happened."""
+def _as_read(written: torch.Tensor) -> Any:
+    held = written.cpu()
+    return literal_eval(string_at(held.data_ptr(), held.numel()).decode())
+
+
+def _as_told(failure: Exception | None) -> tuple[str, str, str, str | None] | None:
+    """Return the class, text, place and fix of the error that the other ranks raise: the same failure."""
     if failure is None:
         return None
     place = place_of_rank()
     if not isinstance(failure, ComposableError):
-        return DesyncError(f"another rank raised {type(failure).__name__}: {failure}", at=place)
+        return "DesyncError", f"another rank raised {type(failure).__name__}: {failure}", place, None
     at = failure.at or ""
-    return type(failure)(
-        failure.what, at=at if at.startswith("rank ") else ", ".join(filter(None, [place, at])), fix=failure.fix
-    )
+    at = at if at.startswith("rank ") else ", ".join(filter(None, [place, at]))
+    return type(failure).__name__, failure.what, at, failure.fix
 
 
 def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None = None, *, what: str, fix: str) -> None:

@@ -436,10 +436,11 @@ class Agreement:
             DesyncError: The ranks chose to reduce gradients in different ways, or started collectives in other orders.
         """
         if not self._differs:
-            self._ranks.raise_together(failure)
+            self._ranks.compare("", failure, call="a backward")
             return
         self._differs = False
-        self._ranks.compare(self._choices.text(), failure, shown=self._choices.shown(), what=_WHAT, fix=_FIX)
+        shown = self._choices.shown
+        self._ranks.compare(self._choices.text(), failure, shown=shown, what=_WHAT, fix=_FIX, call="a backward")
         raise DesyncError(_OTHER_ORDER, at=place_of_rank(), fix=_ONE_ORDER)
 
 

@@ -99,7 +99,11 @@ def names_on_all(
         fix="make the call with equal arguments on all ranks",
     )
     is_alike = ranks.are_alike(repr((mine, homes)))
-    every = [(mine, homes)] if is_alike else ranks.objects((mine, homes))
+    every = [(mine, homes)]
+    if not is_alike:
+        # As tuples: only plain values travel.
+        sent = ranks.objects(([(one.kind, one.groups) for one in mine], homes))
+        every = [(tuple(OptimizerNames(*one) for one in own), own_homes) for own, own_homes in sent]
     _check_one_each([of_rank for _, of_rank in every])
     merged = []
     for told in zip(*(of_rank for of_rank, _ in every), strict=True):

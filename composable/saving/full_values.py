@@ -5,9 +5,10 @@ Small parameters share one exchange. Trainers that send weights to other process
 they are gathered into the message's buffer. Sharded state dicts are torch's own ``model.state_dict()``.
 """
 
+import io
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described
+from composable.saving.contents import as_data, read_data
 from composable.saving.entries import (
     Entries,
     Names,
@@ -154,7 +156,7 @@ def load_full_state_dict(
         if ranks.rank == src:
             differences = _differences_from(entries, held)
             differences.check(strict=strict)
-    differences = ranks.everyone.object_of(src, differences)
+    differences = Differences(*ranks.everyone.object_of(src, astuple(differences)))
     missing = set(differences.missing)
     given = [key for key in entries.values if key not in missing]
     limit = entries.batch_bytes()
@@ -200,9 +202,8 @@ def _load_the_rest(
     """Load values other than tensors, such as extra state, through torch, which also runs the modules' own hooks."""
     others = [key for key in given if not isinstance(entries.values[key], torch.Tensor)]
     with ranks.agreed():
-        extras = {} if held is None else {key: held[key] for key in others}
-    if others:
-        extras = ranks.object_of(src, extras)
+        packed = None if held is None else as_data({key: held[key] for key in others}, "extra state")
+    extras = read_data(io.BytesIO(ranks.object_of(src, packed)), "extra state") if others else {}
     # Tensors are copied onto themselves, which moves nothing.
     state = _as_state_dict(((key, extras.get(key, entries.values[key])) for key in given), entries)
     model.load_state_dict(state, strict=False)
