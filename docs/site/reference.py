@@ -17,7 +17,7 @@ SHELVES: dict[str, tuple[str, ...]] = {
         *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting", "testing"),
     ),
     "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch"),
-    "Inside": ("life_of_a_step", "ragged", "design", "notes"),
+    "Inside": ("life_of_a_step", "ragged", "design", "security", "notes"),
 }
 
 
