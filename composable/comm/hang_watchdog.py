@@ -287,17 +287,19 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_ended and not self._is_over():
+                failure: Exception | None = None
                 try:
                     self._look()
                 except Exception as error:
-                    # The store ends with the rank or the launcher that holds it, often just before this rank ends.
-                    if not self._wake.wait(self._pause_s) and not self._is_over():
-                        self._warn("the store of the process group has failed", f"{type(error).__name__}: {error}")
+                    failure = error
                 with self._looked:
                     self._looks += 1
                     self._looked.notify_all()
-                self._wake.wait(self._pause_s)
+                is_woken = self._wake.wait(self._pause_s)
                 self._wake.clear()
+                # The store ends with the rank or the launcher that holds it, often just before this rank ends.
+                if failure is not None and not is_woken and not self._is_over():
+                    self._warn("the store of the process group has failed", f"{type(failure).__name__}: {failure}")
         finally:
             with self._looked:
                 self._is_ended = True
