@@ -47,6 +47,11 @@ def test_weights_are_those_of_one_process_that_makes_the_casts(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_module_without_parameters_is_taken_on_nccl() -> None:
+    replicate(model := nn.Sequential(nn.ReLU()))
+    assert model(torch.ones(2, device="cuda", requires_grad=True)).sum().item() == 2
+
+
 def test_gradients_are_those_of_a_low_model_also_where_they_wait() -> None:
     model = make_net().cuda()
     model.unused.requires_grad_(False)

@@ -431,8 +431,10 @@ def resolve_ranks(
                 f"process_group is {described(group)}, not a ProcessGroup that this rank is in",
                 fix="pass what torch.distributed.new_group() returned, only on the ranks of the group",
             )
-        device_type = next((param.device.type for param in params if not param.is_meta), "cpu")
-        if device_type == "cpu" and dist.get_backend(group) == "nccl":
+        is_nccl = dist.get_backend(group) == "nccl"
+        # Without parameters the group says which device it is: what the module holds may be annotated by itself.
+        device_type = next((param.device.type for param in params if not param.is_meta), "cuda" if is_nccl else "cpu")
+        if device_type == "cpu" and is_nccl:
             raise ConfigError(
                 "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
                 fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
