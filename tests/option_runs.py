@@ -242,7 +242,7 @@ def _train_on_a_rank(api: str, text: str, folder: str) -> Run:
     if work.alone.get("uneven"):
         losses = []
     else:
-        mean = torch.tensor(losses, dtype=torch.float64)
+        mean = torch.tensor(losses, dtype=torch.float64, device=here())
         dist.all_reduce(mean)
         losses = (mean / work.world_size).tolist()
     assert fallback_counts() == {}, "gathers that nobody asked for"

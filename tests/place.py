@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from composable.testing.device_streams import SimulatedDevice
+
 __all__ = ["here", "on_device", "options_of_place", "placed"]
 
 T = TypeVar("T", bound="nn.Module | torch.Tensor")
@@ -20,19 +22,19 @@ T = TypeVar("T", bound="nn.Module | torch.Tensor")
 
 class _Place:
     device = torch.device("cpu")
-    options: dict[str, Any] = {}  # noqa: RUF012  # replaced as a whole
+    adverse = False
+    backend = ""
 
 
 @contextmanager
-def on_device(device: str, *, adverse: bool = False) -> Iterator[None]:
-    """Run the ranks of ``run_threads``, and the one process beside them, on ``device``."""
-    before = _Place.device, _Place.options
-    _Place.device = torch.device(device)
-    _Place.options = {"device": device, "adverse": adverse} if _Place.device.type != "cpu" else {}
+def on_device(device: str, *, adverse: bool = False, backend: str = "") -> Iterator[None]:
+    """Run the ranks of ``run_threads``, and the one process beside them, on ``device``, over ``backend``."""
+    before = _Place.device, _Place.adverse, _Place.backend
+    _Place.device, _Place.adverse, _Place.backend = torch.device(device), adverse, backend
     try:
         yield
     finally:
-        _Place.device, _Place.options = before
+        _Place.device, _Place.adverse, _Place.backend = before
 
 
 def here() -> torch.device:
@@ -42,7 +44,10 @@ def here() -> torch.device:
 
 def options_of_place() -> dict[str, Any]:
     """Return the arguments of a simulation whose ranks share the device."""
-    return _Place.options
+    if _Place.device.type == "cpu":
+        return {}
+    device = torch.device(_Place.device.type, 0)
+    return {"device": SimulatedDevice(device, backend=_Place.backend), "adverse": _Place.adverse}
 
 
 def placed(one: T) -> T:

@@ -29,21 +29,27 @@ class SimulatedDevice:
         device: The device, with its index.
         module: The module of torch for its type, such as ``torch.cuda``; another one with the same functions in tests.
         owns: Says whether a tensor lies on the device; by default its ``device`` says so.
+        backend: The backend of the default process group; by default one for the host and one for the device.
 
     Attributes:
-        backend: The backend of process groups whose ranks are on it.
+        backend: The backend of the default process group.
         is_adverse: Collectives start late, and memory is NaN where nothing was written.
     """
 
     def __init__(
-        self, device: torch.device, *, module: Any = None, owns: Callable[[torch.Tensor], bool] | None = None
+        self,
+        device: torch.device,
+        *,
+        module: Any = None,
+        owns: Callable[[torch.Tensor], bool] | None = None,
+        backend: str = "",
     ) -> None:
         self.device = device
         self.is_adverse = False
         self._module = module or torch.get_device_module(device)
         self._owns = owns or (lambda tensor: tensor.device == device)
         kind = "cuda" if device.type == "cpu" else device.type
-        self.backend = f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, 'nccl')}"
+        self.backend = backend or f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, 'nccl')}"
         self._streams: dict[Hashable, Any] = {}
         # What the caller has given the device; ranks start after it.
         self._before = self._module.current_stream().record_event()

@@ -8,7 +8,7 @@ A call deposits its tensors and returns. Values move when the last rank has call
 # (each method takes only the form of arguments that torch.distributed uses)
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -253,8 +253,13 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         device = self._owner.board.device
-        types = {"cpu": None} | ({} if device is None else {device.device.type: None})
-        return list(map(torch.device, types))
+        types = ["cpu"] * self._serves_host
+        types += [device.device.type] if device is not None and self._backend_name != "gloo" else []
+        return list(map(torch.device, dict.fromkeys(types)))
+
+    @property
+    def _serves_host(self) -> bool:
+        return self._owner.board.device is None or self._backend_name == "gloo" or "cpu:" in self._backend_name
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._stand_in
@@ -377,8 +382,9 @@ class SimulatedGroup(dist.ProcessGroup):
         self, op: str, parts: Sequence[CollectivePart], opts: Any = None, *, reduction: str = "", root: int = -1
     ) -> SimulatedWork:
         owner, board = self._owner, self._owner.board
-        tensors = (one for part in parts for one in (*part.inputs, *part.outputs))
-        call = Call(op, parts, reduction, root, None if board.device is None else board.device.mark(tensors))
+        call = Call(
+            op, parts, reduction, root, self._mark(one for part in parts for one in (*part.inputs, *part.outputs))
+        )
         action = self._enter(op)
         self._calls += 1
         pending = board.rendezvous(self._key, self._calls)
@@ -393,10 +399,17 @@ class SimulatedGroup(dist.ProcessGroup):
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> SimulatedWork:
         board = self._owner.board
         action = self._enter("send" if is_send else "recv")
-        mark = None if board.device is None else board.device.mark([tensor])
-        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send, mark)
+        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send, self._mark([tensor]))
         self._send(action, lambda: board.post(transfer))
         return self._started(SimulatedWork(self._owner, transfer, transfer.describe() + _note(action), [tensor]))
+
+    def _mark(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return an event after what the device has been given for ``tensors`` [any]; ``None``: they lie on the host."""
+        device, tensors = self._owner.board.device, list(tensors)
+        mark = None if device is None else device.mark(tensors)
+        if mark is None and tensors and not self._serves_host:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return mark
 
     def _enter(self, op: str) -> Delay | Drop | None:
         owner = self._owner
