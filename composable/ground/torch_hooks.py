@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from composable.ground.torch_private import (
+    current_autograd_node,
     current_graph_task_id,
     hook_gradient,
     opaque,
@@ -51,6 +52,7 @@ __all__ = [
     "before_step",
     "beside_forward",
     "differentiable_tensors",
+    "hooks_have_run",
     "in_backward_of_nothing",
     "inside_forward",
     "next_ending_number",
@@ -184,6 +186,9 @@ def around_forward(module: nn.Module, before: Callable[..., Any], after: Callabl
     return [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), outer]
 
 
+_ARRIVAL = "_composable_arrival"  # the mark on functions of `after_gradients`
+
+
 class _Outermost(RemovableHandle):
     """The handle of a hook that runs after all other forward hooks of its module."""
 
@@ -293,8 +298,40 @@ def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Ten
 def after_gradients(
     params: Iterable[nn.Parameter], arrivals: Iterable[Callable[[torch.Tensor], None]]
 ) -> list[RemovableHandle]:
-    """Call each parameter's function whenever a backward has accumulated its gradient, of any shape."""
-    return [param.register_post_accumulate_grad_hook(arrive) for param, arrive in zip(params, arrivals, strict=True)]
+    """Call each parameter's function whenever a backward has accumulated its gradient, of any shape.
+
+    Hooks of users that were registered later run after it: ``hooks_have_run`` says whether there are some.
+    """
+    handles = []
+    for param, arrive in zip(params, arrivals, strict=True):
+        setattr(arrive, _ARRIVAL, True)
+        handles.append(param.register_post_accumulate_grad_hook(arrive))
+    return handles
+
+
+def hooks_have_run(param: torch.Tensor, later: Callable[[], None]) -> bool:
+    """Say, in a hook of ``after_gradients``, whether all hooks of users on the gradient of ``param`` [any] have run.
+
+    If hooks on the node that accumulates the gradient follow, ``later`` is called after them. If only hooks of
+    ``register_post_accumulate_grad_hook`` follow, it is not; but from the next backward on, they run first.
+    """
+    hooks: Any = param._post_accumulate_grad_hooks
+    if len(hooks) > 1 and not hasattr(next(reversed(hooks.values())), _ARRIVAL):
+        own = next(key for key, hook in hooks.items() if hasattr(hook, _ARRIVAL))
+        hooks[own] = hooks.pop(own)  # autograd reads the order of insertion, which `move_to_end` leaves as it is
+        return False
+    node: Any = current_autograd_node()
+
+    def end_node(*_: object) -> None:
+        handle.remove()
+        later()
+
+    # Torch does not tell which hooks a node has, but to whom adds one.
+    handle = node.register_hook(end_node)
+    if len(handle.hooks_dict_ref()) > 1:
+        return False
+    handle.remove()
+    return True
 
 
 def around_state_dict(

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import Grid, Transport
 from composable.engine import Registration, Stepper, check_backward, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
-from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
+from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, next_ending_number
 from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
@@ -150,29 +150,28 @@ class GradientAverager:
         seen, order, is_trigger = own_round.seen, own_round.order, index == self.options.delay.trigger
 
         @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
-        def arrive(_: torch.Tensor) -> None:
+        def arrive(param: torch.Tensor) -> None:
             reducer = find_reducer()
             if reducer is None:
                 return  # The module is gone, and only the parameter lives on.
             if own_round.phase is not _OPEN:
                 reducer._open()
             if seen[index]:
-                reducer._arrive_again(index)
+                reducer._arrive_again(index, param)
                 return
             seen[index] = 1
             order.append(index)
             bucket = reducer._bucket_of[index]
             bucket.pending -= 1
-            if not bucket.pending:
-                reducer._launch_full()
             if is_trigger:
                 for delayed in reducer.exchange.arrangement.delayed:
                     delayed.pending -= 1
-                reducer._launch_full()
+            if is_trigger or not bucket.pending:
+                reducer._launch_full(param)
 
         return arrive
 
-    def _arrive_again(self, index: int) -> None:
+    def _arrive_again(self, index: int, param: torch.Tensor) -> None:
         """Accept another gradient of a parameter in one backward, as long as the first was not sent.
 
         Raises:
@@ -190,7 +189,7 @@ class GradientAverager:
         if static is not None and static.allows(index, self.round.seen[index]):
             bucket.pending -= 1
             if not bucket.pending:
-                self._launch_full()
+                self._launch_full(param)
 
     def _open(self) -> None:
         """Begin a backward."""
@@ -221,11 +220,13 @@ class GradientAverager:
         self.round.clear(self.buckets, synchronises=synchronises)
         self.rounds += 1
 
-    def _launch_full(self) -> None:
+    def _launch_full(self, arrived: torch.Tensor | None = None) -> None:
         buckets, own_round = self.buckets, self.round
         if not own_round.synchronises or own_round.is_led:
             # The gradients of several modules may come in another order on each rank.
             return
+        if arrived is not None and not hooks_have_run(arrived, self._launch_full):
+            return  # Hooks of users may still write to the gradient, or replace it.
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
                 self._launch(buckets[own_round.sent])

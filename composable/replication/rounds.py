@@ -50,6 +50,7 @@ class Round:
         ends_kept: The round averages gradients that earlier backwards kept; ranks agreed on it when a backward ended.
         synchronises: The backward averages gradients.
         accumulates: The backward adds gradients to ``param.grad``, which ``torch.autograd.grad`` does not do.
+        has_gaps: A parameter had no gradient when its bucket was sent: none came, or a hook of a user has dropped it.
         seen: For each parameter, the number of its gradients that arrived.
         order: Parameters in the order in which their gradients arrived.
         sent: The number of buckets that were sent, which is the index of the next bucket.
@@ -66,6 +67,7 @@ class Round:
     ends_kept: bool = False
     synchronises: bool = True
     accumulates: bool = False
+    has_gaps: bool = False
     sent: int = 0
     stepped: int = 0
     complaint: int = 0
@@ -77,8 +79,8 @@ class Round:
 
     @property
     def is_complete(self) -> bool:
-        """Every parameter got its gradient."""
-        return len(self.order) == len(self.seen)
+        """Every parameter got its gradient, and has it still."""
+        return len(self.order) == len(self.seen) and not self.has_gaps
 
     def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
         """Reset the state for a backward in which no gradient has arrived yet."""
@@ -86,7 +88,7 @@ class Round:
         self.order.clear()
         self._armed_modules.clear()
         self.sent = self.stepped = self.complaint = 0
-        self.accumulates = self.is_led = self.ends_kept = False
+        self.accumulates = self.is_led = self.ends_kept = self.has_gaps = False
         for bucket in buckets:
             bucket.pending = bucket.arrivals
         self.synchronises = synchronises
