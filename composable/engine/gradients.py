@@ -300,6 +300,10 @@ class Gradients:
                 found |= 1 << number
         return found
 
+    def trainable_bits(self) -> int:
+        """Return the bits of the parameters that require a gradient now."""
+        return sum(1 << number for number, param in enumerate(self._params) if param.sharded.requires_grad)
+
     def take(self, gradient: GradientBuffer) -> int:
         """Move the leaves' gradients into ``gradient``, or zeros; returns the bits of the leaves that had one."""
         views: list[torch.Tensor] = []
@@ -452,8 +456,6 @@ class Gradients:
             chosen = [piece for number, piece in enumerate(chosen) if bits >> number & 1]
         for param, index in chosen:
             sharded = param.sharded
-            if not sharded.requires_grad:
-                continue
             grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
             if with_hooks:
                 grad = _run_hooks(param, grad)

@@ -372,17 +372,28 @@ class GradientLedger:
     Attributes:
         grad_mask: Bits of parameters that had a gradient on this rank, in this backward or since the last reduction.
         has_more: Some leaf holds a gradient that was not reduced.
+        is_unsynced: The last backward that reached parameters kept their gradients; users may have frozen these since.
         waiting: Reduced shards [S] that some parameters have not got, each with the bits of those that have.
         message_bytes: How many bytes the ledger takes in a message, the same on all ranks.
     """
 
-    __slots__ = ("_complete_message", "flat", "grad_mask", "handle", "has_more", "message_bytes", "waiting")
+    __slots__ = (
+        "_complete_message",
+        "flat",
+        "grad_mask",
+        "handle",
+        "has_more",
+        "is_unsynced",
+        "message_bytes",
+        "waiting",
+    )
 
     def __init__(self, handle: Handle, flat: FlatBuffer) -> None:
         self.handle = handle
         self.flat = flat
         self.grad_mask = 0
         self.has_more = False
+        self.is_unsynced = False
         self.waiting: list[tuple[torch.Tensor, int]] = []
         self.message_bytes = len(flat.params) // 8 + 1
         self._complete_message = (flat.gradients.all_bits << 1).to_bytes(self.message_bytes, "little")
@@ -421,7 +432,7 @@ class GradientLedger:
             return
         rest, self.waiting = self.waiting, []
         if self.handle.settings.fills_unused:
-            mask = self.flat.gradients.all_bits
+            mask |= self.flat.gradients.trainable_bits()
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:
             # No parameter has got a part of these yet: hooks run once, on the sum.

@@ -290,10 +290,13 @@ class ShardedParam:
         return beside is not None and self.sharded.grad is beside and not was_zeroed(beside)
 
     def drop_zeroed_gradient(self) -> bool:
-        """Forget the waiting gradient if users have since dropped ``grad`` or set it to zero; say whether they have."""
-        is_dropped = self._kept_beside is not None and not self.waits
+        """Drop or zero the waiting gradient as users have dropped or zeroed ``grad`` since; say whether they have."""
+        beside, leaf = self._kept_beside, self.unsharded
+        is_dropped = beside is not None and not self.waits
         self._kept_beside = None
-        if is_dropped:
+        if is_dropped and self.sharded.grad is beside and leaf is not None and leaf.grad is not None:
+            leaf.grad.zero_()  # Zeros are reduced: on no rank the parameter is left without a gradient.
+        elif is_dropped:
             self.forget_gradient()
         return is_dropped
 

@@ -411,12 +411,13 @@ class Completion:
         step.streams.meet()
         trainable: list[GradientLedger] = []
         for ledger in own.ledgers:  # A comprehension would double the cost.
-            if ledger.flat.is_trainable:
+            if ledger.flat.is_trainable or ledger.is_unsynced:
                 trainable.append(ledger)
         if trainable:
             handle.accumulated.is_unsynced = not handle.requires_gradient_sync
         if trainable and handle.requires_gradient_sync:
             for ledger in trainable:
+                ledger.is_unsynced = False
                 for listener in step.listeners:
                     listener.on(StepEvent.REDUCE, handle, own.ledgers.index(ledger))
                 gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
@@ -429,6 +430,8 @@ class Completion:
                 if gradient is not None:
                     step.finalizer.begin(ledger, gradient)
         else:
+            for ledger in trainable:
+                ledger.is_unsynced = True
             waiting = [ledger.flat.gradients for ledger in trainable] if is_early else []
             if any(gradients.expects_more(gradients.bits()) for gradients in waiting):
                 step.unsharded.retain_until_backward(handle)

@@ -1,0 +1,145 @@
+"""Parameters that are frozen, thawed and zeroed while ``no_sync`` keeps their gradients."""
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import composable
+from composable import MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, replicate, unannotate
+from tests.parity import full
+from tests.world import on_ranks
+
+PARTS = 3
+
+
+class Parts(nn.Module):
+    """Linear layers in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(5, 5) for _ in range(PARTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+def built() -> Parts:
+    torch.manual_seed(3)
+    return Parts()
+
+
+def assert_equal_gradients(model: nn.Module, plain: nn.Module, where: object, tolerance: float) -> None:
+    """Compare gradients, and which parameters have one."""
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (param.grad is None) == (expected.grad is None), (where, name, param.grad, expected.grad)
+        if param.grad is not None:
+            torch.testing.assert_close(
+                full(param.grad),
+                expected.grad,
+                rtol=tolerance,
+                atol=tolerance / 10,
+                msg=lambda text: f"{where}: {text}",
+            )
+
+
+def annotate(model: Parts, draw: random.Random) -> float:
+    """Annotate a random way; returns the tolerance."""
+    kind = draw.choice(["whole", "parts", "parts", "some", "replicate", "mixed"])
+    is_low = draw.random() < 0.2
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if is_low else None)
+    for number, part in enumerate(model.parts):
+        if kind in ("parts", "mixed") or (kind == "some" and number):
+            fully_shard(part, mp_policy=policy)
+    if kind == "replicate":
+        replicate(model, find_unused_parameters=True)
+        return 1e-4
+    if kind != "mixed":
+        fully_shard(model, mp_policy=policy)
+    return 0.05 if is_low else 1e-4
+
+
+def freeze(model: Parts, plain: Parts, frozen: set[str]) -> None:
+    for one in (model, plain):
+        for name, param in one.named_parameters():
+            param.requires_grad_(name not in frozen)
+
+
+def run(seed: int) -> None:
+    """Compare gradients with those of one process over a random program of micro-batches, at each average."""
+    draw = random.Random(seed)
+    model, plain = built(), built()
+    names = [name for name, _ in plain.named_parameters()]
+    tolerance = annotate(model, draw)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        count = draw.randint(1, 4)
+        ends_by_hand = draw.random() < 0.4
+        for micro in range(count):
+            if draw.random() < 0.8:
+                chosen = draw.choice([*range(PARTS), None])
+                of_part = [name for name in names if chosen is None or f".{chosen}." in name]
+                frozen = {name for name in of_part if draw.random() < 0.8}
+                if len(frozen) == len(names) or draw.random() < 0.1:
+                    frozen = set()
+                freeze(model, plain, frozen)
+            syncs = micro == count - 1 and not ends_by_hand
+            xs = [
+                torch.randn(3, 5, generator=torch.Generator().manual_seed(97 * step + 7 * micro + one))
+                for one in range(size)
+            ]
+            with nullcontext() if syncs else no_sync(model):
+                model(xs[rank]).square().sum().backward()
+            for x in xs:
+                (plain(x).square().sum() / size).backward()
+            if not syncs and draw.random() < 0.3:
+                sets_to_none = draw.random() < 0.5
+                chosen = draw.choice(model.parts) if draw.random() < 0.5 else model
+                index = None if chosen is model else list(model.parts).index(chosen)
+                for one in (chosen, plain if index is None else plain.parts[index]):
+                    one.zero_grad(set_to_none=sets_to_none)
+        if ends_by_hand:
+            if draw.random() < 0.5:
+                freeze(model, plain, {name for name in names if draw.random() < 0.5})
+            if step == 2 and draw.random() < 0.5:
+                unannotate(model)
+            else:
+                reduce_gradients(model)
+        assert_equal_gradients(model, plain, (seed, step), tolerance)
+        sets_to_none = draw.random() < 0.7
+        for one in (model, plain):
+            one.zero_grad(set_to_none=sets_to_none)
+        freeze(model, plain, set())
+
+
+@pytest.mark.parametrize(("seeds", "world_size"), [(range(40), 2), (range(40, 60), 3)])
+@on_ranks()
+def test_gradients_are_those_of_one_process(seeds: range) -> None:
+    for seed in seeds:
+        run(seed)
+
+
+@pytest.mark.parametrize("kind", ["whole", "parts"])
+@on_ranks(2)
+def test_what_waits_for_a_frozen_parameter_is_stepped_inside_backward(kind: str) -> None:
+    model, plain = built(), built()
+    for part in model.parts if kind == "parts" else ():
+        fully_shard(part)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    composable.step_in_backward(optimizer)
+    x = torch.ones(2, 5)
+    for number in range(2):
+        freeze(model, plain, {"parts.0.weight", "parts.0.bias"} if number else set())
+        with nullcontext() if number else no_sync(model):
+            model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    plain_optimizer.step()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param), expected.detach())
