@@ -1,5 +1,6 @@
 """Parameters that are frozen, thawed and zeroed while ``no_sync`` keeps their gradients."""
 
+import copy
 import random
 from contextlib import nullcontext
 
@@ -143,3 +144,57 @@ def test_what_waits_for_a_frozen_parameter_is_stepped_inside_backward(kind: str)
     plain_optimizer.step()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param), expected.detach())
+
+
+# Copies
+
+DROPS = ("zero_grad", "zeros", "optimizer", "one", "none")
+
+
+def drop_all(model: nn.Module, how: str) -> None:
+    if how == "zero_grad":
+        model.zero_grad()
+    elif how == "zeros":
+        model.zero_grad(set_to_none=False)
+    elif how == "optimizer":
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    elif how == "one":
+        next(model.parameters()).grad = None
+
+
+def run_copied(seed: int) -> None:
+    """Compare a model and a deep copy of it, made between micro-batches, with those of one process."""
+    draw = random.Random(seed)
+    pairs = [(built(), built())]
+    tolerance = annotate(pairs[0][0], draw)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for number in range(draw.randint(3, 7)):
+        for which, (model, plain) in enumerate(pairs):
+            syncs = draw.random() < 0.3
+            numbers = (97 * number + 11 * which + one for one in range(size))
+            xs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(one)) for one in numbers]
+            with nullcontext() if syncs else no_sync(model):
+                model(xs[rank]).square().sum().backward()
+            for x in xs:
+                (plain(x).square().sum() / size).backward()
+        model, plain = draw.choice(pairs)
+        before, after = draw.choice(DROPS), draw.choice(DROPS)
+        for one in (model, plain):
+            drop_all(one, before)
+        if len(pairs) == 1 or draw.random() < 0.3:
+            twin = copy.deepcopy(plain)
+            for param, copied in zip(plain.parameters(), twin.parameters(), strict=True):
+                copied.grad = None if param.grad is None else param.grad.clone()  # torch's copies have none
+            pairs.append((copy.deepcopy(model), twin))
+        for one in draw.choice(pairs) if draw.random() < 0.5 else (model, plain):
+            drop_all(one, after)
+    for which, (model, plain) in enumerate(pairs):
+        reduce_gradients(model)
+        assert_equal_gradients(model, plain, (seed, which), tolerance)
+
+
+@pytest.mark.parametrize(("seeds", "world_size"), [(range(40), 2), (range(40, 60), 3)])
+@on_ranks()
+def test_copies_hold_the_gradients_that_were_not_dropped(seeds: range) -> None:
+    for seed in seeds:
+        run_copied(seed)

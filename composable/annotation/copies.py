@@ -144,6 +144,8 @@ class _Session:
         self._depth = 0
         self._is_complete = False
         with torch.no_grad():
+            for root in dict.fromkeys(state.root for state in self.part.states if state.root is not None):
+                root.scheduler.notice_dropped()
             for handle in self.part.handles:
                 _copied(handle, memo)
         for state in self.part.states:

@@ -137,6 +137,10 @@ class Scheduler:
         step.run_on(streams)
         streams.shards_written()
 
+    def notice_dropped(self) -> None:
+        """Forget kept gradients that users have dropped; call it between steps before kept gradients are read."""
+        self._completion.notice_dropped()
+
     # Ending by hand
 
     def reduce_kept(self) -> None:

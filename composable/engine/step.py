@@ -395,6 +395,13 @@ class Completion:
         for own in reversed(waiting):
             self._complete(own, is_early=False)
 
+    def notice_dropped(self) -> None:
+        """Forget, between steps, kept gradients that users have dropped or set to zero; the others are kept on."""
+        for handle in self._step.steps:
+            if handle.accumulated.is_kept:
+                self._drop_zeroed_gradients(handle)
+                handle.accumulated.keep()
+
     def _drop_zeroed_gradients(self, handle: Handle) -> None:
         """Forget kept gradients that users have dropped by ``zero_grad``."""
         dropped = handle.accumulated.drop_zeroed()
