@@ -110,9 +110,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Keep gradients on their rank in the backwards of this context: gradient accumulation without communication.
 
     Gradients add up, in full size, until the next backward outside of the context synchronises all of them, including
-    those of annotated modules that this backward leaves out. It counts where the backward runs, not where its forward
-    ran. The context covers every module at or below ``module`` that ``fully_shard`` or ``replicate`` manages. All ranks
-    must enter it alike; it does not communicate.
+    those of annotated modules that this backward leaves out, if the context covered them together with one that it
+    reaches. If no backward comes, an optimizer's step on them is an error. It counts where the backward runs, not where
+    its forward ran. The context covers every module at or below ``module`` that ``fully_shard`` or ``replicate``
+    manages. All ranks must enter it alike; it does not communicate.
 
     Args:
         module: A module that is annotated, or has annotated modules below it.

@@ -209,8 +209,8 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
             raise ConfigError(f"sample_rate is {described(sample_rate)}", at=place_of_rank(), fix=fix)
         reducer.stopwatch.every = int(rate)
     fqns = [item.fqn for item in reducer.params]
-    order = reducer.arrival_order
-    buckets = reducer.next_buckets
+    order = reducer.exchange.arrangement.order
+    buckets = reducer.exchange.arrangement.next_buckets()
     seen = reducer.round.seen if reducer.rounds else [1] * len(fqns)
     return ReductionStats(
         world_size=state.grid.everyone.size,

@@ -27,7 +27,7 @@ EDGES: dict[str, set[str]] = {
     "engine": BASE | {"planning", "comm", "dtensor"},
     "features": BASE | {"planning", "comm", "dtensor", "engine"},
     "annotation": BASE | {"_traversal_utils", "planning", "comm", "dtensor", "engine", "features"},
-    "replication": BASE | {"comm", "planning", "engine", "features"},
+    "replication": BASE | {"comm", "planning", "dtensor", "engine", "features"},
     "optim": BASE | {"_traversal_utils", "comm", "planning", "dtensor", "engine"},
     "saving": BASE
     | {"_traversal_utils", "planning", "comm", "dtensor", "engine", "features", "annotation"}

@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, joinable, no_sync, replicate, unannotate
+from composable import fully_shard, joinable, no_sync, reduce_gradients, replicate, unannotate
+from composable.errors import UsageError
 from tests.counting import counting_ranks
-from tests.parity import assert_equal_params, full, gradients_of
+from tests.parity import assert_equal_params, full, full_params, gradients_of
 from tests.world import on_ranks, run_ranks, run_threads
 
 KIDS = 3
@@ -233,3 +234,72 @@ def test_each_rank_asks_once_who_keeps_gradients_and_only_where_some_may(has_few
             run_threads(keep_and_end, 4, has_fewer_ranks=has_fewer_ranks, backwards=backwards)
         sent.append(counts["reductions"])
     assert [one - sent[0] for one in sent] == [0, 4 * count, 4 * count]
+
+
+def run_parts(seed: int) -> int:
+    """Keep gradients of single parts, which the last micro-batch may leave out; returns how many steps were refused.
+
+    Every step is that of one process, or refused on all ranks; then ``reduce_gradients`` makes it right.
+    """
+    rng = random.Random(seed)
+    model, plain = Chosen(), Chosen()
+    for one in (model, plain):
+        one.scale.requires_grad = False
+    kinds = [rng.choice(["replicate", "static", "shard"]) for _ in range(KIDS)]
+    for kid, kind in zip(model.kids, kinds, strict=True):
+        annotate(kid, kind)
+    size, rank, refused = dist.get_world_size(), dist.get_rank(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(4):
+        for micro in range(rng.randrange(1, 4)):
+            chosen = [kid for kid in range(KIDS) if rng.randrange(2)] or [rng.randrange(KIDS)]
+            kept = [model.kids[kid] for kid in range(KIDS) if rng.randrange(3) == 0]
+            step = 3 * number + micro
+            with ExitStack() as stack:
+                for kid in kept:
+                    stack.enter_context(no_sync(kid))
+                model(input_of(step, rank), chosen).square().mean().backward()
+            for other in range(size):
+                (plain(input_of(step, other), chosen).square().mean() / size).backward()
+        if rng.randrange(6) == 0:
+            sets_to_none = rng.randrange(2) == 0
+            for each in (model, plain):
+                each.zero_grad(set_to_none=sets_to_none)
+        try:
+            optimizer.step()
+        except UsageError as error:
+            if "gradients that are not complete: they wait on their rank" not in str(error):
+                raise
+            refused += 1
+            reduce_gradients(model)
+            optimizer.step()
+        plain_optimizer.step()
+        assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-6)
+        for each in (optimizer, plain_optimizer):
+            each.zero_grad()
+    return refused
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_no_sync_of_a_part_kept_is_averaged_or_the_step_is_refused(world_size: int) -> None:
+    refused = [run_threads(run_parts, world_size, seed) for seed in range(30)]
+    assert all(len(set(ranks)) == 1 for ranks in refused)
+    assert sum(ranks[0] for ranks in refused) > 10
+
+
+@on_ranks(2)
+def test_whole_copies_may_step_on_gradients_of_their_rank_only_if_synchronisation_is_off() -> None:
+    model = nn.Linear(4, 4)
+    replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with no_sync(model):
+        model(input_of(0, dist.get_rank())).square().mean().backward()
+        with pytest.raises(UsageError, match=r"SGD.step .* not complete.*\n.*'weight', 'bias'\n.*reduce_gradients"):
+            optimizer.step()
+    for param in model.parameters():
+        param.grad = param.grad.clone()  # An average of the user's own.
+    optimizer.step()
+    model.set_requires_gradient_sync(False)
+    model(input_of(1, dist.get_rank())).square().mean().backward()
+    optimizer.step()

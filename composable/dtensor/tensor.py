@@ -366,7 +366,7 @@ assign_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
 
 
 class _Owner(Protocol):
-    """An owner of sharded parameters; ``waiting`` has those with a gradient that waits for a later backward."""
+    """An owner of parameters; ``waiting`` has those with a gradient that waits for a later backward."""
 
     @property
     def described(self) -> str: ...
@@ -442,14 +442,22 @@ def _by_gradient(owners: Iterable[tuple[torch.Tensor, _Owner]]) -> dict[int, _Ow
 
 def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> None:
     owner = next((owners[id(tensor)] for tensor in tensors if id(tensor) in owners), None)
-    if owner is not None:
-        raise UsageError(
-            f"{what} with gradients that are not complete: backwards have ended, their reductions have not",
-            at=f"{place_of_rank()}, {owner.described}",
-            fix="first end the reductions: by a backward after set_is_last_backward(True), or by finalize_backward(), "
-            "with wait() on what it returned; or by a backward after set_requires_all_reduce(True); or, after no_sync, "
-            "by a backward outside of it, or by reduce_gradients(model)",
+    if owner is None:
+        return
+    why = "backwards have ended, their reductions have not"
+    fix = (
+        "first end the reductions: by a backward after set_is_last_backward(True), or by finalize_backward(), with "
+        "wait() on what it returned"
+    )
+    if RECORD.unfinished[id(owner)][1]:
+        why = "they wait on their rank for a backward of their module outside of no_sync, and none has come"
+        fix = (
+            "call reduce_gradients(model) first; or run the last backward through this module too, outside of no_sync "
+            "and after set_requires_all_reduce(True); or set_requires_gradient_sync(False), if ranks are to differ"
         )
+    raise UsageError(
+        f"{what} with gradients that are not complete: {why}", at=f"{place_of_rank()}, {owner.described}", fix=fix
+    )
 
 
 # -- the registration of the class with torch's lists and operations

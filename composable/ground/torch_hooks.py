@@ -317,8 +317,8 @@ def hooks_have_run(param: torch.Tensor, later: Callable[[], None]) -> bool:
     """
     hooks: Any = param._post_accumulate_grad_hooks
     if len(hooks) > 1 and not hasattr(next(reversed(hooks.values())), _ARRIVAL):
-        own = next(key for key, hook in hooks.items() if hasattr(hook, _ARRIVAL))
-        hooks[own] = hooks.pop(own)  # autograd reads the order of insertion, which `move_to_end` leaves as it is
+        for key in [key for key, hook in hooks.items() if hasattr(hook, _ARRIVAL)]:
+            hooks[key] = hooks.pop(key)  # autograd reads the order of insertion, which `move_to_end` leaves as it is
         return False
     node: Any = current_autograd_node()
 

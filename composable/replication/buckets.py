@@ -144,10 +144,10 @@ class Bucket:
         """Say whether no bucket follows in this round."""
         return self._is_last
 
-    def pack(self, scale: float, *, grads_as_views: bool) -> bool:
+    def pack(self, scale: float, *, grads_as_views: bool) -> int:
         """Write ``scale`` times every gradient into the buffer, and zeros for a parameter without a gradient.
 
-        Returns whether every parameter has one.
+        Returns how many have none.
 
         Args:
             scale: Factor of the gradients.
@@ -192,7 +192,7 @@ class Bucket:
                 # A gradient that is kept in another dtype gets the average when all is reduced.
                 if param.grad is not None and param.grad.dtype is view.dtype:
                     param.grad = view
-        return len(params) + len(in_place) == len(self._params)
+        return len(self._params) - len(params) - len(in_place)
 
     def _copy_scaled(
         self, grads: list[torch.Tensor], views: list[torch.Tensor], in_place: list[torch.Tensor], scale: float

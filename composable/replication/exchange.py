@@ -288,8 +288,7 @@ class BucketExchange:
         """
         # A communication hook averages by itself. A gradient that is stepped inside backward is dropped: no copy then.
         is_view = self._options.gradient_as_bucket_view or self.arrangement.is_lazy
-        if not bucket.pack(self.scale if self.hook is None else 1.0, grads_as_views=is_view):
-            self._round.has_gaps = True
+        self._round.gaps += bucket.pack(self.scale if self.hook is None else 1.0, grads_as_views=is_view)
         self._send(bucket)
 
     def send_zeros(self, most: int | None = None) -> None:

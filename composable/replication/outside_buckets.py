@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from composable.comm import Ranks, Transport
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import foreach_copy_, foreach_mul, graph_collectives, opaque
 from composable.replication.tensors import local_of
 
-__all__ = ["FORMS", "BufferSync", "broadcast_params", "join_all_reduces", "traced_arrival"]
+__all__ = ["FORMS", "BufferSync", "broadcast_params", "join_all_reduces", "traced_arrival", "why_untraceable"]
 
 
 class BufferSync:
@@ -106,6 +107,28 @@ def _average_in_graph(grad: torch.Tensor, scale: float, group_name: str) -> None
     """Make ``grad`` its mean over the ranks of a group; ``join_all_reduces`` looks for these operations."""
     real = torch.view_as_real(grad) if grad.is_complex() else grad
     real.copy_(graph_collectives.wait_tensor(graph_collectives.all_reduce(real * scale, "sum", group_name)))
+
+
+def why_untraceable(reducer: Any) -> str:
+    """Return why a graph of compiled autograd cannot average the gradients of ``reducer``; "": it can."""
+    options = reducer.options
+    found = {
+        "a communication hook cannot run": reducer.exchange.hook is not None,
+        "ranks cannot tell each other which parameters they used (find_unused_parameters=True)": (
+            options.find_unused_parameters
+        ),
+        "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))": (
+            options.static_graph or options.delay.params or not reducer.is_last_backward
+        ),
+        "gradients that are sparse, or that tensor parallelism has split, cannot be averaged": any(
+            item.is_sparse or isinstance(item.param, DTensor) for item in reducer.params
+        ),
+        "an optimizer cannot step inside of it": reducer.steppers,
+        "ranks without inputs cannot follow (Join)": reducer.join is not None,
+        "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
+        "a module whose annotation was removed cannot run": reducer._is_closed,
+    }
+    return next((why for why, holds in found.items() if holds), "")
 
 
 @opaque

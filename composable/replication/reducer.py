@@ -22,18 +22,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Transport
+from composable.dtensor import note_finished, note_unfinished
 from composable.engine import Registration, Stepper, check_backward, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
+from composable.ground.names import list_text
 from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, next_ending_number
 from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
-from composable.replication.outside_buckets import traced_arrival
+from composable.replication.outside_buckets import traced_arrival, why_untraceable
 from composable.replication.rounds import JoinListener, KeptWith, Phase, Round, StaticGraph, Stopwatch
-from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of
+from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of, is_kept_gradient, mark_kept
 
 __all__ = ["Reducer"]
 
@@ -103,6 +104,25 @@ class GradientAverager:
     def synchronises(self) -> bool:
         """The next backward averages gradients."""
         return self.requires_gradient_sync and self.is_last_backward
+
+    @property
+    def described(self) -> str:
+        """The parameters, for messages."""
+        return f"replicate of {list_text([item.fqn for item in self.params], 3)}"
+
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """Parameters [any] whose gradient is this rank's own; none if users let each rank step on its own for good."""
+        is_off = not self.requires_gradient_sync and self.sync_after_context is None
+        if is_off or self.exchange.transport.world_size == 1:
+            return []
+        return [
+            item.param
+            for item, kept in zip(self.params, self._kept, strict=True)
+            if kept and is_kept_gradient(item.param.grad)
+        ]
+
+    sharded = waiting
 
     # What forward and backward call, in this order
 
@@ -249,6 +269,8 @@ class GradientAverager:
         if is_due and not own_round.synchronises:
             for index in own_round.order:
                 self._kept[index] = 1
+                mark_kept(self.params[index].param.grad)
+            note_unfinished([self], is_droppable=True)
             own_round.kept += 1
         if not is_due or not own_round.synchronises:
             own_round.close()
@@ -313,7 +335,9 @@ class GradientAverager:
                 arrangement.expect(arrangement.order, static.counts)
 
     def _forget_kept(self) -> None:
-        self._kept[:] = bytes(len(self._kept))
+        if any(self._kept):
+            self._kept[:] = bytes(len(self._kept))
+            note_finished([self])
         self.count_anew()
 
     # A backward that an exception stopped
@@ -414,16 +438,6 @@ class Reducer(GradientAverager):
     """Averages gradients, answers users and takes their settings; can be copied, moved to other ranks and closed."""
 
     @property
-    def next_buckets(self) -> Sequence[Bucket]:
-        """The buckets; before the first backward, the buckets that it will have."""
-        return self.exchange.arrangement.next_buckets()
-
-    @property
-    def arrival_order(self) -> list[int] | None:
-        """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
-        return self.exchange.arrangement.order
-
-    @property
     def is_rebuilt(self) -> bool:
         """The buckets follow the order of arrival."""
         return self.exchange.arrangement.is_rebuilt
@@ -436,24 +450,7 @@ class Reducer(GradientAverager):
     @property
     def untraceable(self) -> str:
         """Why a graph of compiled autograd cannot average the gradients; "": it can."""
-        options = self.options
-        found = {
-            "a communication hook cannot run": self.exchange.hook is not None,
-            "ranks cannot tell each other which parameters they used (find_unused_parameters=True)": (
-                options.find_unused_parameters
-            ),
-            "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))": (
-                options.static_graph or options.delay.params or not self.is_last_backward
-            ),
-            "gradients that are sparse, or that tensor parallelism has split, cannot be averaged": any(
-                item.is_sparse or isinstance(item.param, DTensor) for item in self.params
-            ),
-            "an optimizer cannot step inside of it": self.steppers,
-            "ranks without inputs cannot follow (Join)": self.join is not None,
-            "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
-            "a module whose annotation was removed cannot run": self._is_closed,
-        }
-        return next((why for why, holds in found.items() if holds), "")
+        return why_untraceable(self)
 
     # Settings that users change between two backwards
 

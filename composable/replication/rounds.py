@@ -50,12 +50,12 @@ class Round:
         ends_kept: The round averages gradients that earlier backwards kept; ranks agreed on it when a backward ended.
         synchronises: The backward averages gradients.
         accumulates: The backward adds gradients to ``param.grad``, which ``torch.autograd.grad`` does not do.
-        has_gaps: A parameter had no gradient when its bucket was sent: none came, or a hook of a user has dropped it.
         seen: For each parameter, the number of its gradients that arrived.
         order: Parameters in the order in which their gradients arrived.
         sent: The number of buckets that were sent, which is the index of the next bucket.
         stepped: The number of these buckets whose parameters an optimizer has stepped inside backward.
         complaint: A number for other ranks: how many parameters have no gradient; -1: an exception stopped backward.
+        gaps: How many parameters had no gradient when they were sent: none came, or a hook of a user has dropped it.
         kept: The number of backwards since the last average; -1: this rank follows the others, with zeros.
         forwards: The number of forwards with a graph since the last average; 0: forwards are not counted.
     """
@@ -67,10 +67,10 @@ class Round:
     ends_kept: bool = False
     synchronises: bool = True
     accumulates: bool = False
-    has_gaps: bool = False
     sent: int = 0
     stepped: int = 0
     complaint: int = 0
+    gaps: int = 0
     kept: int = 0
     forwards: int = 0
     _armed_modules: set[int] = field(default_factory=set)
@@ -80,15 +80,15 @@ class Round:
     @property
     def is_complete(self) -> bool:
         """Every parameter got its gradient, and has it still."""
-        return len(self.order) == len(self.seen) and not self.has_gaps
+        return len(self.order) == len(self.seen) and not self.gaps
 
     def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
         """Reset the state for a backward in which no gradient has arrived yet."""
         self.seen[:] = [0] * len(self.seen)
         self.order.clear()
         self._armed_modules.clear()
-        self.sent = self.stepped = self.complaint = 0
-        self.accumulates = self.is_led = self.ends_kept = self.has_gaps = False
+        self.sent = self.stepped = self.complaint = self.gaps = 0
+        self.accumulates = self.is_led = self.ends_kept = False
         for bucket in buckets:
             bucket.pending = bucket.arrivals
         self.synchronises = synchronises

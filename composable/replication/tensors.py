@@ -47,11 +47,16 @@ __all__ = [
     "find_ignored",
     "find_tensors",
     "grad_dtype_of",
+    "is_kept_gradient",
     "local_gradient",
     "local_of",
+    "mark_kept",
     "unmanaged_params",
     "wrapped_like",
 ]
+
+
+_KEPT = "_composable_kept"  # the mark on gradients of one rank
 
 
 @torch.no_grad()
@@ -78,6 +83,17 @@ def wrapped_like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def mark_kept(grad: torch.Tensor | None) -> None:
+    """Mark a gradient [any] that stays this rank's own until a backward averages it."""
+    if grad is not None:
+        setattr(grad, _KEPT, True)
+
+
+def is_kept_gradient(grad: torch.Tensor | None) -> bool:
+    """Say whether ``grad`` [any] has the mark of ``mark_kept``, and was not set to zero since; waits for its device."""
+    return grad is not None and hasattr(grad, _KEPT) and bool(local_of(grad).any())
 
 
 def grad_dtype_of(param: nn.Parameter) -> torch.dtype:

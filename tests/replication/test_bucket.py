@@ -9,6 +9,7 @@ from torch import nn
 
 from composable.comm import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
+from composable.ground.torch_hooks import after_gradients
 from composable.replication import ReducedParam, Reducer, ReplicateOptions
 from composable.replication.buckets import Bucket, plan_buckets
 from tests.models import MLP, random_input, seeded
@@ -66,8 +67,7 @@ def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Re
     choices = ReplicateOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
     grid = Grid.whole(Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size))))
     reducer = Reducer(params, transport, grid, choices)
-    for item, arrive in zip(params, reducer.arrivals(), strict=True):
-        item.param.register_post_accumulate_grad_hook(arrive)
+    after_gradients([item.param for item in params], reducer.arrivals())
     return reducer, transport
 
 
@@ -202,12 +202,13 @@ def test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_ar
     # Every gradient once, a flag per parameter, and two numbers per rank.
     assert transport.sent == [sum(param.numel() for param in model.parameters()) + len(arrived) + 2 * 2]
     first_round = arrived.copy()
+    backward(model)  # Once it waits for hooks that were set later; from then on they run first.
     transport.sent.clear()
     sent_at.clear()
     backward(model)
     assert [reducer.params[bucket.param_indices[0]].fqn for bucket in reducer.buckets] == first_round
-    # Each is sent as soon as it is full.
-    assert sent_at == list(range(1, len(sent_at) + 1))
+    # Each is sent as soon as it is full and the hooks of users, which were set later, have run.
+    assert sent_at == list(range(len(sent_at)))
 
 
 def test_a_full_bucket_waits_for_the_one_before_it() -> None:
