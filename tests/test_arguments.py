@@ -174,7 +174,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "save_checkpoint": (
         lambda: {"folder": "run", "step": 1, "model": sharded()},
-        "folder: text; step: 3; model: plain; optimizer: None [] {}; asynchronous: True;"
+        "folder: text; step: 3; model: plain; optimizer: None []; asynchronous: True;"
         "extra: None 3 -1 1.5 nan text [] [1] {} tensor True",
     ),
     "register_fsdp_forward_method": (
@@ -322,3 +322,22 @@ def test_planning_knows_the_names_of_all_transports() -> None:
     for name in ("auto", *transport_names()):
         ShardOptions(1, transport=name)
         choose_transport("cpu", "gloo", (0, 0), name)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda _: composable.ShardingStrategy(3), "name of a ShardingStrategy is 3"),  # type: ignore[arg-type]
+        (lambda _: composable.ShardingStrategy("X", "no"), "reshard_after_forward of a ShardingStrategy is 'no'"),  # type: ignore[arg-type]
+        (lambda _: composable.ShardingStrategy("X", has_copies=3), "has_copies of a ShardingStrategy is 3"),  # type: ignore[arg-type]
+        (lambda _: plan(nn.Linear(4, 4), world_size=2).bytes_per_rank_at_rest(-1), "optimizer_states is -1"),
+        (lambda _: plan(nn.Linear(4, 4), world_size=2).peak_bytes_per_rank(-1), "optimizer_states is -1"),
+        (lambda path: composable.save_checkpoint(path, 1, sharded(), {}), "optimizer is or holds a dict"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_that_would_do_nothing_is_refused(call: Callable[[Path], object], text: str, tmp_path: Path) -> None:
+    def on_rank() -> None:
+        with pytest.raises(composable.ConfigError, match=text):
+            call(tmp_path)
+
+    composable.testing.simulate(1, lambda _: on_rank())

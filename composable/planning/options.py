@@ -298,6 +298,15 @@ class ShardingStrategy:
     HYBRID_SHARD_ZERO2: ClassVar["ShardingStrategy"]
     NO_SHARD: ClassVar["ShardingStrategy"]
 
+    def __post_init__(self) -> None:
+        checks = {"name": isinstance(self.name, str) and self.name, "has_copies": isinstance(self.has_copies, bool)}
+        checks["reshard_after_forward"] = isinstance(self.reshard_after_forward, int)
+        for name in (name for name, is_right in checks.items() if not is_right):
+            raise ConfigError(
+                f"{name} of a ShardingStrategy is {described(getattr(self, name))}",
+                fix="pass a name, then reshard_after_forward as True, False or a number, and has_copies as a bool",
+            )
+
     def __repr__(self) -> str:
         return f"ShardingStrategy.{self.name}"
 

@@ -270,6 +270,7 @@ class ShardPlan:
         return self._bytes_at_rest(optimizer_states, state_dtype) if self.offload_policy.is_offloading else 0
 
     def _bytes_at_rest(self, optimizer_states: int, state_dtype: torch.dtype | None) -> int:
+        check_number("optimizer_states", optimizer_states, fix="pass 2 for Adam, 1 for momentum, 0 for SGD", least=0)
         trained = [buffer for handle in self.handles for buffer in handle.buffers if buffer.requires_grad]
         states = sum(buffer.layout.shard_numel * (state_dtype or buffer.dtype).itemsize for buffer in trained)
         return self.shard_bytes + optimizer_states * states

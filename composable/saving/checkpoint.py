@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -308,7 +308,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     check_module("model", model)
     optimizers: Any = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
-    for one in optimizers if optimizer is not None else ():
+    for one in (optimizer,) if isinstance(optimizer, Mapping) else optimizers if optimizer is not None else ():
         if not all(hasattr(one, name) for name in ("param_groups", "state_dict", "load_state_dict")):
             what = f"optimizer is or holds {described(one)}, not an optimizer"
             raise ConfigError(what, at=place_of_rank(), fix="pass an optimizer, a list of them, or None")

@@ -9,7 +9,7 @@ wrappers add, so a name means the same at every number of ranks and in plain tor
 model, such as experts: a name means the same parameter on every rank.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -256,7 +256,10 @@ def _pick(names: Names | None, known: Collection[str]) -> set[str]:
 def entries_now(model: nn.Module) -> Entries:
     """Return the current entries of ``model``, without comparing them between ranks."""
     values = model.state_dict(keep_vars=True)
-    return Entries(dict(values), getattr(values, "_metadata", None))
+    metadata = getattr(values, "_metadata", None)
+    if metadata is not None:
+        metadata = OrderedDict((plain_fqn(name), own) for name, own in metadata.items())
+    return Entries({plain_fqn(key): value for key, value in values.items()}, metadata)
 
 
 @contextmanager

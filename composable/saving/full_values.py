@@ -20,7 +20,7 @@ from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
-from composable.ground.names import check_bool, check_device, described
+from composable.ground.names import check_bool, check_device, described, plain_fqn
 from composable.saving.contents import as_data, read_data
 from composable.saving.entries import (
     Entries,
@@ -150,6 +150,8 @@ def load_full_state_dict(
     with entries_for(model, names, "load_full_state_dict", src, strict, permits_meta=True) as (ranks, entries):
         ranks.everyone.check_member("src", src)
         check_bool("strict", strict)
+    if isinstance(state_dict, dict) and not hasattr(state_dict, "shape_of"):  # others read values on demand
+        state_dict = {plain_fqn(key) if isinstance(key, str) else key: value for key, value in state_dict.items()}
     held = state_dict if ranks.rank == src else None
     differences = Differences()
     with ranks.everyone.agreed():
@@ -204,8 +206,12 @@ def _load_the_rest(
     with ranks.agreed():
         packed = None if held is None else as_data({key: held[key] for key in others}, "extra state")
     extras = read_data(io.BytesIO(ranks.object_of(src, packed)), "extra state") if others else {}
+    state = model.state_dict(keep_vars=True)  # The keys as torch has them, with those of torch.compile.
+    keys = {plain_fqn(key): key for key in state}
+    for left_out in keys.keys() - set(given):
+        del state[keys[left_out]]
     # Tensors are copied onto themselves, which moves nothing.
-    state = _as_state_dict(((key, extras.get(key, entries.values[key])) for key in given), entries)
+    state.update((keys[key], value) for key, value in extras.items())
     model.load_state_dict(state, strict=False)
 
 

@@ -1,5 +1,6 @@
 """Full and sharded state dicts of annotated models, against the plain model's."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -530,3 +531,55 @@ def shard_below_a_replica() -> None:
 
 def test_what_is_sharded_below_a_replica_is_saved_and_loaded() -> None:
     run_threads(shard_below_a_replica, 2)
+
+
+def compiled_module(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, when the compiler is imported
+        return torch.compile(module)
+
+
+class Inner(nn.Module):
+    """A layer, which may be compiled, a normalisation with a version, and a state that is no tensor."""
+
+    def __init__(self, *, compiles_layer: bool) -> None:
+        super().__init__()
+        layer = nn.Linear(4, 4)
+        self.layer = compiled_module(layer) if compiles_layer else layer
+        self.norm = nn.BatchNorm1d(4)
+        self.note = "old"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.layer(x))
+        return result
+
+    def get_extra_state(self) -> str:
+        return self.note
+
+    def set_extra_state(self, state: str) -> None:
+        self.note = state
+
+
+def full_state_of_compiled(annotate: str, where: str) -> None:
+    plain, model = seeded(lambda: Inner(compiles_layer=False), 0), Inner(compiles_layer=where != "whole")
+    plain.note = "new"
+    (fully_shard if annotate == "fully_shard" else replicate)(model)
+    compiled = compiled_module(model) if where != "inside" else model
+    first = dist.get_rank() == 0
+    load_full_state_dict(compiled, plain.state_dict() if first else None)
+    assert model.note == "new"
+    found = full_state_dict(compiled)
+    if first:
+        assert_like_plain(found, plain)
+    # Names that torch itself gives to compiled modules are taken too.
+    load_full_state_dict(compiled, plain_values(compiled, plain) if first else None)
+
+
+def plain_values(compiled: Any, plain: nn.Module) -> dict[str, Any]:
+    return dict(zip(compiled.state_dict(), plain.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("where", ["whole", "inside", "both"])
+@pytest.mark.parametrize("annotate", ["fully_shard", "replicate"])
+def test_a_full_state_dict_has_no_names_of_compiled_modules(annotate: str, where: str) -> None:
+    run_threads(full_state_of_compiled, 2, annotate, where)
