@@ -198,3 +198,37 @@ def run_copied(seed: int) -> None:
 def test_copies_hold_the_gradients_that_were_not_dropped(seeds: range) -> None:
     for seed in seeds:
         run_copied(seed)
+
+
+def run_copy_of_frozen(seed: int) -> None:
+    """Copy replicated modules with parameters that were frozen since, and train both on."""
+    draw = random.Random(seed)
+    model, plain = built(), built()
+    names = [name for name, _ in plain.named_parameters()]
+    if draw.random() < 0.5:
+        replicate(model, find_unused_parameters=True)
+    else:
+        for part in model.parts:
+            replicate(part, find_unused_parameters=True, gradient_as_bucket_view=draw.random() < 0.5)
+    pairs = [(model, plain)]
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for number in range(5):
+        which = draw.randrange(len(pairs))
+        freeze(*pairs[which], {name for name in names if draw.random() < 0.4} - {draw.choice(names)})
+        if number in (1, 3):
+            pairs.append(copy.deepcopy(pairs[which]))
+        for one, other in pairs:
+            for each in (one, other):
+                each.zero_grad()
+            xs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(9 * number + each)) for each in range(size)]
+            one(xs[rank]).square().sum().backward()
+            for x in xs:
+                (other(x).square().sum() / size).backward()
+            assert_equal_gradients(one, other, (seed, number), 1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_copies_of_frozen_parameters_train_on() -> None:
+    for seed in range(15):
+        run_copy_of_frozen(seed)

@@ -305,7 +305,9 @@ def after_gradients(
     handles = []
     for param, arrive in zip(params, arrivals, strict=True):
         setattr(arrive, _ARRIVAL, True)
+        is_trained, param.requires_grad = param.requires_grad, True  # torch refuses hooks on what is frozen just now
         handles.append(param.register_post_accumulate_grad_hook(arrive))
+        param.requires_grad = is_trained
     return handles
 
 
