@@ -131,7 +131,7 @@ def replicate(
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
-    state.modules = tuple(modules)
+    state.modules = modules
     if mesh is not None and device_mesh is not None:
         raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
     mesh = device_mesh if mesh is None else mesh

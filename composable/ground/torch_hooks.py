@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, proxy
 
 import torch
 from torch import nn
@@ -392,14 +392,22 @@ class Contents:
     Args:
         modules: The modules.
         of_params: ``dict.values``, or ``dict.keys`` where the library itself replaces the parameter under a name.
+        owner: The one of these modules that owns this object, which holds it weakly.
     """
 
     __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
 
-    def __init__(self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        of_params: Callable[[Any], Iterable[object]],
+        *,
+        owner: nn.Module | None = None,
+    ) -> None:
         found = list(modules)
         # Some containers get a new dict when a module in them is deleted.
-        self._parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
+        parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
+        self._parents: list[Any] = [proxy(one) if one is owner else one for one in parents]
         self._leaves = [one._modules for one in found if not one._modules]
         self._params = [one._parameters for one in found if one._parameters]
         self._of_params = of_params
@@ -416,7 +424,7 @@ class Contents:
         return list(chain(chain.from_iterable(children), chain.from_iterable(params)))
 
 
-_CHILDREN: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
+_CHILDREN: Callable[[Any], dict[str, object]] = attrgetter("_modules")
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 

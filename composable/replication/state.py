@@ -2,6 +2,8 @@
 
 import copy
 import sys
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -79,7 +81,6 @@ class ReplicateState:
     """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait.
 
     Attributes:
-        modules: The annotated module, or the list of modules of one call.
         reducer: Averages the gradients.
         ignored: Modules and tensors that the annotation ignores.
         buffers: Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
@@ -97,7 +98,6 @@ class ReplicateState:
     reducer: Reducer = field(init=False)
     grid: Grid = field(init=False)
     transport: OwnTransport = field(init=False)
-    modules: tuple[nn.Module, ...] = ()
     ignored: Ignored = field(default_factory=Ignored)
     buffers: BufferSync | None = None
     precision: Precision | None = None
@@ -108,7 +108,10 @@ class ReplicateState:
     follows: bool = False
     has_parts: bool = False
     _seen: tuple[int, int] = (-1, 0)
-    _contents: dict[nn.Module, Contents] = field(default_factory=dict)
+    # By the id of each annotated module. Modules own this state, by their hooks: it holds them weakly, so that they are
+    # freed as soon as the user lets go of them, with gradients, buckets and the process group.
+    _contents: dict[int, Contents] = field(default_factory=dict)
+    _modules: tuple[weakref.ref[nn.Module], ...] = ()
     # For ranks that wait: forwards so far; backwards before the last forward; whether that runs; what it raised.
     _forwards: int = 0
     _rounds_before: int = 0
@@ -119,6 +122,15 @@ class ReplicateState:
     def is_joined(self) -> bool:
         """A ``Join`` has the modules: ranks without inputs follow them, as they were when the ``Join`` was made."""
         return self.reducer.join is not None and self.reducer.join.is_live()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The annotated module, or the modules of one call, as far as they are not gone."""
+        return tuple(module for one in self._modules if (module := one()) is not None)
+
+    @modules.setter
+    def modules(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = tuple(map(weakref.ref, modules))
 
     # Hooks around forward and backward
 
@@ -217,7 +229,7 @@ class ReplicateState:
         self._is_forward, self._failure = True, ""
         if not torch.is_grad_enabled():
             return
-        contents = self._contents.get(module)
+        contents = self._contents.get(id(module))
         counts = (CHANGES.registrations, len(optimizers_in_backward()))
         is_as_before = contents is not None and self._seen == counts and not contents.have_changed()
         # While a graph is exported, modules hold other parameters, which the user did not add.
@@ -237,7 +249,7 @@ class ReplicateState:
         """Connect, recover a backward that was stopped, and broadcast buffers before a forward. Collective."""
         self.transport.connect()
         self.reducer.prepare()
-        if len(self.modules) == 1:  # Of several modules, a rank may call only some.
+        if len(self._modules) == 1:  # Of several modules, a rank may call only some.
             self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         if self.reducer.join is not None:
@@ -359,7 +371,7 @@ class ReplicateState:
         watch_registrations(self._own_modules())
         # Modules may hold copies in low precision where one of several is called inside another.
         of_params = dict.values if self.precision is None else dict.keys
-        self._contents[module] = Contents(managed_modules([module], self.ignored.modules), of_params)
+        self._contents[id(module)] = Contents(managed_modules([module], self.ignored.modules), of_params, owner=module)
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
 
     def take_over_optimizers(self) -> None:
@@ -434,7 +446,7 @@ class ReplicateState:
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
-        twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        twin.modules = [copy.deepcopy(module, memo) for module in self.modules]
         twin.ignored = self.ignored.copied(modules, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
