@@ -303,3 +303,52 @@ def test_whole_copies_may_step_on_gradients_of_their_rank_only_if_synchronisatio
     model.set_requires_gradient_sync(False)
     model(input_of(1, dist.get_rank())).square().mean().backward()
     optimizer.step()
+
+
+class Heads(nn.Module):
+    """Returns an output of each of its heads, which reach parameters of their own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.trunk = nn.Linear(4, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return [head(h) for head in self.heads]
+
+
+def run_heads(seed: int) -> None:
+    """Run a backward for each group of the outputs of one forward: refused by default, exact in two other ways."""
+    rng = random.Random(seed)
+    count = rng.randrange(2, 5)
+    order = rng.sample(range(count), count)
+    cut = rng.randrange(1, count)
+    groups = [order[:cut], order[cut:]]
+    way = rng.choice(["unused", "no_sync", "default"])
+    model, plain = Heads(count), Heads(count)
+    replicate(model, find_unused_parameters=way == "unused", bucket_cap_mb=rng.choice([25, 1e-4]))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(3):
+        outputs = model(input_of(step, rank))
+        for number, group in enumerate(groups):
+            is_last = number == len(groups) - 1
+            loss = sum(outputs[each].square().sum() for each in group)
+            with no_sync(model) if way == "no_sync" and not is_last else nullcontext():
+                if way == "default":
+                    with pytest.raises(
+                        UsageError, match=r"fix: .*find_unused_parameters=True, which several backwards"
+                    ):
+                        loss.backward(retain_graph=True)
+                    return
+                loss.backward(retain_graph=not is_last)
+        for other in range(size):
+            (sum(output.square().sum() for output in plain(input_of(step, other))) / size).backward()
+        assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_backwards_of_one_forward_are_refused_or_right(world_size: int) -> None:
+    for seed in range(24):
+        run_threads(run_heads, world_size, seed)

@@ -157,7 +157,7 @@ def test_parameters_unused_everywhere_are_named_on_every_rank_and_the_next_step_
 backward ended without a gradient for 2 parameters: 'left.weight', 'right.weight'
     so did rank 1, perhaps for other parameters
   at:  rank 0
-  fix: let every parameter take part in the loss on every rank, freeze those that do not before replicate, or pass find_unused_parameters=True""",
+  fix: let every parameter take part in the loss on every rank, freeze those that do not before replicate, or pass find_unused_parameters=True, which several backwards of one forward need""",
     )
     assert "2 parameters: 'left.weight', 'right.weight'" in others[1]
     assert errors[0] == errors[2] == others[0] == others[2] == ""

@@ -510,7 +510,7 @@ class BucketExchange:
             lines.append(f"{ranks_text(others)} ended backward without a gradient for {names}")
         fix = (
             "let every parameter take part in the loss on every rank, freeze those that do not before replicate, "
-            "or pass find_unused_parameters=True"
+            "or pass find_unused_parameters=True, which several backwards of one forward need"
             if lines
             else "drop the gradients of this step, and read the error that was raised there"
         )
