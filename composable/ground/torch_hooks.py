@@ -322,18 +322,20 @@ def hooks_have_run(param: torch.Tensor, later: Callable[[], None]) -> bool:
         for key in [key for key, hook in hooks.items() if hasattr(hook, _ARRIVAL)]:
             hooks[key] = hooks.pop(key)  # autograd reads the order of insertion, which `move_to_end` leaves as it is
         return False
+    # Torch does not tell which hooks a node has, but to whom adds one.
     node: Any = current_autograd_node()
+    handle = node.register_hook(later)
+    hooks = handle.hooks_dict_ref()
+    if len(hooks) == 1:
+        del hooks[handle.id]
+        return True
 
     def end_node(*_: object) -> None:
         handle.remove()
         later()
 
-    # Torch does not tell which hooks a node has, but to whom adds one.
-    handle = node.register_hook(end_node)
-    if len(handle.hooks_dict_ref()) > 1:
-        return False
-    handle.remove()
-    return True
+    hooks[handle.id] = end_node
+    return False
 
 
 def around_state_dict(
@@ -398,11 +400,7 @@ class Contents:
     __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
 
     def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        of_params: Callable[[Any], Iterable[object]],
-        *,
-        owner: nn.Module | None = None,
+        self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]], owner: nn.Module | None = None
     ) -> None:
         found = list(modules)
         # Some containers get a new dict when a module in them is deleted.

@@ -299,11 +299,11 @@ class ShardingStrategy:
     NO_SHARD: ClassVar["ShardingStrategy"]
 
     def __post_init__(self) -> None:
-        checks = {"name": isinstance(self.name, str) and self.name, "has_copies": isinstance(self.has_copies, bool)}
-        checks["reshard_after_forward"] = isinstance(self.reshard_after_forward, int)
-        for name in (name for name, is_right in checks.items() if not is_right):
+        kinds = {"name": str, "reshard_after_forward": int, "has_copies": bool}
+        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind) or not self.name]
+        if wrong:
             raise ConfigError(
-                f"{name} of a ShardingStrategy is {described(getattr(self, name))}",
+                f"{wrong[0]} of a ShardingStrategy is {described(getattr(self, wrong[0]))}",
                 fix="pass a name, then reshard_after_forward as True, False or a number, and has_copies as a bool",
             )
 
