@@ -5,6 +5,7 @@ that order: an error leaves the module as it was, on every rank.
 """
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -131,7 +132,7 @@ def replicate(
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
-    state.modules = modules
+    state.owners = tuple(map(weakref.ref, modules))
     if mesh is not None and device_mesh is not None:
         raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
     mesh = device_mesh if mesh is None else mesh

@@ -13,7 +13,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, joinable, no_sync, reduce_gradients, replicate, unannotate
+from composable import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    joinable,
+    no_sync,
+    reduce_gradients,
+    replicate,
+    step_in_backward,
+    unannotate,
+)
 from composable.errors import UsageError
 from tests.counting import counting_ranks
 from tests.parity import assert_equal_params, full, full_params, gradients_of
@@ -352,3 +361,27 @@ def run_heads(seed: int) -> None:
 def test_several_backwards_of_one_forward_are_refused_or_right(world_size: int) -> None:
     for seed in range(24):
         run_threads(run_heads, world_size, seed)
+
+
+@pytest.mark.parametrize("ends_by_hand", [False, True])
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-6])
+@on_ranks(2)
+def test_an_optimizer_in_backward_steps_on_what_was_kept(ends_by_hand: bool, bucket_cap_mb: float) -> None:
+    model, plain = Heads(3), Heads(3)
+    low = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # averages are copied back into the kept gradients
+    replicate(model, bucket_cap_mb=bucket_cap_mb, mp_policy=low)
+    step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for number in range(6):
+        ends = number % 2 == 1
+        with nullcontext() if ends and not ends_by_hand else no_sync(model):
+            sum(output.square().sum() for output in model(input_of(number, rank))).backward()
+        for other in range(size):
+            (sum(output.square().sum() for output in plain(input_of(number, other))) / size).backward()
+        if ends:
+            if ends_by_hand:
+                reduce_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-6)

@@ -114,7 +114,8 @@ class GradientAverager:
     def waiting(self) -> list[torch.Tensor]:
         """Parameters [any] whose gradient is this rank's own; none if users let each rank step on its own for good."""
         is_off = not self.requires_gradient_sync and self.sync_after_context is None
-        if is_off or self.exchange.transport.world_size == 1:
+        averages = self.round.phase is _OPEN and self.round.synchronises
+        if is_off or averages or self.exchange.transport.world_size == 1:
             return []
         return [
             item.param
@@ -537,6 +538,7 @@ class Reducer(GradientAverager):
             for bucket in self.buckets:
                 self.exchange.launch(bucket)
             _, used = self.exchange.wait()
+            self._forget_kept()
             if self.steppers:
                 self._step_rest(used)
         self._forget_kept()

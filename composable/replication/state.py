@@ -3,7 +3,6 @@
 import copy
 import sys
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -81,6 +80,8 @@ class ReplicateState:
     """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait.
 
     Attributes:
+        owners: The annotated module, or those of one call. They own this state, by their hooks, and are freed without
+            a collection, with gradients and buckets, as it holds them weakly.
         reducer: Averages the gradients.
         ignored: Modules and tensors that the annotation ignores.
         buffers: Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
@@ -98,6 +99,7 @@ class ReplicateState:
     reducer: Reducer = field(init=False)
     grid: Grid = field(init=False)
     transport: OwnTransport = field(init=False)
+    owners: tuple[weakref.ref[nn.Module], ...] = ()
     ignored: Ignored = field(default_factory=Ignored)
     buffers: BufferSync | None = None
     precision: Precision | None = None
@@ -108,10 +110,7 @@ class ReplicateState:
     follows: bool = False
     has_parts: bool = False
     _seen: tuple[int, int] = (-1, 0)
-    # By the id of each annotated module. Modules own this state, by their hooks: it holds them weakly, so that they are
-    # freed as soon as the user lets go of them, with gradients, buckets and the process group.
-    _contents: dict[int, Contents] = field(default_factory=dict)
-    _modules: tuple[weakref.ref[nn.Module], ...] = ()
+    _contents: dict[int, Contents] = field(default_factory=dict)  # By the id of each annotated module.
     # For ranks that wait: forwards so far; backwards before the last forward; whether that runs; what it raised.
     _forwards: int = 0
     _rounds_before: int = 0
@@ -126,11 +125,7 @@ class ReplicateState:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The annotated module, or the modules of one call, as far as they are not gone."""
-        return tuple(module for one in self._modules if (module := one()) is not None)
-
-    @modules.setter
-    def modules(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = tuple(map(weakref.ref, modules))
+        return tuple(module for one in self.owners if (module := one()) is not None)
 
     # Hooks around forward and backward
 
@@ -249,7 +244,7 @@ class ReplicateState:
         """Connect, recover a backward that was stopped, and broadcast buffers before a forward. Collective."""
         self.transport.connect()
         self.reducer.prepare()
-        if len(self._modules) == 1:  # Of several modules, a rank may call only some.
+        if len(self.owners) == 1:  # Of several modules, a rank may call only some.
             self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         if self.reducer.join is not None:
@@ -446,7 +441,7 @@ class ReplicateState:
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
-        twin.modules = [copy.deepcopy(module, memo) for module in self.modules]
+        twin.owners = tuple(weakref.ref(copy.deepcopy(module, memo)) for module in self.modules)
         twin.ignored = self.ignored.copied(modules, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
