@@ -404,7 +404,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._started(SimulatedWork(self._owner, transfer, transfer.describe() + _note(action), [tensor]))
 
     def _mark(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Return an event after what the device has been given for ``tensors`` [any]; ``None``: they lie on the host."""
+        """Return an event after the device's work on ``tensors`` [any] so far; ``None``: they lie on the host."""
         device, tensors = self._owner.board.device, list(tensors)
         mark = None if device is None else device.mark(tensors)
         if mark is None and tensors and not self._serves_host:
