@@ -240,8 +240,8 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     """Run ``op`` on full tensors. Collective, and counted as a fallback, unless all operands are whole already.
 
     Raises:
-        UsageError: A model averager of torch runs ``op``; ``strict_mode`` is on; an operand is a plain tensor that may
-            differ between ranks; or the operation draws random numbers, which ranks would draw differently.
+        UsageError: A model averager of torch runs ``op``; it is a collective; ``strict_mode`` is on; an operand is a
+            plain tensor that may differ between ranks; or the operation draws random numbers, which would differ.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
@@ -254,6 +254,16 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
             "one model on all ranks",
             at=place_of_rank() if layout.label is None else f"{place_of_rank()}, parameter {str(layout.label)!r}",
             fix="leave the averager out: every backward averages gradients; or train the whole model on each rank",
+        )
+    if "c10d" in op.namespace:
+        # All of them, whatever they write or return: a rank that only receives has to raise where the senders do.
+        raise UsageError(
+            "a collective of torch.distributed is called on a ragged tensor, one tensor of which each rank holds "
+            "another piece",
+            at=f"{place_of_rank()}, {'ragged tensor' if layout.label is None else f'parameter {str(layout.label)!r}'} "
+            f"{list(layout.shape)}",
+            fix="leave it out, backward has averaged the gradients; for whole values, on every rank, "
+            "full = tensor.full_tensor(); for a number, send what tensor.to_local() of each rank gives",
         )
     if torch.Tag.nondeterministic_seeded in op.tags and ragged:
         raise _refusal(op, layout, "draws random numbers from a ragged tensor", "call full_tensor() first")

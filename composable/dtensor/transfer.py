@@ -18,11 +18,20 @@ import torch
 from torch.distributed import tensor as dtensor
 
 from composable.comm import Ranks
-from composable.dtensor.gather import is_parameter
+from composable.dtensor.gather import GatheredView, is_parameter
 from composable.dtensor.spec import layout_of, memory_of, slice_full, spec_of_placements, values_of
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, dtensor_api, replace_body
+from composable.ground.torch_private import (
+    DeviceMesh,
+    DTensorSpec,
+    Placement,
+    check_of_collectives,
+    dtensor_api,
+    graph_collectives,
+    replace_body,
+    tree_leaves,
+)
 from composable.planning import RaggedShard, strides_of
 
 __all__ = ["PieceExchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
@@ -223,6 +232,7 @@ def teach_torch() -> None:
     """
     if not hasattr(dtensor.distribute_tensor, "__wrapped__"):
         replace_body(dtensor.distribute_tensor, _distribute_tensor)
+        replace_body(check_of_collectives, _check_lists)
         dtensor.DTensor.redistribute = _with_ragged_target(  # type: ignore[method-assign]  # meant
             dtensor.DTensor.redistribute
         )
@@ -232,6 +242,14 @@ def teach_torch() -> None:
             ("_dtensor_init_helper", _with_ragged_values),
         ):
             setattr(dtensor_api, name, around(getattr(dtensor_api, name)))
+
+
+def _check_lists(original: Any, *tensors: Any) -> None:
+    """Refuse ragged tensors in what torch checks before a collective: dispatch does not look into lists of lists."""
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, (RaggedDTensor, GatheredView)):
+            graph_collectives.wait_tensor(tensor)  # Refused, as every collective of one tensor is.
+    original(*tensors)
 
 
 def _distribute_tensor(

@@ -40,6 +40,7 @@ try:
     from torch._ops import OpOverload  # the operations that `__torch_dispatch__` gets
     from torch.distributed import _functional_collectives as traceable_collectives  # torch.compile traces them
     from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # whether a graph is being made
+    from torch.distributed.distributed_c10d import _ensure_all_tensors_same_dtype as check_of_collectives  # of lists
     from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
     from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the values of a tree, as they are saved

@@ -8,7 +8,7 @@ A call deposits its tensors and returns. Values move when the last rank has call
 # (each method takes only the form of arguments that torch.distributed uses)
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError, UsageError
+from composable.ground.torch_private import graph_collectives
 from composable.testing.rendezvous import Board, Call, CollectivePart, GroupKey, Rendezvous, Transfer
 from composable.testing.turn_scheduler import TurnScheduler
 
@@ -381,10 +383,10 @@ class SimulatedGroup(dist.ProcessGroup):
     def _call(
         self, op: str, parts: Sequence[CollectivePart], opts: Any = None, *, reduction: str = "", root: int = -1
     ) -> SimulatedWork:
+        tensors = [one for part in parts for one in (*part.inputs, *part.outputs)]
+        _refuse_cut(tensors)
         owner, board = self._owner, self._owner.board
-        call = Call(
-            op, parts, reduction, root, self._mark(one for part in parts for one in (*part.inputs, *part.outputs))
-        )
+        call = Call(op, parts, reduction, root, self._mark(tensors))
         action = self._enter(op)
         self._calls += 1
         pending = board.rendezvous(self._key, self._calls)
@@ -397,15 +399,16 @@ class SimulatedGroup(dist.ProcessGroup):
         return work
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> SimulatedWork:
+        _refuse_cut([tensor])
         board = self._owner.board
         action = self._enter("send" if is_send else "recv")
         transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send, self._mark([tensor]))
         self._send(action, lambda: board.post(transfer))
         return self._started(SimulatedWork(self._owner, transfer, transfer.describe() + _note(action), [tensor]))
 
-    def _mark(self, tensors: Iterable[torch.Tensor]) -> Any:
+    def _mark(self, tensors: Tensors) -> Any:
         """Return an event after the device's work on ``tensors`` [any] so far; ``None``: they lie on the host."""
-        device, tensors = self._owner.board.device, list(tensors)
+        device = self._owner.board.device
         mark = None if device is None else device.mark(tensors)
         if mark is None and tensors and not self._serves_host:
             raise RuntimeError("No backend type associated with device type cpu")
@@ -476,6 +479,13 @@ class _Several(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _refuse_cut(tensors: Tensors) -> None:
+    """Raise for sharded tensors as torch's groups do, which are called through an operator."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            graph_collectives.wait_tensor(tensor)
 
 
 def _reduction_of(opts: Any) -> str:
