@@ -20,7 +20,8 @@ from composable.errors import ComposableError, ConfigError, DesyncError, StateDi
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import HandleOptions, fully_shard
-from composable.ground.contract import contract
+from composable.ground.contract import contract, get_registry
+from composable.ground.torch_hooks import let_watch_backwards
 from composable.optim import accelerate_optimizer, check_every_step, clip_grad_norm_, get_total_norm, rebind_optimizer
 from composable.planning import (
     CPUOffloadPolicy,
@@ -112,6 +113,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "full_state_dict",
     "fully_shard",
+    "get_registry",
     "get_total_norm",
     "iter_full_params",
     "joinable",

@@ -70,6 +70,61 @@ def test_an_annotation_returns_its_module_and_keeps_name_and_docstring_and_the_f
     assert (fully_shard.__name__, fully_shard.__doc__) == ("fully_shard", "Annotate, and remember ``value``.")
 
 
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Through(nn.Module):
+    """Names stay the same: attributes lead to the inner module's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._parameters = inner._parameters
+        self._modules = inner._modules
+
+
+OTHER_RESULTS: dict[str, Callable[[Any], object]] = {
+    "another module, module Wrapper": lambda module: Wrapper(module if isinstance(module, nn.Module) else module[0]),
+    "another module, module Through": lambda module: Through(module if isinstance(module, nn.Module) else module[0]),
+    "another module, module Linear": lambda module: copy.deepcopy(
+        module if isinstance(module, nn.Module) else module[0]
+    ),
+    "[]": lambda module: [],
+    "True": lambda module: True,
+    "'done'": lambda module: "done",
+    "(1, 2)": lambda module: (1, 2),
+}
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("text", OTHER_RESULTS)
+def test_an_annotation_that_returns_something_else_raises_and_leaves_no_entry(text: str, is_list: bool) -> None:
+    @contract()
+    def wrap(module: Any) -> object:
+        return OTHER_RESULTS[text](module)
+
+    module = nn.Linear(2, 2)
+    place = "'inner' (Linear)" if text.endswith("Wrapper") else "Linear"  # It is inside the wrapper by now.
+    assert error_of(lambda: wrap([module] if is_list else module)) == (
+        f"wrap returned {text}, and callers would go on with the module that they passed\n"
+        f"  at:  this process, module {place}\n"
+        "  fix: change the module in place in wrap and return it, or nothing; apply a wrapper by a plain function, "
+        "without contract"
+    )
+    assert not get_registry(module)
+
+
+def test_an_annotation_may_return_its_modules_in_another_list() -> None:
+    @contract()
+    def mark(modules: Any) -> object:
+        return tuple(modules)
+
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert mark(modules) is modules and list(get_registry(modules[1])) == ["mark"]
+
+
 def test_several_apis_are_kept_in_the_order_they_were_applied() -> None:
     module = nn.Linear(2, 2)
     checkpoint(module)

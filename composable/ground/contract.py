@@ -15,6 +15,7 @@ policy picked it, without being annotated itself.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -182,8 +183,8 @@ def contract(
         incompatible: Names of annotations that may not be on the same module, before or after.
 
     The annotation raises ``ConfigError``, and leaves no registry entry, when the module carries this annotation or an
-    incompatible one, or when the function changed an FQN. The result of the function is ignored, and a function that
-    fails undoes its own changes.
+    incompatible one, or when the function changed an FQN, or returned something else than its argument or ``None``:
+    an annotation cannot put a wrapper in the place of a module. A function that fails undoes its own changes.
     """
     if isinstance(incompatible, str):
         raise ConfigError("incompatible is a str", fix=f"pass the names in a tuple: ({incompatible!r},)")
@@ -214,7 +215,14 @@ def contract(
             for one in before:
                 _record_for_write(one).annotations[name] = annotation
             try:
-                fn(target, *args, **kwargs)
+                result = fn(target, *args, **kwargs)
+                if result is not None and result is not target and not _is_same(result, modules):
+                    raise ConfigError(
+                        f"{name} returned {_text_of(result)}, and callers would go on with the module that they passed",
+                        at=describe_module(modules[0]),
+                        fix=f"change the module in place in {name} and return it, or nothing; apply a wrapper by a "
+                        "plain function, without contract",
+                    )
                 for one, names in before.items():
                     _check_same_names(name, one, names, _names_in(one))
             except BaseException:
@@ -255,6 +263,15 @@ def _forget(module: nn.Module, annotation: Annotation) -> None:
     for below in _modules_in(module):
         if _record_of(below).members.get(annotation.name) is annotation.state:
             remove_member(below, annotation.name)
+
+
+def _is_same(result: object, modules: Sequence[nn.Module]) -> bool:
+    is_list = isinstance(result, (list, tuple)) and len(result) == len(modules)
+    return is_list and all(map(operator.is_, cast("Sequence[object]", result), modules))
+
+
+def _text_of(result: object) -> str:
+    return f"another module, {describe_module(result)}" if isinstance(result, nn.Module) else f"{result!r:.60}"
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -1,6 +1,6 @@
 from torch import nn
 
-from composable import contract
+from composable import contract, get_registry
 
 
 @contract()
@@ -10,4 +10,5 @@ def freeze(module: nn.Module, *, reason: str) -> nn.Module:
 
 
 layer = freeze(nn.Linear(4, 4), reason="the first layers are trained already")
+assert list(get_registry(layer)) == ["freeze"]
 assert freeze.state(layer).reason.startswith("the first layers")

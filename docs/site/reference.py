@@ -69,7 +69,13 @@ GROUPS: tuple[Group, ...] = (
                 },
             ),
             Topic("mesh_dims", {"DataParallelMeshDims": "Which dims of a mesh are for shards and for copies."}),
-            Topic("contract", {"contract": "Makes a function of a module an annotation of your own."}),
+            Topic(
+                "contract",
+                {
+                    "contract": "Makes a function of a module an annotation of your own.",
+                    "get_registry": "The annotations of one module, by name.",
+                },
+            ),
         ),
     ),
     Group(
