@@ -28,7 +28,7 @@ from composable.engine import (
     written_too_early,
 )
 from composable.errors import DesyncError, UsageError, place_of_rank
-from composable.ground.casts import CastBuffers, LendHook, cast_floats
+from composable.ground.casts import CastBuffers, CastInputs, LendHook, cast_floats
 from composable.ground.frames import run_as_call
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
@@ -154,7 +154,7 @@ class _ModuleHooks:
 class _CastingHooks(_ModuleHooks):
     """The hooks of one module that has a mixed precision policy."""
 
-    __slots__ = ("_buffers", "_modules")
+    __slots__ = ("_buffers", "_inputs", "_modules")
 
     def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
         super().__init__(state, handle)
@@ -164,6 +164,7 @@ class _CastingHooks(_ModuleHooks):
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._inputs = CastInputs()
         changed = super().pre_forward(module, args, kwargs)
         if self._shows_full(module):
             return changed
@@ -173,7 +174,8 @@ class _CastingHooks(_ModuleHooks):
         dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
         if dtype is not None:
             args, kwargs = (args, kwargs) if changed is None else changed
-            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
+            self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)  # Of calls that were cut short.
+            changed = self._inputs.enter(args, kwargs, dtype)
         if self._buffers is not None:
             if self._modules is None:
                 self._modules = state.modules_around(module)
@@ -190,6 +192,7 @@ class _CastingHooks(_ModuleHooks):
         if self._buffers is not None:
             self._buffers.leave()
         dtype, cast = self._state.plan.mp_policy.output_dtype, output
+        self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)
         if dtype is not None and output is not None:
             try:
                 cast = cast_floats(output, dtype)

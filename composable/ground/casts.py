@@ -14,7 +14,7 @@ import dataclasses
 import operator
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from composable.ground.torch_private import (
 
 __all__ = [
     "CastBuffers",
+    "CastInputs",
     "LendHook",
     "Lending",
     "LentBuffers",
@@ -93,6 +94,74 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
                 changed = copy.copy(value)
             object.__setattr__(changed, field.name, new)
     return changed
+
+
+class CastInputs:
+    """Casts the inputs of calls of a module; lists, dicts and objects that blocks may fill stay the caller's own.
+
+    While a call runs they hold cast tensors in place of those in another dtype.
+    """
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls: list[list[_Swap]] = []
+
+    def enter(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Return the inputs of a call that begins, with floating-point tensors in ``dtype``."""
+        swaps: list[_Swap] = []
+        self._calls.append(swaps)
+        return _cast_held(args, dtype, swaps), {name: _cast_held(one, dtype, swaps) for name, one in kwargs.items()}
+
+    def leave(self, *, keeps: int | None = None) -> None:
+        """End the last call, or calls until ``keeps`` are left: their containers hold their own tensors again."""
+        left = len(self._calls) - 1 if keeps is None else keeps
+        while len(self._calls) > max(left, 0):
+            for container, key, own, cast in reversed(self._calls.pop()):
+                if isinstance(container, (list, deque)):
+                    # The call may have moved it.
+                    for place in (place for place, one in enumerate(container) if one is cast):
+                        container[place] = own
+                elif isinstance(container, dict):
+                    if container.get(key) is cast:
+                        container[key] = own
+                elif getattr(container, key, None) is cast:
+                    setattr(container, key, own)
+
+
+# A container of the caller, the key, index or name in it, the tensor that it held, and the cast one that it holds now.
+_Swap = tuple[Any, Any, Any, Any]
+
+
+def _cast_held(value: Any, dtype: torch.dtype, swaps: list[_Swap]) -> Any:
+    """Cast as ``cast_floats``; containers that can be written to stay the same objects, and get into ``swaps``."""
+    if isinstance(value, tuple):
+        parts = [_cast_held(part, dtype, swaps) for part in value]
+        if all(map(operator.is_, parts, value)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    held: list[tuple[Any, Any]]
+    put: Callable[..., None] = operator.setitem
+    if isinstance(value, dict):
+        held = list(value.items())
+    elif isinstance(value, (list, deque)):
+        held = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held, put = [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)], setattr
+    else:
+        return cast_floats(value, dtype)
+    found = value
+    for key, part in held:
+        cast = _cast_held(part, dtype, swaps)
+        if cast is part:
+            continue
+        if put is setattr and value.__dataclass_params__.frozen:
+            found = copy.copy(value) if found is value else found
+            object.__setattr__(found, key, cast)
+        else:
+            put(value, key, cast)
+            swaps.append((value, key, part, cast))
+    return found
 
 
 class LentBuffers:
@@ -460,19 +529,21 @@ def keep_dtype(module: nn.Module) -> list[RemovableHandle]:
 class _KeptDtype:
     """The hooks of ``keep_dtype`` on one module."""
 
-    __slots__ = ("_dtype", "_given")
+    __slots__ = ("_dtype", "_given", "_inputs")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._given: list[torch.dtype | None] = []
+        self._inputs = CastInputs()
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         self._given.append(next((one.dtype for one in inputs if one.is_floating_point()), None))
-        return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
+        return self._inputs.enter(args, kwargs, self._dtype)
 
     @opaque
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._inputs.leave()
         given = self._given.pop() if self._given else None
         return None if given is None or output is None else cast_floats(output, given)

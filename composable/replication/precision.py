@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
-from composable.ground.casts import CastBuffers, Lending, LowPrecisionParams, ParamSlot
+from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, ParamSlot
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text, join_fqn
@@ -150,6 +150,7 @@ class LentPart:
 
     Attributes:
         params: Lends the copies of parameters.
+        inputs: Casts the inputs.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class LentPart:
         self.params = LowPrecisionParams(slots)
         self._lendings: list[Lending] = [self.params, *([] if buffer_dtype is None else [CastBuffers(buffer_dtype)])]
         self._calls = 0
+        self.inputs = CastInputs()
 
     def copied(self, memo: dict[int, Any]) -> "LentPart":
         """Return the part of a deep copy of the annotated module."""
@@ -182,6 +184,7 @@ class LentPart:
         """Lend the cast tensors for one call of the module."""
         is_outermost = not self._calls or not is_called_again(self._module)
         self._calls = 1 if is_outermost else self._calls + 1
+        self.inputs.leave(keeps=self._calls - 1)
         for lending in self._lendings:
             lending.enter(self._modules, is_outermost=is_outermost)
 
@@ -189,6 +192,7 @@ class LentPart:
         """Undo ``enter``."""
         if self._calls:
             self._calls -= 1
+            self.inputs.leave(keeps=self._calls)
             for lending in self._lendings:
                 lending.leave()
 
@@ -215,6 +219,7 @@ class LentPart:
         """Give the modules their own tensors back, unless the annotated module is running."""
         if self._module not in modules_in_call():
             self._calls = 0
+            self.inputs.leave(keeps=0)
             for lending in self._lendings:
                 lending.put_back()
 

@@ -177,7 +177,7 @@ class ReplicateState:
         part.enter()
         policy = precision.policy
         dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root)
-        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+        return (args, kwargs) if dtype is None else part.inputs.enter(args, kwargs, dtype)
 
     @opaque
     def casting_post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
