@@ -153,6 +153,7 @@ def install() -> None:
     * ``distribute_tensor`` and ``DTensor.redistribute`` take the placement ``RaggedShard``.
     * ``set_model_state_dict``, ``set_optimizer_state_dict`` and similar functions cut full values for our
       parameters, and refuse values that do not fit before they change anything.
+    * Every backward asks annotated models first whether it begins at tensors that are no outputs.
     * Every optimizer checks its parameters before each step: a parameter that an annotation has replaced, or
       that has no values, is an error.
 
@@ -165,6 +166,7 @@ def install() -> None:
     teach_torch()
     teach_torch_to_load()
     check_every_step()
+    let_watch_backwards()
 
 
 install()

@@ -210,8 +210,9 @@ def test_a_backward_that_reads_a_parameter_which_nobody_gathers_never_has_wrong_
         # What runs again is gathered again.
         checkpoint(model, x, use_reentrant=False).square().mean().backward()
     else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(UsageError, match="backward reads a parameter that nobody gathers") as caught:
             model(x).square().mean().backward()
+        assert "'blocks.1.up.weight'" in str(caught.value.at) and "blocks.0" not in str(caught.value.at)
         model.blocks[1].set_unshard_in_backward(True)
         model.zero_grad()
         loss(model, own_seed(0)).backward()

@@ -7,6 +7,7 @@ unsharded.
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -147,6 +148,8 @@ class _ModuleHooks:
             if type(output) is not torch.Tensor or output.grad_fn is None or output._base is not None:
                 changed = _without_own_memory(output, handle)
             _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
+        if len(running) == 1 and torch.is_grad_enabled():
+            forwards.note_outputs(output if changed is None else changed)
         forwards.exit_forward(has_failed=has_failed)
         return changed
 
@@ -161,10 +164,10 @@ class _CastingHooks(_ModuleHooks):
         dtype = state.plan.mp_policy.buffer_dtype
         self._buffers = None if dtype is None else CastBuffers(dtype)
         self._modules: list[nn.Module] | None = None
+        self._inputs = CastInputs()
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._inputs = CastInputs()
         changed = super().pre_forward(module, args, kwargs)
         if self._shows_full(module):
             return changed
@@ -189,10 +192,10 @@ class _CastingHooks(_ModuleHooks):
         root = self._state.root
         if root is None or not root.scheduler.forwards.is_running(module) or self._shows_full(module):
             return super().post_forward(module, args, output)
+        self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)
         if self._buffers is not None:
             self._buffers.leave()
         dtype, cast = self._state.plan.mp_policy.output_dtype, output
-        self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)
         if dtype is not None and output is not None:
             try:
                 cast = cast_floats(output, dtype)
@@ -232,7 +235,7 @@ class _OutputHook(GradientHook):
     only the first gradient in a backward counts.
     """
 
-    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_step", "_version")
+    __slots__ = ("__weakref__", "_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_step", "_version")
 
     def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
         self._backwards = scheduler.backwards
@@ -326,10 +329,14 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
     # Tensors that a forward puts into attributes of its module, such as a loss, count as outputs.
     if torch.Tensor in map(type, module.__dict__.values()):
         tensors += _made_since(first_node, module.__dict__.values())
-    clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
+    leaks = _leaks(tensors, first_node)
+    # Without outputs, what the call has made may be in a loss that was kept elsewhere.
+    clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors) or leaks, leaks=leaks)
     if not tensors:
         return
     hook = _OutputHook(scheduler, handle, clock)
+    if any(tensor.grad_fn is not None for tensor in tensors):
+        scheduler.step.steps[handle].output = weakref.ref(hook)
     for tensor in tensors:
         on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(scheduler, handle))
 

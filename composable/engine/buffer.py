@@ -26,6 +26,7 @@ from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
+from composable.ground.torch_private import set_versions
 from composable.planning import (
     NO_CASTS,
     BufferPlan,
@@ -37,10 +38,12 @@ from composable.planning import (
     local_shape,
 )
 
-__all__ = ["AccumulatedGradients", "FlatBuffer", "SecondaryShards"]
+__all__ = ["FREED", "AccumulatedGradients", "FlatBuffer", "SecondaryShards"]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+# Version of unsharded parameters whose memory is freed, or being filled: shards never get that far.
+FREED = 2**31
 
 
 class FlatBuffer:
@@ -62,6 +65,7 @@ class FlatBuffer:
         compute_dtype: Dtype of the buffer, and of the gradients that autograd makes.
         gradient_dtype: Dtype of reduced gradients.
         is_away: The shard is not in its resting place: it is on the meta device, or torch has moved it.
+        is_allocated: The buffer has memory.
         is_new: The shard got its memory after the annotation, so it may hold no values yet.
         holds_instances: Some unsharded parameter is an instance of a tensor subclass, more than a view of the buffer.
     """
@@ -104,8 +108,10 @@ class FlatBuffer:
             self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
         )
         self._buffer: torch.Tensor | None = None
+        # The buffer, with the version that all leaves share: autograd raises for a leaf that it saved with another one.
+        self._versioned: tuple[torch.Tensor, ...] = ()
         self._storage: torch.UntypedStorage | None = None
-        self._is_allocated = False
+        self.is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
         self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
 
@@ -155,10 +161,10 @@ class FlatBuffer:
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard must be usable."""
-        if self._storage is not None and not self._is_allocated and self._buffer is not None:
+        if self._storage is not None and not self.is_allocated and self._buffer is not None:
             # The common case, once for each gather: the work of ``allocated`` without the call.
             self._storage.resize_(self._buffer_bytes)
-            self._is_allocated = True
+            self.is_allocated = True
             return self.routes.gather_path.begin(self._buffer, self.shard)
         return self.routes.gather_path.begin(self.allocated(), self.shard)
 
@@ -167,10 +173,10 @@ class FlatBuffer:
         buffer = self._buffer
         if buffer is None or self._storage is None:
             buffer = self._make_buffer()
-        elif not self._is_allocated:
+        elif not self.is_allocated:
             # Only a freed buffer is resized: one that was kept would move.
             self._storage.resize_(self._buffer_bytes)
-        self._is_allocated = True
+        self.is_allocated = True
         return buffer
 
     @property
@@ -266,14 +272,20 @@ class FlatBuffer:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:
             # Set first: if an exception cuts this short, the memory is allocated again.
-            self._is_allocated = False
+            self.is_allocated = False
+            set_versions(self._versioned, (FREED,))
             try:
                 self._storage.resize_(0)
             except RuntimeError:
                 if self._storage.resizable():
                     raise
                 # A view has become a NumPy array: the memory stays for as long as the handle.
-                self._is_allocated = True
+                self.is_allocated = True
+
+    def note_version(self, version: int) -> None:
+        """Let leaves have this version: the one of the shards that fill the buffer, or ``FREED``."""
+        if self._versioned:
+            set_versions(self._versioned, (version,))
 
     def is_fresh(self) -> bool:
         """Say whether this rank's part of the full buffer still has the values of its shard.
@@ -337,7 +349,8 @@ class FlatBuffer:
         twin.routes = self.routes.unconnected()
         twin.gradients = self.gradients.copied(twin.params, twin.routes)
         twin._buffer = twin._storage = None
-        twin._is_allocated = False
+        twin._versioned = ()
+        twin.is_allocated = False
         if with_kept_gradients and self.gradients.bits():
             twin._make_buffer()
             twin.free_buffer()
@@ -354,7 +367,9 @@ class FlatBuffer:
         with torch.inference_mode(mode=False):
             buffer = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
             for span, param in zip(layout.spans, self.params, strict=True):
-                param.unsharded = param.make_stand_in(span.view_in(buffer.data))
+                param.unsharded = param.make_stand_in(span.view_in(buffer))
+            self._versioned = (buffer,)
+            # With a version of its own: filling it is no change.
             self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
         return self._buffer

@@ -17,12 +17,12 @@ from torch import nn
 
 from composable.comm import Grid, Pending
 from composable.dtensor import note_finished
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer, SecondaryShards
+from composable.engine.buffer import FREED, AccumulatedGradients, FlatBuffer, SecondaryShards
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located, place_of_rank
-from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out
+from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out, will_get_gradient
 from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES
 from composable.planning import HandlePlan
@@ -290,8 +290,9 @@ class Handle:
             self.settle()
         self.gathers = gathers = []
         secondary = self.secondary if self.secondary is not None and self.secondary.are_source else None
-        version = -self._idle_writes
+        version, is_kept = -self._idle_writes, False
         for flat in self.buffers:
+            is_kept |= flat.is_allocated
             version += flat.shard._version  # Versions grow alike on all ranks.
             if flat.is_empty:
                 flat.make_leaves()
@@ -299,7 +300,11 @@ class Handle:
                 gathers.append(secondary.begin(flat))
             else:
                 gathers.append(flat.begin_unshard())
-        self.version = version if secondary is None else secondary.version
+        version = version if secondary is None else secondary.version
+        if is_kept and version != self.version:
+            for flat in self.buffers:  # The memory was kept for an earlier graph, and gets other values.
+                flat.note_version(FREED)
+        self.version = version
         self.view = ParamView.GATHERING
 
     def discount_writes(self) -> None:
@@ -319,6 +324,9 @@ class Handle:
     def show(self, refuse: Callable[["Handle"], None]) -> None:
         """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers have finished."""
         self.faces.show_unsharded(lambda: refuse(self))
+        if self.gathers is not None:
+            for flat in self.buffers:
+                flat.note_version(self.version)
         # Set last: if an exception cuts this short, the next call does it all again.
         self.view = ParamView.UNSHARDED
         self.gathers = None
@@ -465,6 +473,10 @@ class GradientLedger:
         self.has_more = bool(found & 1)
 
 
+def _is_there() -> object:
+    return True
+
+
 class HandleStep:
     """The state of one handle in a step.
 
@@ -481,6 +493,7 @@ class HandleStep:
         next_forward: The handle that ran next in the latest forward, a hint for prefetch.
         previous_forward: The handle that ran before it in the latest forward, also a hint.
         next_backward: The handle that came next in the latest backward, also a hint.
+        output: Gives the hook of the outputs of the last call; ``None`` once all graphs with these outputs are gone.
         is_waiting: It is noted for users that gradients wait for a later backward, or an all-reduce over copies.
         leaders: Handles that it is gathered, resharded and reduced with, whether its own modules run or not.
         followers: Handles that are gathered, resharded and reduced with it.
@@ -491,9 +504,15 @@ class HandleStep:
         self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
         self.modules_left: set[nn.Module] = set()
         self.is_waiting = False
+        self.output: Callable[[], object] = _is_there
         self.leaders: tuple[HandleStep, ...] = ()
         self.followers: tuple[HandleStep, ...] = ()
         self.forget()
+
+    def is_reached(self) -> bool:
+        """Say whether the running backward leads to parameters of the handle, or may do so through frozen ones."""
+        leaves = [leaf for param in self.handle.params if (leaf := param.unsharded) is not None]
+        return any(will_get_gradient(leaf) for leaf in leaves if leaf.requires_grad)
 
     def forget(self) -> None:
         """Reset the state: another root has run the handle meanwhile."""

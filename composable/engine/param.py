@@ -222,11 +222,7 @@ class ShardedParam:
         return self.ragged._spec.layout
 
     def make_stand_in(self, value: torch.Tensor) -> nn.Parameter:
-        """Return a parameter over ``value`` [shape], of the original's class, for modules to hold for a while.
-
-        A view of ``.data`` of the buffer has a version counter of its own: filling the buffer again between forward and
-        backward does not look like an in-place change.
-        """
+        """Return a parameter over ``value`` [shape], of the original's class, for modules to hold for a while."""
         return self.dress(self._parameter(value))
 
     def _parameter(self, value: torch.Tensor) -> nn.Parameter:

@@ -3,15 +3,18 @@
 ``step.py`` decides which handles are complete.
 """
 
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from composable.comm import described
+from composable.engine.buffer import FREED
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep
 from composable.engine.param import Lent, ParamView
@@ -19,10 +22,18 @@ from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.unsharded import drop_secondary, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
-from composable.ground.torch_hooks import Ending, next_ending_number
+from composable.ground.names import list_text
+from composable.ground.torch_hooks import (
+    Ending,
+    differentiable_tensors,
+    in_backward_of_nothing,
+    next_ending_number,
+    watch_backwards,
+)
 from composable.ground.torch_private import (
     current_graph_task_id,
     next_node_number,
+    refusal_of_compiled,
     split_backward_code,
 )
 
@@ -43,12 +54,92 @@ class Backwards:
         self._step = step
         self._completion = completion
         self._at_end = at_end
+        # Of the backward that is about to run: the number before it, and whether it reads more than outputs show.
+        self._seen, self._is_beside = 0, False
+        self._thread: int | None = None
         # Returns an object that autograd holds during the running backward; ``None``: it was freed.
         self._end: Callable[[], object] = lambda: None
         # Whether the running backward ends the reductions; ``None``: it has not started to end.
         self._ends_reductions: bool | None = None
         # The handle whose gradient arrived last in the running backward.
         self._last: HandleStep | None = None
+
+    # Look ahead: tensors that have left a forward by another way than its outputs
+
+    def watch(self, thread: int) -> None:
+        """Look at backwards of the thread of the last forward."""
+        watch_backwards(self, thread, before=self._thread)
+        self._thread = thread
+
+    def reads_early(self, outputs: Sequence[Any]) -> bool:
+        """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
+        waiting, self._seen = self._completion.waiting, self._step.backward_id
+        if not waiting:
+            return False
+        self._is_beside = self._step.is_beside(outputs)
+        lost = sum(own.output() is None for own in waiting)
+        # A forward that was dropped as a whole has nothing to read.
+        return self._is_beside or 0 < lost < len(waiting)
+
+    def begin_early(self) -> None:
+        """Gather what the running backward reaches, and no hook of an output will gather."""
+        waiting = sorted(self._completion.waiting, key=attrgetter("first_forward"))
+        reached = [own for own in waiting if own.is_reached()]
+        if not reached:
+            return
+        self.begin_backward()
+        for own in waiting:
+            is_frozen = not all(param.sharded.requires_grad for param in own.handle.params)
+            if (self._is_beside or own.output() is None) and (is_frozen or own in reached):
+                if own.handle.settings.unshard_in_backward and not own.leaders:
+                    self.unshard(own.handle)
+                self._begin_followers(own)
+
+    def end_unseen(self, *, has_failed: bool) -> None:
+        """Reduce gradients of a backward that has met no output of the root; if it has failed, let them be dropped."""
+        step = self._step
+        if step.backward_id != self._seen or step.is_backward:
+            return
+        for own in self._completion.waiting:
+            if not own.handle.accumulated.is_kept and any(flat.gradients.bits() for flat in own.handle.buffers):
+                if has_failed:
+                    step.is_backward = True  # As one that was cut short: the next forward tidies up.
+                else:
+                    in_backward_of_nothing(self.begin_backward)
+                return
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """Return the error for a backward that met freed parameters; ``None``: it did not, or not of this root."""
+        found = re.search(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version " + str(FREED), str(error))
+        if found is None:
+            return None
+        if (refusal := refusal_of_compiled(is_under_way=False)) is not None:
+            return refusal  # It reads all saved tensors before any hook runs.
+        shapes = [[int(size) for size in found[1].split(", ") if size]]
+        shapes.append(shapes[0][::-1])  # Linear saves its weight transposed.
+        met = [
+            (own.handle, param)
+            for own in self._completion.waiting
+            for param in own.handle.params
+            if list(param.shape) in shapes and not own.handle.is_unsharded
+        ]
+        unset = [one for one in met if not one[0].settings.unshard_in_backward]
+        names = [handle.from_root(param.fqn) for handle, param in unset or met]
+        if not names:
+            return None
+        what, fix = "that nobody gathers: set_unshard_in_backward(False)", "leave that call out for its module"
+        if not unset:
+            what = (
+                "whose memory is freed: a tensor has left the forward of its module by another way than the outputs, "
+                "and the outputs take no part in this backward"
+            )
+            fix = (
+                "add up all losses of one forward and call backward once; or return the tensor from the forward of "
+                "its module; or annotate that module with reshard_after_forward=False"
+            )
+        return UsageError(
+            f"backward reads a parameter {what}", at=f"{place_of_rank()}, parameter {list_text(names)}", fix=fix
+        )
 
     # Begin
 
@@ -330,6 +421,7 @@ class Forwards:
                 # Numbers of nodes are per thread, and cannot be compared between threads.
                 step.is_threaded = step.thread is not None
                 step.thread = thread
+                self._backwards.watch(thread)
         step.first_nodes.append(first_node)
         running.append(module)
 
@@ -383,6 +475,12 @@ class Forwards:
         step = self._step
         if not step.failure:
             step.failure = described(error, "" if handle is None else handle.described)
+
+    def note_outputs(self, output: Any) -> None:
+        """Note the outputs of the outermost module, whose forward ends: a backward begins there or later."""
+        step = self._step
+        nodes = [one.grad_fn for one in differentiable_tensors(output) if one.grad_fn is not None]
+        step.forwards.append((step.first_nodes[0], next_node_number(), {node._sequence_nr() for node in nodes}))
 
     def is_running(self, module: nn.Module) -> bool:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
@@ -462,9 +560,6 @@ class Forwards:
                 self._completion.expect_late(own)
             return self._clock
         self._clock += 1
-        if is_differentiable and not handle.settings.unshard_in_backward:
-            # Backward would read freed memory of saved parameters: with a new version, autograd raises instead.
-            increment_version([param.leaf() for param in handle.params])
         if is_differentiable and not is_led:
             self._completion.arm(own)
         if leaks:

@@ -17,6 +17,7 @@ the handle of the module around it, its *leader*: its own calls start no collect
 
 import enum
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ __all__ = ["LED", "Companion", "Completion", "RootSettings", "Step", "StepEvent"
 
 # Clock for the end of a follower's call, which decides nothing: its leader's calls decide.
 LED = math.inf
+# How many forwards of a root, and nodes of a loss, are looked at before a backward: each costs half a microsecond.
+_SEEN_FORWARDS = 8
+_SEEN_NODES = 64
 
 
 @dataclass
@@ -148,6 +152,7 @@ class Step:
         makes_graph: That backward makes a graph for another one; ``None``: not known yet.
         is_threaded: Parts of forward have run in several threads since the last backward.
         thread: Thread in which the last forward started; ``None``: no forward since the last backward.
+        forwards: Numbers of autograd's nodes in the last forwards: the first, the next after it, those of the outputs.
         failure: Text of the error of the last forward; empty: there was none.
         finalizing: Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none.
         is_closed: Another annotation took the place of this one.
@@ -166,6 +171,7 @@ class Step:
         self.forward_id = self.backward_id = self.backwards_before = 0
         self.is_backward = False
         self.makes_graph: bool | None = False
+        self.forwards: deque[tuple[int, int, set[int]]] = deque([(0, 0, set())], _SEEN_FORWARDS)
         self.failure = ""
         self.finalizing: object | None = None
         self.is_closed = False
@@ -192,6 +198,25 @@ class Step:
     def is_deferred(self) -> bool:
         """Backwards have ended, but not their reductions; a later backward or ``finalize`` ends these."""
         return self.finalizer.is_deferred
+
+    def is_beside(self, outputs: Sequence[Any]) -> bool:
+        """Say whether a backward from ``outputs``, of any shapes, goes into one of the last forwards by no output."""
+        nodes = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+        is_beside = False
+        for _ in range(_SEEN_NODES):  # A loss of more nodes is taken for one of outputs.
+            if not nodes:
+                break
+            node = nodes.pop()
+            if node is None or (number := node._sequence_nr()) < self.forwards[0][0]:
+                continue
+            inside = next((own for first, stop, own in self.forwards if first <= number < stop), None)
+            if inside is None:
+                nodes += [following for following, _ in node.next_functions]
+            elif number in inside:
+                return False
+            else:
+                is_beside = True
+        return is_beside and not nodes
 
     def check_waited_for(self) -> None:
         """Raise ``UsageError`` if a ``finalize`` has begun and was not waited for."""
@@ -289,6 +314,11 @@ class Completion:
                 self._armed.append(one)
 
     @property
+    def waiting(self) -> list[HandleStep]:
+        """The handles of the next backward: those that ran since the last one, or else those of the last one."""
+        return self._armed or self._last_armed
+
+    @property
     def has_armed(self) -> bool:
         """Some call waits for its backward."""
         return bool(self._armed)
@@ -323,7 +353,7 @@ class Completion:
     def begin_backward(self) -> None:
         """Queue handles that ran since the last backward (if none: its handles again), or that have kept gradients."""
         step = self._step
-        armed = self._armed or self._last_armed
+        armed = self.waiting
         is_again = not self._armed
         for handle, own in step.steps.items():
             if handle.accumulated.is_kept:

@@ -7,13 +7,14 @@ of users and of torch.
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
+from threading import get_ident
 from typing import Any, Protocol
-from weakref import WeakValueDictionary, proxy
+from weakref import WeakSet, WeakValueDictionary, proxy
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from composable.ground.torch_private import (
     opaque,
     outside_transforms,
     queue_callback,
+    replace_body,
+    run_backward,
     running_transform,
 )
 
@@ -55,11 +58,13 @@ __all__ = [
     "hooks_have_run",
     "in_backward_of_nothing",
     "inside_forward",
+    "let_watch_backwards",
     "next_ending_number",
     "on_gradient",
     "put_outermost",
     "tensors_in",
     "values_held_by",
+    "watch_backwards",
 ]
 
 
@@ -145,9 +150,11 @@ class EndOfBackward:
 class _Endings:
     """The ``EndOfBackward`` of each running backward, and the count that gives endings their numbers."""
 
-    __slots__ = ("_lock", "_running", "next_number")
+    __slots__ = ("_lock", "_running", "next_number", "watchers")
 
     def __init__(self) -> None:
+        # By the thread of their last forward.
+        self.watchers: defaultdict[int, WeakSet[BackwardWatcher]] = defaultdict(WeakSet)
         self.next_number = itertools.count().__next__
         # By autograd's id of the backward, which is unique.
         self._running: WeakValueDictionary[int, EndOfBackward] = WeakValueDictionary()
@@ -166,6 +173,84 @@ class _Endings:
                     queue_callback(end.end_backward, ending)
                     self._running[task] = end
         return end.add(ending)
+
+
+class BackwardWatcher(Protocol):
+    """An annotation that looks at backwards before their nodes run, and after them.
+
+    Attributes:
+        number: Equal on all ranks; of several watchers the lowest comes first.
+    """
+
+    number: int
+
+    def reads_early(self, outputs: Sequence[Any]) -> bool:
+        """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
+        ...
+
+    def begin_early(self) -> None:
+        """Prepare the running backward, if it is one of this annotation."""
+        ...
+
+    def end_unseen(self, *, has_failed: bool) -> None:
+        """End a backward that has run without an event of this annotation, if it was one of it."""
+        ...
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """Return the error to raise in place of autograd's; ``None``: it has nothing to do with this annotation."""
+        ...
+
+
+def watch_backwards(watcher: BackwardWatcher, thread: int, *, before: int | None = None) -> None:
+    """Let ``watcher``, as long as it lives, look at backwards of ``thread``, and no more at those of ``before``."""
+    if before != thread:
+        if before is not None:
+            _ENDINGS.watchers[before].discard(watcher)
+        _ENDINGS.watchers[thread].add(watcher)
+
+
+def let_watch_backwards() -> None:
+    """Let ``watch_backwards`` have an effect; a second call changes nothing."""
+    replace_body(run_backward, _run_watched)
+
+
+@opaque
+def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    # Inside another backward, this one is a part of it.
+    known = _ENDINGS.watchers.get(get_ident()) if current_graph_task_id() == -1 else None
+    if not known:
+        return original(outputs, *args, **kwargs)
+    watchers = list(known)
+    early = [one for one in watchers if one.reads_early(outputs)]
+    hooks: list[RemovableHandle] = []
+    if early:
+        early.sort(key=attrgetter("number"))
+
+        @opaque
+        def begin(_: object) -> None:
+            while early:
+                early.pop(0).begin_early()
+
+        for output in outputs:
+            if isinstance(output, torch.Tensor):
+                hooks.append(output.register_hook(begin))
+            else:  # an edge of a graph
+                hooks.append(output.node.register_prehook(begin))
+    has_failed = True
+    try:
+        result = original(outputs, *args, **kwargs)
+        has_failed = False
+    except RuntimeError as error:
+        for one in watchers:
+            if (explained := one.explain(error)) is not None:
+                raise explained from None
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for one in watchers:
+            one.end_unseen(has_failed=has_failed)
+    return result
 
 
 _ENDINGS = _Endings()

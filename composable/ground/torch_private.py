@@ -85,6 +85,8 @@ try:
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
     module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
+    run_backward: Callable[..., Any] = _engine_run_backward  # every backward goes through it
+    set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter  # that autograd compares
     backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
     functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
@@ -124,15 +126,23 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
     Raises:
         UsageError: Compiled autograd runs the backward: it takes callbacks and never calls them.
     """
-    # A file of torch that is not imported is not in use.
-    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
-        why = getattr(needed_by, "untraceable", "")
-        raise UsageError(
-            f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
-            at=place_of_rank(),
-            fix="leave compiled autograd off: compiled models do not need it",
-        )
+    if (refusal := refusal_of_compiled(needed_by)) is not None:
+        raise refusal
     Variable._execution_engine.queue_callback(callback)  # the engine runs it after the running backward
+
+
+def refusal_of_compiled(needed_by: object = None, *, is_under_way: bool = True) -> UsageError | None:
+    """Return the error if compiled autograd runs the backward, or is to run it; ``None``: it does not."""
+    flag = "in_compiled_autograd_region" if is_under_way else "compiled_autograd_enabled"
+    # A file of torch that is not imported is not in use.
+    if not getattr(sys.modules.get("torch._dynamo.compiled_autograd"), flag, False):
+        return None
+    why = getattr(needed_by, "untraceable", "")
+    return UsageError(
+        f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
+        at=place_of_rank(),
+        fix="leave compiled autograd off: compiled models do not need it",
+    )
 
 
 # -- replication: composable/replication/

@@ -7,6 +7,7 @@ one program follow each other on one model until one goes wrong.
 """
 
 import dis
+import gc
 import random
 import sys
 import warnings
@@ -246,6 +247,7 @@ def points_of(program: Program) -> list[Point]:
         twins.seed += 1
         return record(twins.step)
 
+    gc.collect()  # Models of earlier threads with this number: each backward asks them, and that takes lines.
     outcome = run(program.world_size, on_rank)
     _raise_first(outcome.errors)
     first, *others = (outcome.results[rank] for rank in range(program.world_size))
