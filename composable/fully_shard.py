@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import _traversal_utils
-from composable.annotation import FullyShardState, register_fully_shard_hooks
+from composable.annotation import (
+    FullyShardState,
+    check_own_memory,
+    mark_memory,
+    register_fully_shard_hooks,
+)
 from composable.comm import (
     DataParallelMeshDims,
     GroupOrPair,
@@ -70,6 +75,7 @@ from composable.planning import (
     SplitNode,
     is_hybrid,
     make_plan,
+    make_useless,
     managed_modules,
     mark_replaced,
     name_modules,
@@ -287,6 +293,7 @@ def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
 def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
     """Refuse parameters with gradients, or with optimizer state from inside backward: neither can be cut."""
     originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
+    check_own_memory(originals)
     # They are this rank's own gradients: a slice of them is no slice of the mean.
     if names := [fqn for fqn, param in originals if param.grad is not None]:
         raise UsageError(
@@ -423,6 +430,8 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         for fqn, original in member.originals.items():
             owner, name = member.owners[fqn][0]
             mark_replaced(original, fqn, owner, name)
+            mark_memory(original, fqn)
+            make_useless(original)
             new = owner._parameters[name]
             if new is not None and give_torch_optimizers(original, new):
                 handle.step_by([step_torch_optimizers])

@@ -5,7 +5,11 @@ Modules that an annotation ignores are not checked. A frozen parameter may be ad
 holds it whole.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from types import CellType, FunctionType
 from typing import Protocol
 
 import torch
@@ -21,7 +25,7 @@ from composable.engine import (
     refuse_steppers,
     step_torch_optimizers,
 )
-from composable.errors import UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
 from composable.ground.ownership import (
@@ -31,7 +35,7 @@ from composable.ground.ownership import (
     is_managed,
     watch_registrations,
 )
-from composable.ground.torch_hooks import Contents
+from composable.ground.torch_hooks import Contents, values_held_by
 from composable.ground.torch_private import optimizers_in_backward
 from composable.planning import managed_modules, name_modules
 
@@ -39,7 +43,10 @@ __all__ = [
     "Additions",
     "AnnotatedState",
     "check_on_device",
+    "check_own_memory",
     "check_ready",
+    "check_views",
+    "mark_memory",
 ]
 
 
@@ -172,3 +179,108 @@ def _unmanaged(root: nn.Module, states: Collection[AnnotatedState]) -> Iterator[
         for name, param in () if is_left_alone(module) else module._parameters.items():
             if param is not None and id(param) not in left and (module, name) not in slots and not is_managed(param):
                 yield join_fqn(names[module], name), param
+
+
+# -- memory of parameters that something else looks into
+
+_CUT = "_composable_cut"  # On a storage: names and places of trained parameters in it that an annotation has replaced.
+_Place = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of a plain tensor; ``None``: it has none of its own."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    return tensor.untyped_storage() if is_plain and tensor.numel() else None
+
+
+def _place_of(fqn: str, tensor: torch.Tensor) -> _Place:
+    return fqn, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
+
+
+def _bytes_of(place: _Place) -> tuple[int, int]:
+    _, shape, stride, offset, itemsize = place
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return offset * itemsize, (last + 1) * itemsize
+
+
+def _overlap(first: _Place, second: _Place) -> bool:
+    (start, stop), (other_start, other_stop) = _bytes_of(first), _bytes_of(second)
+    if start >= other_stop or other_start >= stop or first[4] != second[4]:
+        return start < other_stop and other_start < stop
+    # Columns of one table, say, have no element in common.
+    marks = torch.zeros(max(stop, other_stop) // first[4], dtype=torch.bool)
+    marks.as_strided(*first[1:4]).fill_(True)
+    return bool(marks.as_strided(*second[1:4]).any())
+
+
+def check_own_memory(params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse trained parameters, of any shapes, in the memory of another one; raises ``ConfigError``."""
+    found: dict[int, list[tuple[_Place, bool]]] = {}
+    for fqn, param in params:
+        storage = _storage_of(param)
+        if storage is not None:
+            known = found.setdefault(storage.data_ptr(), [(one, True) for one in getattr(storage, _CUT, ())])
+            known.append((_place_of(fqn, param), param.requires_grad))
+    for known in found.values():
+        known.sort(key=lambda one: _bytes_of(one[0]))
+        for (first, is_trained), (second, is_other_trained) in pairwise(known):
+            if (is_trained or is_other_trained) and _overlap(first, second):
+                raise ConfigError(
+                    "two parameters lie in one memory, and as shards they would drift apart",
+                    at=f"parameter {list_text([first[0], second[0]])}",
+                    fix="tie them, by one Parameter in both places; or give one of them memory of its own: "
+                    "param.data = param.data.clone()",
+                )
+
+
+def mark_memory(param: nn.Parameter, fqn: str) -> None:
+    """Note in the memory of a trained parameter, of any shape, that an annotation has replaced it."""
+    storage = _storage_of(param) if param.requires_grad else None
+    if storage is not None:
+        setattr(storage, _CUT, [*getattr(storage, _CUT, ()), _place_of(fqn, param)])
+
+
+def check_views(roots: Sequence[nn.Module]) -> None:
+    """Refuse buffers and attributes, of any shapes, that are views of parameters from before the annotation.
+
+    For the end of a first forward: what a module computes anew in each forward has been replaced by then.
+
+    Raises:
+        UsageError: A module holds one.
+    """
+    for module, fqn in name_modules(roots).items():
+        values = {name: one for name, one in vars(module).items() if name not in _TORCHS}
+        for name, value in (values | module._buffers).items():
+            for tensor in _tensors_kept_in(value):
+                storage = None if f"{name}_orig" in module._parameters else _storage_of(tensor)
+                for place in getattr(storage, _CUT, ()):
+                    if _overlap(place, _place_of("", tensor)):
+                        raise UsageError(
+                            f"{name!r} is a view of a parameter from before fully_shard, and keeps its first values",
+                            at=f"{place_of_rank()}, module {fqn!r}, parameter {place[0]!r}",
+                            fix="take the view in forward, or give it memory of its own before fully_shard: clone()",
+                        )
+
+
+# Torch's own attributes; it fills those of recurrent layers anew.
+_TORCHS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
+
+
+def _tensors_kept_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield tensors in containers, partial functions and closures; not those in other objects, which may be large."""
+    stack, seen = [value], set[int]()
+    while stack:
+        one = stack.pop()
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            if isinstance(one, (dict, list, tuple, set, deque)):
+                stack += values_held_by(one)
+            elif isinstance(one, partial):
+                stack += [one.func, *one.args, *one.keywords.values()]
+            elif isinstance(one, FunctionType):
+                stack += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY_CELL]
+
+
+_EMPTY_CELL = CellType()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from composable.annotation.checks import check_views
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.engine import (
     Handle,
@@ -151,6 +152,9 @@ class _ModuleHooks:
         if len(running) == 1 and torch.is_grad_enabled():
             forwards.note_outputs(output if changed is None else changed)
         forwards.exit_forward(has_failed=has_failed)
+        if not (root.has_looked_at_views or running or has_failed):
+            root.has_looked_at_views = True
+            check_views(root.state.modules)
         return changed
 
 

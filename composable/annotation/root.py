@@ -220,6 +220,7 @@ class Root:
         scheduler: Runs the handles.
         additions: Notices parameters that are added after the annotation.
         lent_buffers: The copies that modules hold in place of their buffers while they run.
+        has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
         join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
     """
 
@@ -233,6 +234,7 @@ class Root:
         self.additions = Additions()
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
+        self.has_looked_at_views = False
         # Read from another thread, for ranks that wait; empty once the root is closed.
         self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
         notice_tree(self)

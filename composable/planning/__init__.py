@@ -31,6 +31,7 @@ from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
 from composable.planning.structure import (
     HandleMembers,
     first_replacement,
+    make_useless,
     managed_modules,
     mark_replaced,
     name_modules,
@@ -67,6 +68,7 @@ __all__ = [
     "is_hybrid",
     "local_shape",
     "make_plan",
+    "make_useless",
     "managed_modules",
     "mark_replaced",
     "name_modules",

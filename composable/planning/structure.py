@@ -8,18 +8,19 @@ them in vain: a mark on each old parameter says so, and leads to the new one.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.errors import ConfigError
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import excludes, get_registry
+from composable.ground.frames import modules_in_call
 from composable.ground.names import (
     class_name,
     describe_module,
@@ -31,6 +32,7 @@ from composable.ground.names import (
     plain_fqn,
 )
 from composable.ground.ownership import CHANGES, claim_of, is_sharded, keep_one, rival_on
+from composable.ground.torch_private import disabled_torch_function, tree_leaves
 from composable.planning.layout import RaggedShard
 from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
@@ -41,6 +43,7 @@ __all__ = [
     "Replacement",
     "find_structure",
     "first_replacement",
+    "make_useless",
     "managed_modules",
     "mark_replaced",
     "name_modules",
@@ -89,6 +92,44 @@ def mark_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str) -
     """Mark ``param``, of any shape, as replaced: ``module`` has another parameter under ``name``."""
     setattr(param, _MARK, Replacement(fqn, module, name))
     CHANGES.note("marks")
+
+
+# What a forward may ask a replaced parameter, beside its attributes.
+_HARMLESS = frozenset(
+    "size dim numel stride element_size is_floating_point is_complex __hash__ __len__ __repr__".split()
+)
+_VALUES = frozenset("data grad T mT H mH real imag".split())
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter of any shape that another one has replaced: a module's call that computes with it raises.
+
+    Modules keep parameters in lists, closures and the like, which no annotation can find.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        is_attribute = name == "__get__" and func.__self__.__name__ not in _VALUES
+        if not is_attribute and name not in _HARMLESS and modules_in_call():
+            given = next(one for one in tree_leaves((args, kwargs)) if type(one) is cls)
+            mark = replacement_of(given)
+            fqn = "" if mark is None else mark.fqn_in_model()
+            raise UsageError(
+                "a forward computes with a parameter that fully_shard has replaced: it would never train",
+                at=f"{place_of_rank()}, parameter {fqn!r}",
+                fix=f"read self.{fqn.rpartition('.')[2]} in forward, from the module that has it, and not a list, "
+                "dict, closure or partial that holds what it was before",
+            )
+        return disabled_torch_function(func, types, tuple(args), dict(kwargs or {}))
+
+
+def make_useless(param: nn.Parameter) -> None:
+    """Let a replaced parameter, of any shape, raise where a forward computes with it; not one of a subclass."""
+    if type(param) is nn.Parameter:
+        param.__class__ = ReplacedParameter
 
 
 def replacement_of(param: object) -> Replacement | None:
