@@ -196,10 +196,18 @@ class FSDPModule(GatherSettings, ReductionSettings):
         return None
 
     def reshard(self) -> None:
-        """Free this module's own unsharded parameters. Not collective, not recursive."""
+        """Free this module's own unsharded parameters. Not collective, not recursive.
+
+        Raises:
+            UsageError: They were written to since they were gathered: ``unshard_params`` keeps what is written.
+        """
         scheduler = state_of(self).lazy_init().scheduler
         for handle in handles_of(self, recurse=False):
-            scheduler.reshard(handle)
+            try:
+                if handle.held_with is None and handle.is_unsharded:
+                    handle.check_not_written()
+            finally:
+                scheduler.reshard(handle)
 
 
 # Setters of torch's class that this library does not need, each with the reason. They take ``False`` only.

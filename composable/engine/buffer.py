@@ -42,6 +42,7 @@ __all__ = ["FREED", "AccumulatedGradients", "FlatBuffer", "SecondaryShards"]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # Version of unsharded parameters whose memory is freed, or being filled: shards never get that far.
 FREED = 2**31
 
@@ -286,6 +287,27 @@ class FlatBuffer:
         """Let leaves have this version: the one of the shards that fill the buffer, or ``FREED``."""
         if self._versioned:
             set_versions(self._versioned, (version,))
+
+    def checksum(self) -> int:
+        """Return a sum over the bits of the full buffer and where leaves lie; the host waits for the device."""
+        if self._buffer is None or self.is_empty:
+            return 0
+        moved = len(self._moved_leaves())
+        return int(self._buffer.view(_INTEGERS[self._buffer.element_size()]).sum(dtype=torch.int64)) + moved
+
+    def is_written(self, version: int) -> bool:
+        """Say whether leaves were written to since they got ``version``, other than through ``.data``."""
+        return bool(self._versioned) and self._versioned[0]._version != version
+
+    def written(self) -> list[str]:
+        """Return the FQNs of parameters whose part of this rank is not that of the shard; leaves are views again."""
+        if self._buffer is None or not self.is_usable:
+            return []
+        moved = {id(leaf) for leaf, _ in self._moved_leaves()}
+        self.mend_leaves()
+        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
+        differs = (own != self.shard.detach().to(own)).cpu()
+        return [one.fqn for one in self.params if id(one.unsharded) in moved or differs[one.start : one.stop].any()]
 
     def is_fresh(self) -> bool:
         """Say whether this rank's part of the full buffer still has the values of its shard.

@@ -1,0 +1,138 @@
+"""Parameters that a forward writes to, in any way: an error that names them, never a loss in silence."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from composable import UsageError, fully_shard, unshard_params
+from tests.world import on_ranks, run_threads
+
+DIM = 6
+
+Write = Callable[[torch.Tensor], object]
+
+WRITES: dict[str, Write] = {
+    "fill_": lambda w: w.fill_(0.5),
+    "copy_": lambda w: w.copy_(F.normalize(w)),
+    "mul_": lambda w: w.mul_(0.5),
+    "clamp_": lambda w: w.clamp_(-0.1, 0.1),
+    "item": lambda w: w.__setitem__(0, 3.0),
+    "row": lambda w: w[1].zero_(),
+    "mask": lambda w: w.masked_fill_(w > 0, 0.25),
+    "index_put": lambda w: w.index_put_((torch.tensor([0, 1]),), torch.tensor(2.0)),
+    "lerp_": lambda w: w.lerp_(torch.ones_like(w), 0.1),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.9),
+    "out": lambda w: torch.mul(w.detach(), 2.0, out=w),
+    "detached": lambda w: w.detach().add_(1.0),
+    "view": lambda w: w.view(-1)[2:4].add_(1.0),
+    "data": lambda w: w.data.mul_(0.5),
+    "data copy": lambda w: w.data.copy_(F.normalize(w.data)),
+    "data item": lambda w: w.data.__setitem__(0, 3.0),
+    "data of a row": lambda w: w[1].data.fill_(3.0),
+    "init": lambda w: nn.init.constant_(w, 0.3),
+    "assigned data": lambda w: setattr(w, "data", torch.ones_like(w)),
+}
+
+
+class Writer(nn.Module):
+    def __init__(self, way: str, *, is_frozen: bool, is_late: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, DIM * DIM).view(DIM, DIM), requires_grad=not is_frozen)
+        self.bias = nn.Parameter(torch.zeros(DIM))
+        self.write, self.is_late = WRITES[way], is_late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_late:
+            with torch.no_grad():
+                self.write(self.weight)
+        output = x @ self.weight + self.bias
+        if self.is_late:
+            with torch.no_grad():
+                self.write(self.weight)
+        return output
+
+
+def told(way: str, is_frozen: bool, is_late: bool, reshards: bool, is_own: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), Writer(way, is_frozen=is_frozen, is_late=is_late))
+    if is_own:
+        fully_shard(model[1], reshard_after_forward=reshards)
+    fully_shard(model, reshard_after_forward=reshards)
+    try:
+        model(torch.ones(2, DIM))
+    except UsageError as error:
+        at = error.at or ""
+        is_named = "parameter '1.weight'" in at or "parameter 'weight'" in at
+        return f"{error.what} {'by name' if is_named else at.partition(', parameters ')[2]}"
+    return "silent"
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_every_way_to_write_a_parameter_in_forward_is_an_error(way: str) -> None:
+    for choices in itertools.product((False, True), repeat=4):
+        results = run_threads(told, 2, way, *choices)
+        assert all(one.startswith("an unsharded parameter was written to") for one in results), (choices, results)
+        assert all(one.endswith(("by name", "of which other ranks hold the part")) for one in results), results
+        assert any(one.endswith("by name") for one in results), (choices, results)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "embedding": lambda: nn.Embedding(DIM, DIM, max_norm=0.1),
+    "bag": lambda: nn.EmbeddingBag(DIM, DIM, max_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@on_ranks(2)
+def test_embeddings_that_renormalise_are_refused_and_the_fix_is_right(name: str) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(MODULES[name]()))
+    tokens = torch.arange(DIM).view(2, -1)
+    with pytest.raises(UsageError) as caught:
+        model(tokens)
+    assert (
+        caught.value.what == "an unsharded parameter was written to: it is a copy, and what was written would be lost"
+    )
+    assert f"rank {dist.get_rank()}, module" in (caught.value.at or "")
+    embedding = model[0]
+    embedding.max_norm = None
+    with unshard_params(model), torch.no_grad():
+        embedding.weight.renorm_(2, 0, 0.1)
+    model(tokens).sum().backward()
+    assert embedding.weight.full_tensor().norm(dim=1).max() < 0.1001
+
+
+@on_ranks(2)
+def test_what_is_written_by_hand_between_unshard_and_reshard_is_an_error() -> None:
+    model = fully_shard(nn.Linear(DIM, DIM))
+    for _ in range(2):
+        model.unshard()
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        with pytest.raises(UsageError, match="what was written would be lost"):
+            model.reshard()
+    with unshard_params(model), torch.no_grad():
+        model.weight.fill_(7.0)
+    assert (model.weight.full_tensor() == 7).all()
+    model(torch.ones(1, DIM)).sum().backward()
+    model.unshard()
+    model.reshard()
+
+
+@on_ranks(2)
+def test_a_write_through_data_that_begins_later_is_found_when_values_are_compared_again() -> None:
+    model = fully_shard(nn.Sequential(Writer("data", is_frozen=False, is_late=False)))
+    writer = model[0]
+    write, writer.write = writer.write, lambda w: None
+    for _ in range(5):
+        model(torch.ones(2, DIM)).sum().backward()
+    writer.write = write
+    model(torch.ones(2, DIM)).sum().backward()
+    model(torch.ones(2, DIM)).sum().backward()
+    with pytest.raises(UsageError, match="what was written would be lost"):
+        model(torch.ones(2, DIM))
