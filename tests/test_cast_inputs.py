@@ -173,3 +173,39 @@ def compare(seed: int, annotate: Callable[[Net], object]) -> None:
 def test_containers_hold_after_a_forward_what_one_process_has_put_there(annotate: Callable[[Net], object]) -> None:
     for seed in range(40):
         run_threads(compare, 2, seed, annotate)
+
+
+class Decoder(nn.Module):
+    """Blocks, and layers of the root after them."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(depth))
+        self.norm, self.lm_head = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM)
+        self.between: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.between.append(x.dtype)
+        output: torch.Tensor = self.lm_head(self.norm(x))
+        return output
+
+
+def decode(depth: int, picks: Any, output_dtype: torch.dtype, seed: int) -> tuple[torch.dtype, list[torch.dtype]]:
+    torch.manual_seed(seed)
+    model, plain = Decoder(depth), Decoder(depth)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, policy=picks, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=output_dtype))
+    output = model(torch.ones(2, DIM))
+    torch.testing.assert_close(output.float(), plain(torch.ones(2, DIM)), atol=0.05, rtol=0.05)
+    output.sum().backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())  # type: ignore[union-attr]
+    return output.dtype, model.between
+
+
+@pytest.mark.parametrize("picks", [None, {nn.Sequential}, {nn.Linear}, {nn.Sequential, nn.LayerNorm}])
+def test_only_outputs_of_the_outermost_module_of_a_call_are_cast(picks: Any) -> None:
+    for depth, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.float64), (3, torch.float16)):
+        for found in run_threads(decode, 2, depth, picks, dtype, depth):
+            assert found == (dtype, [torch.bfloat16] * depth)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from composable import (
     HandleOptions,
@@ -146,7 +147,9 @@ class Spy(nn.Module):
         self.seen: dict[str, Any] = {}
 
     def forward(self, x: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        self.seen = {"x": x.dtype, "rest": rest, "weight": self.weight.dtype, **kwargs}
+        # The caller's containers hold their own tensors again after the call.
+        kwargs = {name: copy.copy(one) for name, one in kwargs.items()}
+        self.seen = {"x": x.dtype, "rest": tree_map(lambda one: one, rest), "weight": self.weight.dtype, **kwargs}
         return {"out": [x * self.weight, Pair(x * self.weight, torch.arange(3))]}
 
 

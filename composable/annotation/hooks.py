@@ -199,8 +199,9 @@ class _CastingHooks(_ModuleHooks):
         self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)
         if self._buffers is not None:
             self._buffers.leave()
+        # Modules that a policy has picked hand their outputs on to modules that compute in `param_dtype`.
         dtype, cast = self._state.plan.mp_policy.output_dtype, output
-        if dtype is not None and output is not None:
+        if dtype is not None and output is not None and module in self._state.modules:
             try:
                 cast = cast_floats(output, dtype)
             except BaseException:

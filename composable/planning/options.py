@@ -62,7 +62,8 @@ class MixedPrecisionPolicy:
             all-gathers, forward and backward. ``None``: the parameter's own.
         reduce_dtype: Dtype of gradients in reduce-scatters and all-reduces, and of gradients that ``no_sync`` keeps in
             sharded modules. ``None``: the dtype of computation, ``param_dtype`` where it is given.
-        output_dtype: Floating-point outputs of the annotated modules are cast to it.
+        output_dtype: Floating-point outputs of the annotated modules are cast to it; not those of modules inside, to
+            which a policy has given handles.
         cast_forward_inputs: Cast floating-point inputs of the annotated modules to ``param_dtype``;
             autograd takes the gradient back through the cast. With ``fully_shard``, all modules with a handle cast.
         cast_root_forward_inputs: The same for the module where forward starts; ``None``: as for all other modules.
