@@ -7,7 +7,7 @@ Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
@@ -243,7 +243,8 @@ def fully_shard(
             hosts=state.grid.hosts,
             is_queued=state.grid.shard.device.type != "cpu",
         )
-        state.plan, members = make_plan(module, chosen)
+        made, members = make_plan(module, chosen)
+        state.plan = replace(made, left_out=state.grid.left_out)
         state.ignored_modules = frozenset(ignored_modules or ())
         state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
         ignored = set(map(id, ignored_params or ()))

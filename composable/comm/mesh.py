@@ -3,13 +3,14 @@
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from composable.comm.ranks import (
     Ranks,
@@ -22,7 +23,7 @@ from composable.comm.ranks import (
     rows_of_hosts,
     wait_like_the_world,
 )
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank, warn_once
 from composable.ground.names import described
 from composable.ground.torch_private import joined_meshes, root_mesh
 
@@ -77,6 +78,7 @@ class Grid:
         everyone: All ranks whose gradients are averaged.
         rows: For each of the replicas, the global ranks of its shard group; empty: there are no replicas.
         is_hybrid: The user asked for copies, though there may be only one.
+        left_out: What the plan says of dims of the user's mesh along which nothing is averaged; empty: there are none.
     """
 
     shard: Ranks
@@ -84,6 +86,7 @@ class Grid:
     everyone: Ranks
     rows: tuple[tuple[int, ...], ...] = ()
     is_hybrid: bool = False
+    left_out: str = field(default="", compare=False)
 
     @property
     def divisor(self) -> int:
@@ -218,7 +221,32 @@ def resolve_grid(
     else:
         mesh, grid = _of_groups(groups, params, is_hybrid)
     wait_like_the_world(ranks for ranks in (grid.shard, grid.replicas, grid.everyone) if ranks is not None)
-    return mesh, grid
+    return mesh, replace(grid, left_out=_left_out(mesh, grid.everyone, params, caller)) if groups is None else grid
+
+
+def _left_out(mesh: DeviceMesh, everyone: Ranks, params: Sequence[nn.Parameter], caller: str) -> str:
+    """Tell which dims of the mesh that ``mesh`` is a part of hold copies that nothing averages, and log it once."""
+    whole = root_mesh(mesh)
+    split = {name for one in params if isinstance(one, DTensor) for name in one.device_mesh.mesh_dim_names or ()}
+    # Along a dim that an annotation averages, this rank's neighbours are among its ranks.
+    names = [
+        name
+        for name in whole.mesh_dim_names or ()
+        if name not in split and not set(whole[name].mesh.flatten().tolist()) <= set(everyone.numbers)
+    ]
+    if not names:
+        return ""
+    text = (
+        f"{everyone.size} of the {whole.size()} ranks of the mesh; no gradient is averaged along "
+        f"{' and '.join(map(repr, names))}"
+    )
+    if everyone.rank == 0:
+        takes = "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...) with the whole mesh averages along both; "
+        warn_once(
+            f"{caller} on {text}\n  fix: {takes if caller == 'fully_shard' else ''}where another loop or "
+            "set_all_reduce_hook averages there, or modules differ along it, nothing is to do"
+        )
+    return text
 
 
 def _of_mesh(
@@ -424,6 +452,7 @@ def resolve_ranks(
     _check_world("replicate")
     if mesh is not None:
         ranks = Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
+        _left_out(mesh, ranks, params, "replicate")
     else:
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, dist.ProcessGroup):

@@ -216,6 +216,7 @@ class ShardPlan:
         replicas: Ranks that hold each shard.
         hosts: The host of each rank, one copy of all shards after the other; empty: not known.
         is_queued: A device runs it later than the host: memory beside a result is freed once the work is queued.
+        left_out: Dims of the mesh along which nothing is averaged, in words; empty: there are none.
     """
 
     world_size: int
@@ -229,6 +230,7 @@ class ShardPlan:
     replicas: int = 1
     hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
     is_queued: bool = field(default=False, compare=False, repr=False)
+    left_out: str = field(default="", compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -494,7 +496,8 @@ class ShardPlan:
         if self.replicas > 1:
             ranks += f" x {self.replicas} replicas"
         lines = [
-            f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}",
+            f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}"
+            f"{f'; {self.left_out}' if self.left_out else ''}",
             f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
             f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
