@@ -16,7 +16,7 @@ from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
 from composable.annotation import FullyShardState, call_as_forward, copy_module
-from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach
+from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach, check_not_written
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, described
@@ -205,7 +205,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         for handle in handles_of(self, recurse=False):
             try:
                 if handle.held_with is None and handle.is_unsharded:
-                    handle.check_not_written()
+                    check_not_written(handle)
             finally:
                 scheduler.reshard(handle)
 

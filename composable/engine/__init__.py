@@ -19,7 +19,15 @@ from composable.engine.gradients import (
     unmark_stepped,
 )
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, waits_for_copies
-from composable.engine.held import ParamLabel, attach, check_held, lies_in_buffer, misplaced, written_too_early
+from composable.engine.held import (
+    ParamLabel,
+    attach,
+    check_held,
+    check_not_written,
+    lies_in_buffer,
+    misplaced,
+    written_too_early,
+)
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
 from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
@@ -59,6 +67,7 @@ __all__ = [
     "attach",
     "check_backward",
     "check_held",
+    "check_not_written",
     "drop_secondary",
     "find_stale",
     "forget_torch_hooks",

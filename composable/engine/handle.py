@@ -23,7 +23,7 @@ from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out, will_get_gradient
-from composable.ground.names import join_fqn, list_text, module_text
+from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES
 from composable.planning import HandlePlan
 
@@ -362,33 +362,6 @@ class Handle:
         if self.secondary is not None:
             self.secondary.keep(self.version)
 
-    def checksum(self) -> int:
-        """Return a sum over the bits of the unsharded parameters; the host waits for the device."""
-        return sum(flat.checksum() for flat in self.buffers)
-
-    def check_not_written(self, *, checksum: int | None = None) -> None:
-        """Refuse values that were written to the unsharded parameters: they would be lost when these are freed.
-
-        Writes through ``.data`` show only against a ``checksum`` from before.
-
-        Raises:
-            UsageError: There was a write.
-        """
-        for flat in self.buffers:  # Runs after each call: a generator would double the cost.
-            if flat.is_written(self.version):
-                break
-        else:
-            if checksum is None or checksum == self.checksum():
-                return
-        names = [self.from_root(fqn) for flat in self.buffers for fqn in flat.written()]
-        where = f", parameter {list_text(names)}" if names else ", parameters of which other ranks hold the part"
-        raise UsageError(
-            "an unsharded parameter was written to: it is a copy, and what was written would be lost",
-            at=f"{place_of_rank()}, {self.described}{where}",
-            fix="write between two steps: with unshard_params(module), torch.no_grad(): ...; or keep the values in a "
-            "buffer. An embedding with max_norm: leave max_norm out, and renormalise there",
-        )
-
     def is_fresh(self) -> bool:
         """Say whether unsharded parameters still have the values of this rank's shards."""
         return all(flat.is_fresh() for flat in self.buffers)
@@ -520,7 +493,7 @@ class HandleStep:
         next_forward: The handle that ran next in the latest forward, a hint for prefetch.
         previous_forward: The handle that ran before it in the latest forward, also a hint.
         next_backward: The handle that came next in the latest backward, also a hint.
-        checksum: Of the unsharded parameters at the start of a call, in forwards that compare; ``None``: in others.
+        checksum: Number of the last forward that compares values, and the sum of the parameters before the first call.
         output: Gives the hook of the outputs of the last call; ``None`` once all graphs with these outputs are gone.
         is_waiting: It is noted for users that gradients wait for a later backward, or an all-reduce over copies.
         leaders: Handles that it is gathered, resharded and reduced with, whether its own modules run or not.
@@ -532,7 +505,7 @@ class HandleStep:
         self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
         self.modules_left: set[nn.Module] = set()
         self.is_waiting = False
-        self.checksum: int | None = None
+        self.checksum = 0, 0
         self.output: Callable[[], object] = _is_there
         self.leaders: tuple[HandleStep, ...] = ()
         self.followers: tuple[HandleStep, ...] = ()

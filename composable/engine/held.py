@@ -12,7 +12,7 @@ from composable.engine.handle import Handle, handle_of
 from composable.engine.param import Misplaced, ShardedParam
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_functional_call
-from composable.ground.names import class_name, module_text
+from composable.ground.names import class_name, list_text, module_text
 from composable.planning import mark_replaced
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "ParamLabel",
     "attach",
     "check_held",
+    "check_not_written",
+    "checksum_of",
     "lies_in_buffer",
     "misplaced",
     "refuse_strangers",
@@ -103,6 +105,35 @@ def check_held(handle: Handle) -> None:
             at=at,
             fix=f"{fix}; or unannotate first",
         )
+
+
+def checksum_of(handle: Handle) -> int:
+    """Return a sum over the bits of the unsharded parameters; the host waits for the device."""
+    return sum(flat.checksum() for flat in handle.buffers)
+
+
+def check_not_written(handle: Handle, *, checksum: int | None = None) -> None:
+    """Refuse values that were written to the unsharded parameters: they would be lost when these are freed.
+
+    Writes through ``.data`` show only against a ``checksum`` from before.
+
+    Raises:
+        UsageError: There was a write.
+    """
+    for flat in handle.buffers:  # Runs after each call: a generator would double the cost.
+        if flat.is_written(handle.version):
+            break
+    else:
+        if checksum is None or checksum == checksum_of(handle):
+            return
+    names = [handle.from_root(fqn) for flat in handle.buffers for fqn in flat.written()]
+    where = f", parameter {list_text(names)}" if names else ", parameters of which other ranks hold the part"
+    raise UsageError(
+        "an unsharded parameter was written to: it is a copy, and what was written would be lost",
+        at=f"{place_of_rank()}, {handle.described}{where}",
+        fix="write between two steps: with unshard_params(module), torch.no_grad(): ...; or keep the values in a "
+        "buffer. An embedding with max_norm: leave max_norm out, and renormalise there",
+    )
 
 
 def lies_in_buffer(handle: Handle, tensor: torch.Tensor) -> bool:

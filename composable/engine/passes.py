@@ -17,6 +17,7 @@ from composable.comm import described
 from composable.engine.buffer import FREED
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep
+from composable.engine.held import check_not_written, checksum_of
 from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.unsharded import drop_secondary, end_secondary
@@ -68,8 +69,10 @@ class Backwards:
 
     def watch(self, thread: int) -> None:
         """Look at backwards of the thread of the last forward."""
-        watch_backwards(self, thread, before=self._thread)
-        self._thread = thread
+        if thread != self._thread:
+            self._step.forwards.clear()  # Each thread numbers its nodes by itself.
+            watch_backwards(self, thread, before=self._thread)
+            self._thread = thread
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
@@ -485,7 +488,10 @@ class Forwards:
         """Note the outputs of the outermost module, whose forward ends: a backward begins there or later."""
         step = self._step
         nodes = [one.grad_fn for one in differentiable_tensors(output) if one.grad_fn is not None]
-        step.forwards.append((step.first_nodes[0], next_node_number(), {node._sequence_nr() for node in nodes}))
+        first, stop = step.first_nodes[0], next_node_number()
+        if step.forwards and first < step.forwards[-1][1]:
+            step.forwards.clear()  # Another thread, with the identity of one that has ended.
+        step.forwards.append((first, stop, {node._sequence_nr() for node in nodes}))
 
     def is_running(self, module: nn.Module) -> bool:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
@@ -536,8 +542,9 @@ class Forwards:
             step.begin_unshard(own)
         step.unsharded.unshard(handle)
         # Writes through `.data` leave no trace: values are compared in forwards 1, 2, 4, 8 and so on.
-        if step.forward_id & (step.forward_id - 1) == 0 and own.checksum is None and handle.held_with is None:
-            own.checksum = handle.checksum()
+        compares = not step.forward_id & (step.forward_id - 1)
+        if compares and own.checksum[0] != step.forward_id and handle.held_with is None:
+            own.checksum = step.forward_id, checksum_of(handle)
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
             for ahead in handle.settings.forward_prefetch:
@@ -597,9 +604,9 @@ class Forwards:
         """Free a handle after its last call in the forward, or let it stay unsharded."""
         handle, settings = own.handle, own.handle.settings
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
-            checksum, own.checksum = own.checksum, None
+            compared_in, checksum = own.checksum
             try:
-                handle.check_not_written(checksum=checksum)
+                check_not_written(handle, checksum=checksum if compared_in == self._step.forward_id else None)
             except UsageError as error:
                 self._written = error  # Raised when the modules are in order again.
         # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.

@@ -171,7 +171,7 @@ class Step:
         self.forward_id = self.backward_id = self.backwards_before = 0
         self.is_backward = False
         self.makes_graph: bool | None = False
-        self.forwards: deque[tuple[int, int, set[int]]] = deque([(0, 0, set())], _SEEN_FORWARDS)
+        self.forwards: deque[tuple[int, int, set[int]]] = deque(maxlen=_SEEN_FORWARDS)
         self.failure = ""
         self.finalizing: object | None = None
         self.is_closed = False
@@ -207,7 +207,7 @@ class Step:
             if not nodes:
                 break
             node = nodes.pop()
-            if node is None or (number := node._sequence_nr()) < self.forwards[0][0]:
+            if node is None or not self.forwards or (number := node._sequence_nr()) < self.forwards[0][0]:
                 continue
             inside = next((own for first, stop, own in self.forwards if first <= number < stop), None)
             if inside is None:

@@ -203,10 +203,9 @@ class BackwardWatcher(Protocol):
 
 def watch_backwards(watcher: BackwardWatcher, thread: int, *, before: int | None = None) -> None:
     """Let ``watcher``, as long as it lives, look at backwards of ``thread``, and no more at those of ``before``."""
-    if before != thread:
-        if before is not None:
-            _ENDINGS.watchers[before].discard(watcher)
-        _ENDINGS.watchers[thread].add(watcher)
+    if before is not None:
+        _ENDINGS.watchers[before].discard(watcher)
+    _ENDINGS.watchers[thread].add(watcher)
 
 
 def let_watch_backwards() -> None:
