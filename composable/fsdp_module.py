@@ -16,7 +16,7 @@ from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
 from composable.annotation import FullyShardState, call_as_forward, copy_module
-from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach, check_not_written
+from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach, has_written, lost_write
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, described
@@ -203,11 +203,11 @@ class FSDPModule(GatherSettings, ReductionSettings):
         """
         scheduler = state_of(self).lazy_init().scheduler
         for handle in handles_of(self, recurse=False):
-            try:
-                if handle.held_with is None and handle.is_unsharded:
-                    check_not_written(handle)
-            finally:
-                scheduler.reshard(handle)
+            is_lost = handle.held_with is None and handle.is_unsharded and has_written(handle)
+            error = lost_write(handle) if is_lost else None
+            scheduler.reshard(handle)
+            if error is not None:
+                raise error
 
 
 # Setters of torch's class that this library does not need, each with the reason. They take ``False`` only.

@@ -68,6 +68,8 @@ class FlatBuffer:
         is_away: The shard is not in its resting place: it is on the meta device, or torch has moved it.
         is_allocated: The buffer has memory.
         is_new: The shard got its memory after the annotation, so it may hold no values yet.
+        versioned: The buffer, with the version that all leaves share; empty: there are none. Autograd raises for a leaf
+            that it saved with another version: they have the shards' while the buffer is full, ``FREED`` else.
         holds_instances: Some unsharded parameter is an instance of a tensor subclass, more than a view of the buffer.
     """
 
@@ -109,8 +111,7 @@ class FlatBuffer:
             self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
         )
         self._buffer: torch.Tensor | None = None
-        # The buffer, with the version that all leaves share: autograd raises for a leaf that it saved with another one.
-        self._versioned: tuple[torch.Tensor, ...] = ()
+        self.versioned: tuple[torch.Tensor, ...] = ()
         self._storage: torch.UntypedStorage | None = None
         self.is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
@@ -274,7 +275,7 @@ class FlatBuffer:
         if self._storage is not None:
             # Set first: if an exception cuts this short, the memory is allocated again.
             self.is_allocated = False
-            set_versions(self._versioned, (FREED,))
+            set_versions(self.versioned, (FREED,))
             try:
                 self._storage.resize_(0)
             except RuntimeError:
@@ -283,21 +284,12 @@ class FlatBuffer:
                 # A view has become a NumPy array: the memory stays for as long as the handle.
                 self.is_allocated = True
 
-    def note_version(self, version: int) -> None:
-        """Let leaves have this version: the one of the shards that fill the buffer, or ``FREED``."""
-        if self._versioned:
-            set_versions(self._versioned, (version,))
-
     def checksum(self) -> int:
         """Return a sum over the bits of the full buffer and where leaves lie; the host waits for the device."""
         if self._buffer is None or self.is_empty:
             return 0
         moved = len(self._moved_leaves())
         return int(self._buffer.view(_INTEGERS[self._buffer.element_size()]).sum(dtype=torch.int64)) + moved
-
-    def is_written(self, version: int) -> bool:
-        """Say whether leaves were written to since they got ``version``, other than through ``.data``."""
-        return bool(self._versioned) and self._versioned[0]._version != version
 
     def written(self) -> list[str]:
         """Return the FQNs of parameters whose part of this rank is not that of the shard; leaves are views again."""
@@ -371,7 +363,7 @@ class FlatBuffer:
         twin.routes = self.routes.unconnected()
         twin.gradients = self.gradients.copied(twin.params, twin.routes)
         twin._buffer = twin._storage = None
-        twin._versioned = ()
+        twin.versioned = ()
         twin.is_allocated = False
         if with_kept_gradients and self.gradients.bits():
             twin._make_buffer()
@@ -390,7 +382,7 @@ class FlatBuffer:
             buffer = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
             for span, param in zip(layout.spans, self.params, strict=True):
                 param.unsharded = param.make_stand_in(span.view_in(buffer))
-            self._versioned = (buffer,)
+            self.versioned = (buffer,)
             # With a version of its own: filling it is no change.
             self._buffer = buffer.data
         self._storage = buffer.untyped_storage()

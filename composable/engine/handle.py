@@ -25,6 +25,7 @@ from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out, will_get_gradient
 from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES
+from composable.ground.torch_private import set_versions
 from composable.planning import HandlePlan
 
 __all__ = ["FIX_COPY", "GradientLedger", "Handle", "HandleSettings", "HandleStep", "handle_of", "waits_for_copies"]
@@ -303,7 +304,7 @@ class Handle:
         version = version if secondary is None else secondary.version
         if is_kept and version != self.version:
             for flat in self.buffers:  # The memory was kept for an earlier graph, and gets other values.
-                flat.note_version(FREED)
+                set_versions(flat.versioned, (FREED,) * len(flat.versioned))
         self.version = version
         self.view = ParamView.GATHERING
 
@@ -325,8 +326,10 @@ class Handle:
         """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers have finished."""
         self.faces.show_unsharded(lambda: refuse(self))
         if self.gathers is not None:
+            version = (self.version,)
             for flat in self.buffers:
-                flat.note_version(self.version)
+                if flat.versioned:
+                    set_versions(flat.versioned, version)
         # Set last: if an exception cuts this short, the next call does it all again.
         self.view = ParamView.UNSHARDED
         self.gathers = None

@@ -20,9 +20,10 @@ __all__ = [
     "ParamLabel",
     "attach",
     "check_held",
-    "check_not_written",
     "checksum_of",
+    "has_written",
     "lies_in_buffer",
+    "lost_write",
     "misplaced",
     "refuse_strangers",
     "written_too_early",
@@ -112,23 +113,20 @@ def checksum_of(handle: Handle) -> int:
     return sum(flat.checksum() for flat in handle.buffers)
 
 
-def check_not_written(handle: Handle, *, checksum: int | None = None) -> None:
-    """Refuse values that were written to the unsharded parameters: they would be lost when these are freed.
+def has_written(handle: Handle) -> bool:
+    """Say whether unsharded parameters were written to since they were gathered, other than through ``.data``."""
+    # Runs after each call: a generator would double the cost.
+    for flat in handle.buffers:  # noqa: SIM110
+        if flat.versioned and flat.versioned[0]._version != handle.version:
+            return True
+    return False
 
-    Writes through ``.data`` show only against a ``checksum`` from before.
 
-    Raises:
-        UsageError: There was a write.
-    """
-    for flat in handle.buffers:  # Runs after each call: a generator would double the cost.
-        if flat.is_written(handle.version):
-            break
-    else:
-        if checksum is None or checksum == checksum_of(handle):
-            return
+def lost_write(handle: Handle) -> UsageError:
+    """Return the error for values that were written to unsharded parameters, and lost when these are freed."""
     names = [handle.from_root(fqn) for flat in handle.buffers for fqn in flat.written()]
     where = f", parameter {list_text(names)}" if names else ", parameters of which other ranks hold the part"
-    raise UsageError(
+    return UsageError(
         "an unsharded parameter was written to: it is a copy, and what was written would be lost",
         at=f"{place_of_rank()}, {handle.described}{where}",
         fix="write between two steps: with unshard_params(module), torch.no_grad(): ...; or keep the values in a "

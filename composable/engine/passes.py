@@ -17,7 +17,7 @@ from composable.comm import described
 from composable.engine.buffer import FREED
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep
-from composable.engine.held import check_not_written, checksum_of
+from composable.engine.held import checksum_of, has_written, lost_write
 from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.unsharded import drop_secondary, end_secondary
@@ -487,7 +487,8 @@ class Forwards:
     def note_outputs(self, output: Any) -> None:
         """Note the outputs of the outermost module, whose forward ends: a backward begins there or later."""
         step = self._step
-        nodes = [one.grad_fn for one in differentiable_tensors(output) if one.grad_fn is not None]
+        tensors = (output,) if isinstance(output, torch.Tensor) else differentiable_tensors(output)
+        nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
         first, stop = step.first_nodes[0], next_node_number()
         if step.forwards and first < step.forwards[-1][1]:
             step.forwards.clear()  # Another thread, with the identity of one that has ended.
@@ -541,9 +542,12 @@ class Forwards:
         if own.followers:
             step.begin_unshard(own)
         step.unsharded.unshard(handle)
-        # Writes through `.data` leave no trace: values are compared in forwards 1, 2, 4, 8 and so on.
-        compares = not step.forward_id & (step.forward_id - 1)
-        if compares and own.checksum[0] != step.forward_id and handle.held_with is None:
+        # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on.
+        if (
+            not step.forward_id & (step.forward_id + 1)
+            and own.checksum[0] != step.forward_id
+            and handle.held_with is None
+        ):
             own.checksum = step.forward_id, checksum_of(handle)
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
@@ -604,11 +608,9 @@ class Forwards:
         """Free a handle after its last call in the forward, or let it stay unsharded."""
         handle, settings = own.handle, own.handle.settings
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
-            compared_in, checksum = own.checksum
-            try:
-                check_not_written(handle, checksum=checksum if compared_in == self._step.forward_id else None)
-            except UsageError as error:
-                self._written = error  # Raised when the modules are in order again.
+            forward_id, checksum = own.checksum
+            if has_written(handle) or (forward_id == self._step.forward_id and checksum != checksum_of(handle)):
+                self._written = lost_write(handle)  # Raised when the modules are in order again.
         # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.
         stays = settings.reshard_option is False and not torch.is_grad_enabled()
         frees = settings.reshard_after_forward or not (is_differentiable or stays)
