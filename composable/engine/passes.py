@@ -542,9 +542,11 @@ class Forwards:
         if own.followers:
             step.begin_unshard(own)
         step.unsharded.unshard(handle)
-        # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on.
+        # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on, and on a device,
+        # for which the host would wait, in the first one.
         if (
             not step.forward_id & (step.forward_id + 1)
+            and (step.forward_id == 1 or not step.streams.queues)
             and own.checksum[0] != step.forward_id
             and handle.held_with is None
         ):
