@@ -487,6 +487,8 @@ class Forwards:
     def note_outputs(self, output: Any) -> None:
         """Note the outputs of the outermost module, whose forward ends: a backward begins there or later."""
         step = self._step
+        if step.first_nodes[0] < 0:
+            return  # Activation checkpointing runs a part again.
         tensors = (output,) if isinstance(output, torch.Tensor) else differentiable_tensors(output)
         nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
         first, stop = step.first_nodes[0], next_node_number()
