@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from composable.ground.torch_private import (
     current_graph_task_id,
     next_node_number,
     refusal_of_compiled,
+    running_transform,
     split_backward_code,
 )
 
@@ -58,6 +60,7 @@ class Backwards:
         # Of the backward that is about to run: the number before it, and whether it reads more than outputs show.
         self._seen, self._is_beside = 0, False
         self._thread: int | None = None
+        self._watchers: WeakSet[Any] | None = None
         # Returns an object that autograd holds during the running backward; ``None``: it was freed.
         self._end: Callable[[], object] = lambda: None
         # Whether the running backward ends the reductions; ``None``: it has not started to end.
@@ -68,11 +71,10 @@ class Backwards:
     # Look ahead: tensors that have left a forward by another way than its outputs
 
     def watch(self, thread: int) -> None:
-        """Look at backwards of the thread of the last forward."""
+        """Look at backwards of the thread of the last forward, which is this one."""
         if thread != self._thread:
             self._step.forwards.clear()  # Each thread numbers its nodes by itself.
-            watch_backwards(self, thread, before=self._thread)
-            self._thread = thread
+        self._watchers, self._thread = watch_backwards(self, self._watchers), thread
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
@@ -613,7 +615,8 @@ class Forwards:
         handle, settings = own.handle, own.handle.settings
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
             forward_id, checksum = own.checksum
-            if has_written(handle) or (forward_id == self._step.forward_id and checksum != checksum_of(handle)):
+            compares = forward_id == self._step.forward_id and running_transform() is None
+            if has_written(handle) or (compares and checksum != checksum_of(handle)):
                 self._written = lost_write(handle)  # Raised when the modules are in order again.
         # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.
         stays = settings.reshard_option is False and not torch.is_grad_enabled()

@@ -7,12 +7,11 @@ of users and of torch.
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from threading import get_ident
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary, proxy
 
@@ -153,8 +152,8 @@ class _Endings:
     __slots__ = ("_lock", "_running", "next_number", "watchers")
 
     def __init__(self) -> None:
-        # By the thread of their last forward.
-        self.watchers: defaultdict[int, WeakSet[BackwardWatcher]] = defaultdict(WeakSet)
+        # Of each thread, as ``here``: those whose last forward it ran.
+        self.watchers = threading.local()
         self.next_number = itertools.count().__next__
         # By autograd's id of the backward, which is unique.
         self._running: WeakValueDictionary[int, EndOfBackward] = WeakValueDictionary()
@@ -201,11 +200,18 @@ class BackwardWatcher(Protocol):
         ...
 
 
-def watch_backwards(watcher: BackwardWatcher, thread: int, *, before: int | None = None) -> None:
-    """Let ``watcher``, as long as it lives, look at backwards of ``thread``, and no more at those of ``before``."""
+def watch_backwards(watcher: BackwardWatcher, before: "WeakSet[BackwardWatcher] | None") -> "WeakSet[BackwardWatcher]":
+    """Let ``watcher``, as long as it lives, look at backwards of this thread, and no more at those of another one.
+
+    Returns the watchers of this thread, to be passed as ``before`` next time.
+    """
+    here: WeakSet[BackwardWatcher] | None = getattr(_ENDINGS.watchers, "here", None)
+    if here is None:
+        here = _ENDINGS.watchers.here = WeakSet()
     if before is not None:
-        _ENDINGS.watchers[before].discard(watcher)
-    _ENDINGS.watchers[thread].add(watcher)
+        before.discard(watcher)
+    here.add(watcher)
+    return here
 
 
 def let_watch_backwards() -> None:
@@ -216,7 +222,7 @@ def let_watch_backwards() -> None:
 @opaque
 def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     # Inside another backward, this one is a part of it.
-    known = _ENDINGS.watchers.get(get_ident()) if current_graph_task_id() == -1 else None
+    known = getattr(_ENDINGS.watchers, "here", None) if current_graph_task_id() == -1 else None
     if not known:
         return original(outputs, *args, **kwargs)
     watchers = list(known)
