@@ -93,7 +93,11 @@ _NOTHING = _Record()
 
 
 def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
-    """Return the annotations of ``module``, by name, in the order of their calls; a read-only view."""
+    """Return the annotations of ``module``, by name, in the order of their calls; a read-only view.
+
+    Args:
+        module: Any module.
+    """
     return MappingProxyType(_record_of(module).annotations)
 
 

@@ -255,13 +255,9 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         device = self._owner.board.device
-        types = ["cpu"] * self._serves_host
+        types = ["cpu"] * _serves_host(self._owner, self._backend_name)
         types += [device.device.type] if device is not None and self._backend_name != "gloo" else []
         return list(map(torch.device, dict.fromkeys(types)))
-
-    @property
-    def _serves_host(self) -> bool:
-        return self._owner.board.device is None or self._backend_name == "gloo" or "cpu:" in self._backend_name
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._stand_in
@@ -384,9 +380,8 @@ class SimulatedGroup(dist.ProcessGroup):
         self, op: str, parts: Sequence[CollectivePart], opts: Any = None, *, reduction: str = "", root: int = -1
     ) -> SimulatedWork:
         tensors = [one for part in parts for one in (*part.inputs, *part.outputs)]
-        _refuse_cut(tensors)
         owner, board = self._owner, self._owner.board
-        call = Call(op, parts, reduction, root, self._mark(tensors))
+        call = Call(op, parts, reduction, root, _mark(owner, self._backend_name, tensors))
         action = self._enter(op)
         self._calls += 1
         pending = board.rendezvous(self._key, self._calls)
@@ -399,20 +394,12 @@ class SimulatedGroup(dist.ProcessGroup):
         return work
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> SimulatedWork:
-        _refuse_cut([tensor])
         board = self._owner.board
         action = self._enter("send" if is_send else "recv")
-        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send, self._mark([tensor]))
+        mark = _mark(self._owner, self._backend_name, [tensor])
+        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send, mark)
         self._send(action, lambda: board.post(transfer))
         return self._started(SimulatedWork(self._owner, transfer, transfer.describe() + _note(action), [tensor]))
-
-    def _mark(self, tensors: Tensors) -> Any:
-        """Return an event after the device's work on ``tensors`` [any] so far; ``None``: they lie on the host."""
-        device = self._owner.board.device
-        mark = None if device is None else device.mark(tensors)
-        if mark is None and tensors and not self._serves_host:
-            raise RuntimeError("No backend type associated with device type cpu")
-        return mark
 
     def _enter(self, op: str) -> Delay | Drop | None:
         owner = self._owner
@@ -479,6 +466,19 @@ class _Several(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _serves_host(owner: SimulatedRank, backend: str) -> bool:
+    return owner.board.device is None or backend == "gloo" or "cpu:" in backend
+
+
+def _mark(owner: SimulatedRank, backend: str, tensors: Tensors) -> Any:
+    """Return an event after the device's work on ``tensors`` [any] so far; ``None``: they lie on the host."""
+    _refuse_cut(tensors)
+    mark = None if owner.board.device is None else owner.board.device.mark(tensors)
+    if mark is None and tensors and not _serves_host(owner, backend):
+        raise RuntimeError("No backend type associated with device type cpu")
+    return mark
 
 
 def _refuse_cut(tensors: Tensors) -> None:
