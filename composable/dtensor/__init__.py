@@ -2,16 +2,8 @@
 
 from composable.dtensor.gather import fallback_counts, note_written, strict_mode
 from composable.dtensor.norms import NormParts, cut_dims, summed_in
-from composable.dtensor.spec import (
-    RaggedLayout,
-    RaggedSpec,
-    memory_of,
-    ragged_spec,
-    slice_block,
-    slice_full,
-    splits_of,
-    values_of,
-)
+from composable.dtensor.packed import memory_of, values_of, write_values
+from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
 from composable.dtensor.tensor import (
     RaggedDTensor,
     assign_grad,
@@ -54,4 +46,5 @@ __all__ = [
     "was_zeroed",
     "watch_zeroing",
     "wrap_ragged",
+    "write_values",
 ]

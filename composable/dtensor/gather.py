@@ -17,7 +17,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
-from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, values_of, with_dim
+from composable.dtensor.packed import values_of
+from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_in_model_averager
 from composable.ground.names import check_bool

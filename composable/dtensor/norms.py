@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
 from composable.dtensor.gather import gather_and_run, replicate, shares_cut, widest
-from composable.dtensor.spec import RaggedLayout, replicated_spec, values_of
+from composable.dtensor.packed import values_of
+from composable.dtensor.spec import RaggedLayout, replicated_spec
 from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
 __all__ = ["NormParts", "any_or_all", "cut_dims", "norm_of_list", "summed_in", "unscale", "vector_norm"]

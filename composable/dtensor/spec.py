@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import Replicate, Shard
 
 from composable.comm import Ranks
+from composable.dtensor.packed import PackedPiece, memory_of
 from composable.errors import ConfigError, UsageError
 from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
 from composable.planning import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
@@ -35,7 +36,6 @@ __all__ = [
     "Split",
     "chunks_of",
     "layout_of",
-    "memory_of",
     "parts_of",
     "piece_at",
     "ragged_spec",
@@ -44,7 +44,6 @@ __all__ = [
     "slice_full",
     "spec_of_placements",
     "splits_of",
-    "values_of",
     "with_dim",
     "write_items_of",
 ]
@@ -396,23 +395,6 @@ def with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-# -- pieces whose class comes from another library
-
-
-def memory_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that holds a piece [local_shape]: the piece itself, or the tensor inside its class."""
-    return local if type(local) is torch.Tensor else getattr(local, "_composable_memory", local)
-
-
-def values_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the values of a piece [local_shape] as a plain tensor of its dtype: its memory, or unpacked."""
-    memory = memory_of(local)
-    if memory is not local or not hasattr(type(local), "__tensor_flatten__"):
-        return memory
-    # For example optimizer state in 8 bits: every class has a rule for copies.
-    return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local.detach())
-
-
 # -- in torch.distributed.checkpoint, which stores tensors as axis-aligned boxes: a flat range is a few boxes. Each box
 # is saved from the local piece, and read into it at any world size: no tensor is communicated.
 
@@ -457,15 +439,18 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
     Raises:
         ConfigError: This rank owns no such box.
     """
-    flat = values_of(local).detach().view(-1)
+    values = PackedPiece.values_of(local)
+    flat = values.detach().view(-1)
     start = 0
     for chunk in chunks_of(layout):
         stop = start + chunk.sizes.numel()
         if index.offset is None or chunk.offsets == index.offset:
             piece = _alone(flat[start:stop])
-            if not layout.order:
-                return piece.view(chunk.sizes)
-            return in_order_of_dims(piece.view([chunk.sizes[dim] for dim in layout.order]), layout.order)
+            if layout.order:
+                piece = in_order_of_dims(piece.view([chunk.sizes[dim] for dim in layout.order]), layout.order)
+            else:
+                piece = piece.view(chunk.sizes)
+            return piece if values is memory_of(local) else PackedPiece.around(piece, local, values)
         start = stop
     raise ConfigError(f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.global_rank}")
 

@@ -19,7 +19,8 @@ from torch.distributed import tensor as dtensor
 
 from composable.comm import Ranks
 from composable.dtensor.gather import GatheredView, is_parameter
-from composable.dtensor.spec import layout_of, memory_of, slice_full, spec_of_placements, values_of
+from composable.dtensor.packed import memory_of, values_of
+from composable.dtensor.spec import layout_of, slice_full, spec_of_placements
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.torch_private import (

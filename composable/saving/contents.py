@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.dtensor import write_values
 from composable.errors import ConfigError, UsageError
 from composable.ground.torch_private import flatten_state_dict, tree_map, unflatten_state_dict
 from composable.saving.entries import OptimizerNames, names_of_params, optimizer_differences
@@ -414,5 +415,7 @@ def _in_its_class(held: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str,
     for key, value in held.items():
         own = value._local_tensor if isinstance(value, DTensor) else value
         if hasattr(type(own), "__tensor_flatten__") and isinstance(read.get(key), torch.Tensor):
-            found[key] = value.detach().copy_(read[key])
+            values = read[key]
+            write_values(own, values._local_tensor if isinstance(values, DTensor) else values)
+            found[key] = value
     return found
