@@ -5,6 +5,7 @@ import changed.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,6 +211,8 @@ class FSDPModule(GatherSettings, ReductionSettings):
                 raise error
 
 
+_LOG = logging.getLogger("composable")
+
 # Setters of torch's class that this library does not need, each with the reason. They take ``False`` only.
 REFUSED_SETTERS = {
     "set_custom_all_gather": "what moves bytes in another way is a transport of its own",
@@ -221,12 +224,18 @@ REFUSED_SETTERS = {
 }
 
 
+# Of these, what wants only speed: ``True`` is a log line.
+_WISHES = ("set_allocate_memory_from_process_group_for_comm", "_set_unshard_async_op")
+
+
 def _refusal(name: str, why: str) -> Callable[[nn.Module, object], None]:
     def refuse(self: nn.Module, value: object = True) -> None:
-        if value is not False:
+        if value is True and name in _WISHES:
+            _LOG.info("%s(True) changes nothing: %s", name, why)
+        elif value is not False:
             raise ConfigError(f"{name}({described(value)}): {why}", at=place_of(self), fix="leave the call out")
 
-    refuse.__doc__ = f"Refuse all but False: {why}."
+    refuse.__doc__ = f"{'Log' if name in _WISHES else 'Refuse'} all but False: {why}."
     return refuse
 
 

@@ -108,11 +108,11 @@ class GatherSettings(AnnotatedModule):
         """
         _set_prefetch(self, "backward_prefetch", modules)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's gathers wait for an event, and not for the whole current stream; root only.
 
         Record one after each optimizer step, and pass it: it is used once. On the CPU nothing waits, since there a
-        step has ended when it returns.
+        step has ended when it returns. ``None``: wait for the whole current stream.
 
         Raises:
             UsageError: The module is not the root.
@@ -120,7 +120,7 @@ class GatherSettings(AnnotatedModule):
         """
         state = _root_state(self, "set_post_optim_event")
         device = state.grid.shard.device
-        if not isinstance(event, (torch.Event, torch.get_device_module(device).Event)):
+        if event is not None and not isinstance(event, (torch.Event, torch.get_device_module(device).Event)):
             what = f"set_post_optim_event got {described(event)}"
             raise ConfigError(what, at=place_of(self), fix="pass a recorded torch.Event")
         if device.type != "cpu":

@@ -8,7 +8,7 @@ Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -180,9 +180,9 @@ def fully_shard(
             calls; the plan names those that are ignored.
         ignored_modules: Modules to leave alone with all modules below them; they may be outside of ``module`` too.
         shard_placement_fn: A function of a parameter that returns ``Shard(dim)`` or ``None``, as in torch's
-            ``fully_shard``. The parameter is cut between slices of that dim only, and lies in memory with that dim
-            outermost: the unsharded parameter is a view of its shape that is not contiguous unless the dim is 0. Its
-            placement is a ``RaggedShard``; see docs/ragged.md.
+            ``fully_shard``, or a ``ShardPlacementResult`` with the mesh of this call. The parameter is cut between
+            slices of that dim only, and lies in memory with that dim outermost: the unsharded parameter
+            is a view of its shape that is not contiguous unless the dim is 0. Its placement is a ``RaggedShard``; see docs/ragged.md.
         param_init_fn: Called with each module that itself owns a parameter or buffer on the meta device, in
             ``modules()`` order. It gives values, on the device of the mesh, to the tensors that the module owns itself.
             Only that module's parameters are whole at that time; a shared parameter until its last owner had its turn.
@@ -236,7 +236,7 @@ def fully_shard(
             ignored_modules=ignored_modules,
             unused_gradients=options.unused_gradients,
             align=options.align,
-            shard_placement_fn=shard_placement_fn,
+            shard_placement_fn=_on_one_mesh(shard_placement_fn, state.mesh),
             transport=transport_name,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
@@ -267,6 +267,18 @@ def fully_shard(
         built = _build_filled(state, everyone, members, param_init_fn, is_synced=is_synced)
     _execute(state, members, built)
     return module
+
+
+def _on_one_mesh(function: ShardPlacementFn | None, mesh: DeviceMesh) -> ShardPlacementFn | None:
+    """Return ``function``, with the placement in place of torch's ``ShardPlacementResult`` that names ``mesh`` too."""
+
+    def ask(param: nn.Parameter) -> Any:
+        found: Any = function(param)  # type: ignore[misc]  # not None
+        info = getattr(found, "mesh_info", None)
+        is_here = info is not None and info.mesh.device_type == mesh.device_type and info.mesh.mesh.equal(mesh.mesh)
+        return found.placement if is_here else found
+
+    return ask if callable(function) else function
 
 
 def _check_pairs(state: FullyShardState) -> None:

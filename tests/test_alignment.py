@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
@@ -312,3 +314,35 @@ def test_after_a_function_raised_the_module_is_as_it_was() -> None:
     after = [sorted(vars(module)) for module in model.modules()], list(model.parameters())
     assert before[0] == after[0] and all(map(lambda a, b: a is b, before[1], after[1]))
     fully_shard(model, policy={nn.Conv2d}, **WISHES["mixed"])(images(0, 0)).sum().backward()
+
+
+# -- torch's ShardPlacementResult
+
+
+def placed_with(mesh: DeviceMesh, dim: int | None) -> Callable[[nn.Parameter], Any]:
+    placement, info = None if dim is None else Shard(dim), FSDPMeshInfo(mesh, 0)
+    return lambda param: ShardPlacementResult(placement if param.dim() > 1 else None, info)
+
+
+def train_placed(api: Callable[..., Any], dim: int | None) -> list[torch.Tensor]:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), 0)
+    api(model, shard_placement_fn=placed_with(init_device_mesh("cpu", (2,)), dim))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.full((2, 4), 1.0 + step + dist.get_rank())).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_a_shard_placement_result_with_the_mesh_of_the_call_trains_as_on_fsdp2(dim: int | None) -> None:
+    expected = run_ranks(train_placed, 2, fsdp.fully_shard, dim)
+    torch.testing.assert_close(run_threads(train_placed, 2, fully_shard, dim), expected)
+
+
+@on_ranks(2)
+def test_a_shard_placement_result_with_another_mesh_says_what_to_write() -> None:
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    with pytest.raises(ConfigError, match=r"ShardPlacementResult for a parameter.*\n.*'weight'.*\n.*mesh= its mesh"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=placed_with(alone, 0))

@@ -221,7 +221,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         f"hook: None {FUNCTION}; stream: None",
     ),
     "set_reduce_scatter_max_input_buffers": (lambda: {"max_input_buffers": 2}, "max_input_buffers: 3; recurse: True"),
-    "set_post_optim_event": (lambda: {"event": torch.Event()}, "event:"),
+    "set_post_optim_event": (lambda: {"event": torch.Event()}, "event: None"),
     **{name: (dict, f"{argument} recurse: True") for name, argument in SWITCHES.items()},
     "unshard": (dict, "async_op: True"),
     "finalize_backward": (dict, "async_op: True"),
@@ -234,7 +234,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "set_modules_to_forward_prefetch": (dict, "modules: []"),
     "set_modules_to_backward_prefetch": (dict, "modules: []"),
     # What only refuses takes False.
-    "set_allocate_memory_from_process_group_for_comm": (dict, "value:"),
+    "set_allocate_memory_from_process_group_for_comm": (dict, "value: True"),
     "set_symm_mem_for_comm": (dict, "value:"),
     "set_separate_reduce_scatter_group": (dict, "value:"),
 }

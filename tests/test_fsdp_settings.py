@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import logging
 import random
 import re
 from collections.abc import Callable
@@ -160,10 +161,31 @@ def test_unshard_shows_what_a_step_wrote_since_the_backward_that_kept_parameters
 @on_ranks(2)
 def test_an_event_on_the_cpu_changes_nothing() -> None:
     model = sharded()
-    for kind in (torch.Event, torch.cpu.Event):
-        model.set_post_optim_event(kind())
+    for event in (torch.Event(), torch.cpu.Event(), None):
+        model.set_post_optim_event(event)
         loss(model, own_seed(0)).backward()
-    assert_same(gradients(model), plain_gradients(2, [0, 0]))
+    assert_same(gradients(model), plain_gradients(2, [0, 0, 0]))
+
+
+@on_ranks(2)
+def test_wishes_for_speed_alone_change_nothing_and_are_logged() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("composable")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        model = sharded()
+        model._set_unshard_async_op(True)
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert sum("(True) changes nothing: " in line for line in lines) >= 2
+    loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
 
 
 # -- unshard_in_backward
@@ -569,7 +591,7 @@ def test_a_root_that_goes_over_to_other_streams_between_steps_stays_in_order() -
 REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "all-reduce": (lambda m: m.set_requires_all_reduce(False), ConfigError, "of a 1-D mesh need none"),
     "memory": (lambda m: m.set_symm_mem_for_comm(), ConfigError, "torch's memory"),
-    "async op": (lambda m: m._set_unshard_async_op(True), ConfigError, "stream of their own"),
+    "async op": (lambda m: m._set_unshard_async_op(3), ConfigError, "stream of their own"),
     "no buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), ConfigError, "is 0"),
     "part: mode": (lambda m: m.blocks[0].set_manual_backward_finalization(True), UsageError, "for the root"),
     "part: end": (lambda m: m.blocks[0].finalize_backward(), UsageError, "for the root"),

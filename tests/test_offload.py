@@ -65,13 +65,15 @@ def test_on_a_mesh_of_cpus_nothing_changes_in_any_bit(policy: OffloadPolicy) -> 
 def test_policies_of_torch_are_taken() -> None:
     asked = [
         TorchOffloadPolicy(),
+        OffloadPolicy,
+        TorchOffloadPolicy,
         TorchCPUOffloadPolicy(),
         TorchCPUOffloadPolicy(pin_memory=False),
         CPUOffload(),
         CPUOffload(offload_params=True),
     ]
     assert [plan(nn.Linear(2, 2), world_size=2, offload_policy=one).offload_policy for one in asked] == [
-        OffloadPolicy(),
+        *[OffloadPolicy()] * 3,
         CPUOffloadPolicy(),
         CPUOffloadPolicy(pin_memory=False),
         OffloadPolicy(),

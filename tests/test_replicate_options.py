@@ -1,7 +1,10 @@
 """The arguments of ``replicate``, those of ``DistributedDataParallel`` beside it: numbers, and what is refused."""
 
+import copy
 import inspect
+import random
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +118,64 @@ def test_names_in_a_list_of_modules_begin_with_the_number_of_the_module() -> Non
     assert [item.fqn for item in replicate.state(model.out).reducer.params if item.fqn.startswith("4")] == ["4.bias"]
 
 
+def replace_ignored(draw: random.Random, several: bool) -> dict[str, bool]:
+    """Return for each parameter whether its gradient is this rank's own, after what is ignored was replaced."""
+    rank = dist.get_rank()
+    model = make_model("mlp", seed=0)
+    way = draw.choice(["names", "parameters", "modules", "mark"])
+    if way == "mark" and not several:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["out.weight"])
+        replicate(model)
+    else:
+        options: dict[str, Any] = {
+            "names": {"ignored_params": ["4.weight" if several else "out.weight"]},
+            "modules": {"ignored_modules": [model.out]},
+        }
+        chosen = options.get(way, {"ignored_params": [model.out.weight]})
+        replicate([model.inp, *model.blocks, model.out] if several else model, **chosen)
+    for _ in range(3):
+        if way == "modules" and not several and draw.random() < 0.5:
+            model.out = nn.Linear(model.out.in_features, model.out.out_features)
+        else:
+            model.out.weight = nn.Parameter(torch.randn_like(model.out.weight))
+        if draw.random() < 0.5:
+            backward(model, rank)
+        if draw.random() < 0.3:
+            model = copy.deepcopy(model)
+    model.zero_grad()
+    backward(model, rank)
+    own = {}
+    for fqn, param in model.named_parameters():
+        mean = param.grad.clone()
+        dist.all_reduce(mean)
+        own[fqn] = not torch.allclose(param.grad, mean / 2)
+    ignored = ["out.weight", "out.bias"] if way == "modules" else ["out.weight"]
+    return {fqn: is_own == (fqn in ignored) for fqn, is_own in own.items()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_ignored_may_be_replaced_and_stays_this_ranks_own(seed: int) -> None:
+    # As in DDP, which averages what it got when it was made.
+    for found in run_threads(replace_once, 2, seed):
+        assert all(found.values()), found
+
+
+def replace_once(seed: int) -> dict[str, bool]:
+    return replace_ignored(random.Random(seed), seed % 3 == 0)
+
+
 # -- what is refused
+
+
+class ForeignGroup(dist.ProcessGroup):
+    """A process group of another library."""
+
+
+@on_ranks(1)
+def test_a_group_that_torch_does_not_know_is_refused() -> None:
+    for group in (ForeignGroup(0, 1), SimpleNamespace(rank=lambda: 0, size=lambda: 1)):
+        with pytest.raises(ConfigError, match=r"process_group is .*, not a ProcessGroup that this rank is in"):
+            replicate(nn.Linear(2, 2), process_group=group)  # type: ignore[arg-type]
 
 
 def refuse(wrong: dict[str, Any]) -> tuple[str, bool]:

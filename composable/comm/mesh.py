@@ -455,7 +455,8 @@ def resolve_ranks(
         _left_out(mesh, ranks, params, "replicate")
     else:
         group = dist.group.WORLD if process_group is None else process_group
-        if not isinstance(group, dist.ProcessGroup):
+        # Classes of other libraries, such as torchft's, may derive from torch's, which does not know them.
+        if not isinstance(group, dist.ProcessGroup) or not _is_registered(group):
             raise ConfigError(
                 f"process_group is {described(group)}, not a ProcessGroup that this rank is in",
                 fix="pass what torch.distributed.new_group() returned, only on the ranks of the group",
@@ -471,6 +472,13 @@ def resolve_ranks(
         ranks = Ranks.of(group, device_for(device_type))
     wait_like_the_world([ranks])
     return ranks
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
 
 
 def _default_type(params: Iterable[nn.Parameter]) -> str:

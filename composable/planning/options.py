@@ -252,6 +252,8 @@ def _as_offload(policy: object) -> OffloadPolicy:
     """Return this library's policy for ``policy``, which may also be torch's; ``None``: one that offloads nothing."""
     if policy is None or isinstance(policy, OffloadPolicy):
         return policy or NO_OFFLOAD
+    if isinstance(policy, type) and policy.__name__ == "OffloadPolicy":
+        return NO_OFFLOAD  # The class itself, as torch takes it.
     # By their names, as nothing of torch's sharded data parallels is imported here.
     if is_dataclass(policy) and not isinstance(policy, type):
         asked = {one.name: getattr(policy, one.name) for one in fields(policy)}

@@ -320,7 +320,9 @@ def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None
         raise ConfigError(
             f"shard_placement_fn returned {what} for a parameter of {dims} dims",
             at=found.place,
-            fix="return Shard(dim) of a dim that it has, or None for the default",
+            fix="call fully_shard on its module first, with mesh= its mesh, and without that mesh here"
+            if hasattr(placement, "mesh_info")
+            else "return Shard(dim) of a dim that it has, or None for the default",
         )
     return placement.dim % dims
 

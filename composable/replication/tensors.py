@@ -281,10 +281,12 @@ class Ignored:
     Attributes:
         modules: The ignored modules; all modules below them are ignored too.
         tensors: The ignored parameters and buffers of other modules.
+        fqns: Names of all of these, which also what later takes their places has.
     """
 
     modules: frozenset[nn.Module] = frozenset()
     tensors: tuple[torch.Tensor, ...] = ()
+    fqns: frozenset[str] = frozenset()
 
     def ids(self) -> set[int]:
         """Return the ids of all parameters and buffers that are ignored."""
@@ -296,6 +298,7 @@ class Ignored:
         return Ignored(
             frozenset(copy.deepcopy(module, memo) for module in self.modules if module in modules),
             tuple(copy.deepcopy(tensor, memo) for tensor in self.tensors),
+            self.fqns,
         )
 
 
@@ -324,7 +327,12 @@ def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_pa
                 at=f"{place_of_rank()}, {describe_module(one)}",
                 fix="take it out of ignored_modules",
             )
-    return Ignored(frozenset(modules), (*_ignored_tensors(roots, ignored_params), *_marked(roots)))
+    tensors = (*_ignored_tensors(roots, ignored_params), *_marked(roots))
+    left, names = set(map(id, tensors)), name_modules(roots)
+    below = (one for root in roots for one in root.modules())
+    slots = ((one, name, tensor) for one in below for name, tensor in (*one._parameters.items(), *one._buffers.items()))
+    fqns = {join_fqn(names[one], name) for one, name, tensor in slots if id(tensor) in left}
+    return Ignored(frozenset(modules), tensors, frozenset(fqns.union(map(names.__getitem__, modules))))
 
 
 def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iterator[torch.Tensor]:
@@ -459,7 +467,9 @@ def unmanaged_params(roots: Sequence[nn.Module], ignored: Ignored) -> Iterator[t
     for module in managed_modules(roots, ignored.modules):
         for name, param in () if is_left_alone(module) else module._parameters.items():
             if param is not None and id(param) not in left and not is_managed(param):
-                yield join_fqn(name_modules(roots)[module], name), param
+                fqn = join_fqn(name_modules(roots)[module], name)
+                if not any(fqn == one or fqn.startswith(f"{one}.") for one in ignored.fqns):
+                    yield fqn, param
 
 
 def _check_module(module: nn.Module) -> None:
