@@ -182,7 +182,8 @@ def fully_shard(
         shard_placement_fn: A function of a parameter that returns ``Shard(dim)`` or ``None``, as in torch's
             ``fully_shard``, or a ``ShardPlacementResult`` with the mesh of this call. The parameter is cut between
             slices of that dim only, and lies in memory with that dim outermost: the unsharded parameter
-            is a view of its shape that is not contiguous unless the dim is 0. Its placement is a ``RaggedShard``; see docs/ragged.md.
+            is a view of its shape that is not contiguous unless the dim is 0. Its placement is a ``RaggedShard``; see
+            docs/ragged.md.
         param_init_fn: Called with each module that itself owns a parameter or buffer on the meta device, in
             ``modules()`` order. It gives values, on the device of the mesh, to the tensors that the module owns itself.
             Only that module's parameters are whole at that time; a shared parameter until its last owner had its turn.
