@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from composable.comm import Ranks, call_before_destroy, make_host_ranks
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.comm import Ranks, call_before_destroy, explain_waits, make_host_ranks
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.ground.names import as_path, check_bool, check_module, described
 from composable.saving import contents, run_folder
 from composable.saving.entries import names_on_all
@@ -198,13 +198,15 @@ def save_checkpoint(
         check_bool("asynchronous", asynchronous)
         previous = _settle(model)
     arguments = {"folder": str(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
-    names, _ = names_on_all(ranks, model, optimizers, [f"{name}={value!r}" for name, value in arguments.items()])
-    with ranks.agreed():
-        state = contents.state_to_save(model, optimizers, names)
-        packed = None if extra is None else contents.as_data(extra, "extra")
-        if asynchronous:
-            state = contents.staged(state)
-    partial = Path(_on_first(ranks, lambda: str(run_folder.begin(run, step)), f"cannot write to {folder}"))
+    this = f"the save of step {step} to {run}"
+    with _named(this):
+        names, _ = names_on_all(ranks, model, optimizers, [f"{name}={value!r}" for name, value in arguments.items()])
+        with ranks.agreed():
+            state = contents.state_to_save(model, optimizers, names)
+            packed = None if extra is None else contents.as_data(extra, "extra")
+            if asynchronous:
+                state = contents.staged(state)
+        partial = Path(_on_first(ranks, lambda: str(run_folder.begin(run, step)), f"cannot write to {folder}"))
     writers = _writers(ranks, previous) if asynchronous else ranks
 
     def publish(sums: dict[str, FileSum]) -> Path:
@@ -215,14 +217,15 @@ def save_checkpoint(
 
     def write() -> Path:
         try:
-            return _write(writers, partial, state, publish)
+            with _named(this):
+                return _write(writers, partial, state, publish)
         except BaseException as error:
             if ranks.rank == 0:
                 # After an error no rank writes any more: all ranks have reported.
                 run_folder.abandon(partial, remove=isinstance(error, Exception))
             raise
 
-    handle = SaveHandle(writers, ranks, f"the save of step {step} to {run}")
+    handle = SaveHandle(writers, ranks, this)
     if asynchronous:
         _SAVES.last[model] = handle
         handle._run_in_background(write)
@@ -292,7 +295,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         contents.check_fit(metadata, manifest.optimizers, model, names, elsewhere)
         flat = contents.targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
-    with _as_ours(failure), warnings.catch_warnings():
+    with _named(f"the load of {folder}"), _as_ours(failure), warnings.catch_warnings():
         # Without a process group torch warns; here this means a single process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(flat, storage_reader=reader, planner=contents.DataPlanner(folder))
@@ -403,11 +406,25 @@ def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
 
 
 @contextmanager
+def _named(call: str) -> Iterator[None]:
+    """Name ``call`` in the error of a wait for ranks that are gone."""
+    try:
+        with explain_waits():
+            yield
+    except DesyncError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+        raise DesyncError(f"{call} has not ended: {error.what}", at=error.at, fix=error.fix) from error.__cause__
+
+
+@contextmanager
 def _as_ours(what: str) -> Iterator[None]:
     """Turn an error of torch's writers and readers, the same on every rank, into an error of this library."""
     try:
         yield
     except CheckpointException as error:
+        if (own := error.failures.get(Ranks.of_world().rank)) and not isinstance(own[0], Exception):
+            raise own[0] from None  # Ctrl-C, which torch wraps too.
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, ComposableError):
             raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
