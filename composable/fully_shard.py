@@ -143,9 +143,9 @@ def fully_shard(
 
     Every rank of the mesh calls it, with equal arguments on an equal module. From then on ``module.parameters()`` are
     ``RaggedDTensor`` objects of the full shape and the same dtype that hold the piece of this rank; only forward and
-    backward see whole parameters. Each rank keeps its piece of its own values: seed all ranks alike, load afterwards,
-    or use ``sync_module_states``. The module may be on the meta device, and get its values now or later; see
-    docs/memory.md.
+    backward see whole parameters. Each rank keeps its piece of its own values: with other seeds on other ranks, rows of
+    one parameter are draws of different seeds, which no rank can see. Seed all ranks alike, load afterwards, or use
+    ``sync_module_states``. The module may be on the meta device, and get its values now or later: docs/memory.md.
 
     A handle owns the parameters that are gathered and freed together. Without ``policy`` one handle owns every
     parameter below ``module`` that no earlier annotation manages: call it on submodules first and on the root, the

@@ -10,18 +10,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import (
     ConfigError,
     DataParallelMeshDims,
     DefaultState,
+    DesyncError,
     MixedPrecisionPolicy,
     UsageError,
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
     iter_full_params,
+    joinable,
     load_checkpoint,
     load_full_state_dict,
     no_sync,
@@ -463,3 +466,110 @@ def test_a_plan_knows_its_replicas() -> None:
     made = plan(net(), world_size=2, replicas=3, strategy="HYBRID_SHARD", policy={MLPBlock})
     assert "over 2 ranks x 3 replicas" in str(made)
     assert all(one.all_reduces == one.reduce_scatters for one in made.expected_collectives())
+
+
+# Copies that begin different
+
+
+def begin_apart(case: str) -> Any:
+    """Return a model whose copies of shards differ, by one of the ways that users have."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model: Any
+    if case == "meta, reset":
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), nn.LayerNorm(DIM))
+    else:
+        model = net(rank if case in ("seeds", "bf16", "frozen", "a load") else 0)
+    model.requires_grad_(case != "frozen").to(torch.bfloat16 if case == "bf16" else torch.float32)
+    with torch.no_grad():
+        if case == "one bit":
+            model[1].down.bias[-1] += 0.5 if rank == 3 else 0.0
+        elif case == "exchanged":
+            model[0].weight[0, :2] = model[0].weight[0, :2].flip(0) if rank == 2 else model[0].weight[0, :2]
+    model = fully_shard(model, policy={MLPBlock}, mesh=mesh_of((2, 2)))
+    if case.startswith("meta"):
+        model.to_empty(device="cpu")
+    with torch.no_grad():
+        for module in model.modules():
+            if case in ("reset", "meta, reset") and hasattr(module, "reset_parameters"):
+                torch.manual_seed(rank)
+                module.reset_parameters()
+        if case == "written":
+            model[0].weight.fill_(float(rank))
+        elif case == "unshard_params":
+            with unshard_params(model):
+                model[0].weight.fill_(float(rank >= 2))
+        elif case == "a load":
+            model.load_state_dict(net(rank).state_dict())
+    return model
+
+
+CASES = [
+    "seeds",
+    "bf16",
+    "frozen",
+    "one bit",
+    "exchanged",
+    "reset",
+    "meta, reset",
+    "written",
+    "unshard_params",
+    "a load",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(4)
+def test_copies_that_begin_different_are_an_error_on_every_rank(*, case: str) -> None:
+    model = begin_apart(case)
+    dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    with pytest.raises(DesyncError) as caught:
+        model(random_input(0, 4, DIM).to(dtype))
+    text = str(caught.value)
+    assert "hold different values" in text and "sync_module_states=True" in text
+    name = {"one bit": "1.down.bias", "exchanged": "0.weight", "written": "0.weight", "unshard_params": "0.weight"}
+    assert f"parameter '{name.get(case, '')}" in text
+
+
+def train_after(fix: str, folder: str) -> None:
+    rank, plain = dist.get_rank(), net(0)
+    is_synced = fix == "sync_module_states"
+    model = fully_shard(net(rank), policy={MLPBlock}, mesh=mesh_of((2, 2)), sync_module_states=is_synced)
+    if fix == "load_full_state_dict":
+        load_full_state_dict(model, plain.state_dict() if rank == 0 else {})
+    elif fix == "load_checkpoint":
+        save_checkpoint(folder, 1, sharded_net((2, 2)))
+        load_checkpoint(folder, model)
+    model(random_input(rank, 4, DIM)).square().mean().backward()
+    for one in range(4):
+        (plain(random_input(one, 4, DIM)).square().mean() / 4).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fix", ["sync_module_states", "load_full_state_dict", "load_checkpoint"])
+def test_copies_that_a_load_makes_equal_train(tmp_path: Path, fix: str) -> None:
+    run_threads(train_after, 4, fix, str(tmp_path))
+
+
+@on_ranks(4)
+def test_copies_are_compared_once() -> None:
+    model = fully_shard(net(), mesh=mesh_of((2, 2)))
+    with unshard_params(model):
+        model(random_input(0, 4, DIM))
+    root: Any = fully_shard.state(model).root  # type: ignore[union-attr]
+    assert not root.has_begun
+    model(random_input(0, 4, DIM))
+    assert root.has_begun
+
+
+def join_apart() -> str:
+    model = fully_shard(net(dist.get_rank()), mesh=mesh_of((2, 2)))
+    with pytest.raises(DesyncError) as caught, Join([joinable(model, step=list)]):
+        pass
+    return str(caught.value)
+
+
+def test_a_join_compares_copies_for_ranks_without_inputs() -> None:
+    assert all("hold different values" in text for text in run_threads(join_apart, 4))

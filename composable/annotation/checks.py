@@ -6,7 +6,7 @@ holds it whole.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import CellType, FunctionType
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import _traversal_utils
+from composable.comm import ModelRanks, Ranks, compare_in_each
 from composable.engine import (
     META_FIX,
     Handle,
@@ -47,6 +48,7 @@ __all__ = [
     "check_ready",
     "check_views",
     "mark_memory",
+    "compare_copies",
 ]
 
 
@@ -87,6 +89,46 @@ def check_ready(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]
         )
     for flat in (flat for state in states for handle in state._handles for flat in handle.buffers):
         flat.is_new = False
+
+
+@torch.no_grad()
+def compare_copies(handles: Iterable[Handle], models: Mapping[Ranks, ModelRanks]) -> None:
+    """Raise on every rank unless ranks that hold copies of a shard hold equal ones. Collective, if there are copies.
+
+    Args:
+        handles: The handles of a root.
+        models: For the ranks of each handle, the same ranks with those of tensor parallelism.
+
+    Raises:
+        DesyncError: With the first parameter in which copies differ.
+    """
+    texts: dict[Ranks, str] = {}
+    passed_on: list[Ranks] = []
+    for handle in handles:
+        copies, everyone = handle.grid.replicas, handle.grid.everyone
+        if copies is not None and copies.size > 1:
+            found = [
+                f"parameter {handle.from_root(param.fqn)!r} {list(param.shape)} has digest {_digest(param.local)}"
+                for param in handle.params
+            ]
+            texts[copies] = "\n".join([texts.get(copies, ""), *found])
+            passed_on += [everyone, models[everyone].everyone]
+    for ranks in passed_on:
+        texts.setdefault(ranks, "")
+    compare_in_each(
+        dict(sorted(texts.items(), key=lambda item: item[0].order)),
+        what="ranks that hold copies of the same shards hold different values, and would never become equal",
+        fix="call fully_shard(..., sync_module_states=True); or give all ranks the same seed, torch.manual_seed(0), "
+        "before the model is built or initialised; or load the same values on all ranks",
+    )
+
+
+def _digest(piece: torch.Tensor) -> int:
+    """Return a number of the bits of ``piece``, of any shape: sums by rows and by columns, each sum with a weight."""
+    words = piece.detach().reshape(-1).view(torch.int32 if piece.element_size() % 4 == 0 else torch.uint8)
+    rows = words[: len(words) // 256 * 256].view(-1, 256)
+    sums = [rows.sum(1), rows.sum(0), words[rows.numel() :]]
+    return int(sum((one * torch.arange(1, len(one) + 1, device=one.device)).sum() for one in sums))
 
 
 def _buffers_of(states: Sequence[AnnotatedState]) -> Iterator[tuple[tuple[nn.Module, str], torch.Tensor]]:

@@ -102,6 +102,8 @@ class _ModuleHooks:
         if root is None:
             _check_not_traced(module, ())
             root = state.lazy_init()
+        if not root.has_begun:
+            state.begin()
         scheduler = root.scheduler
         forwards, step = scheduler.forwards, scheduler.step
         is_outermost = not step.running and current_graph_task_id() == -1

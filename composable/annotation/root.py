@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.annotation.checks import Additions, check_ready
+from composable.annotation.checks import Additions, check_ready, compare_copies
 from composable.comm import (
     AnnotationStatus,
     Grid,
@@ -163,6 +163,20 @@ class FullyShardState:
             return self.root
         return Root.adopt(self.outermost())
 
+    def begin(self) -> "Root":
+        """Decide the root, and compare copies of shards once, before the first forward. Collective, as ``lazy_init``.
+
+        Not in ``lazy_init``: a load that comes before the first forward decides the root too.
+
+        Raises:
+            DesyncError: Copies differ.
+        """
+        root = self.lazy_init()
+        if not root.has_begun and all(handle.held_with is None for handle in root.handles):
+            compare_copies(root.handles, root.models)
+            root.has_begun = True
+        return root
+
     def enclose(self) -> None:
         """Register this annotation with the annotations below it, which were made before."""
         for state in _states_below(self.modules):
@@ -222,6 +236,8 @@ class Root:
         lent_buffers: The copies that modules hold in place of their buffers while they run.
         has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
         join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
+        models: For the ranks of each handle, the same ranks with those of tensor parallelism.
+        has_begun: Copies of shards were compared.
     """
 
     def __init__(
@@ -235,6 +251,8 @@ class Root:
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
         self.has_looked_at_views = False
+        self.models: Mapping[Ranks, ModelRanks] = {}
+        self.has_begun = False
         # Read from another thread, for ranks that wait; empty once the root is closed.
         self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
         notice_tree(self)
@@ -282,6 +300,7 @@ class Root:
         ranks_of = {handle: found.grid.everyone for found in states for handle in found._handles}
         step.unsharded.find_stale = functools.partial(find_stale, state.grid.everyone, ranks_of)
         root = Root(state, handles, states, scheduler)
+        root.models = models
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(modules[0])
         for handle in handles:

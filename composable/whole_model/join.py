@@ -479,7 +479,7 @@ class _ReplicatedPart:
 def connect(state: State) -> Owner:
     """Connect an annotation as its first forward does; returns the owner of the part. Collective."""
     if isinstance(state, FullyShardState):
-        return state.lazy_init()
+        return state.begin()
     state.transport.connect()
     state.reducer.prepare()
     return state
