@@ -17,7 +17,7 @@ from composable.comm_hooks import (
 )
 from composable.dtensor import RaggedDTensor, fallback_counts, register_ragged, strict_mode, teach_torch
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
-from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from composable.fsdp_module import FSDPModule, UnshardHandle, check_conversions, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import HandleOptions, fully_shard
 from composable.ground.contract import contract, get_registry
@@ -154,6 +154,7 @@ def install() -> None:
     * ``set_model_state_dict``, ``set_optimizer_state_dict`` and similar functions cut full values for our
       parameters, and refuse values that do not fit before they change anything.
     * Every backward asks annotated models first whether it begins at tensors that are no outputs.
+    * ``Module.to``, ``half`` and similar methods ask the sharded modules below before they convert anything.
     * Every optimizer checks its parameters before each step: a parameter that an annotation has replaced, or
       that has no values, is an error.
 
@@ -167,6 +168,7 @@ def install() -> None:
     teach_torch_to_load()
     check_every_step()
     let_watch_backwards()
+    check_conversions()
 
 
 install()

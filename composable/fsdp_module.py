@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
-from composable.annotation import FullyShardState, call_as_forward, copy_module
+from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module
 from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach, has_written, lost_write
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, described
+from composable.ground.torch_private import ask_before_conversions
 
 __all__ = [
     "REFUSED_SETTERS",
@@ -28,6 +29,7 @@ __all__ = [
     "StepState",
     "UnshardHandle",
     "add_mixin",
+    "check_conversions",
     "register_fsdp_forward_method",
     "remove_mixin",
 ]
@@ -128,8 +130,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
             UsageError: A parameter's dtype would change, or forward or backward is running.
         """
         handles = handles_of(self, recurse=False)
-        for handle in handles_of(self, recurse=True):
-            _check_convertible(handle, fn)
+        _check_all_convertible(self, fn)
         for handle in handles:
             attach(handle)
         whole: list[FlatBuffer] = []
@@ -280,6 +281,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 _SWAP = ClassSwap(FSDPModule, "FSDP")
 add_mixin = _SWAP.add
 remove_mixin = _SWAP.remove
+
+
+def check_conversions() -> None:
+    """Let a plain module ask the sharded modules below it before it converts anything; once in a process."""
+    ask_before_conversions(_check_all_convertible)
+
+
+def _check_all_convertible(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for handle in dict.fromkeys(map(handle_of_module, module.modules())):
+        if handle is not None:
+            _check_convertible(handle, fn)
 
 
 def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

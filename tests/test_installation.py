@@ -80,6 +80,7 @@ def test_installing_again_changes_nothing() -> None:
         return [
             dtensor.distribute_tensor.__code__,
             dtensor.DTensor.redistribute,
+            torch.nn.Module._apply,
             dcp_state_dict._load_model_state_dict,
             dcp_state_dict._load_optim_state_dict,
             len(torch_optimizer._global_optimizer_pre_hooks),

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 import torch
@@ -469,3 +469,23 @@ def _call_body(*args: Any, _body: Any, _original: Any, _only_with: tuple[str, in
     if len(args) <= position and kwargs.get(name) is None:
         return _original(*args, **kwargs)
     return _body(*args, **kwargs)
+
+
+def ask_before_conversions(ask: Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+    """Let ``Module._apply``, which ``to`` and ``half`` call, first call ``ask``; a second call changes nothing.
+
+    torch asks nobody: it converts module by module, and parts that refuse come after parts that are converted.
+    """
+    convert: Any = torch.nn.Module._apply
+    if hasattr(convert, "_asks"):
+        return
+
+    @wraps(convert)
+    def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # Where torch's own code calls, the module around has asked.
+        if recurse and sys._getframe(1).f_code is not convert.__code__:
+            ask(self, fn)
+        return convert(self, fn, recurse)
+
+    _apply._asks = True  # type: ignore[attr-defined]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
