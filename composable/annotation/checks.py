@@ -6,7 +6,7 @@ holds it whole.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import CellType, FunctionType
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import _traversal_utils
-from composable.comm import ModelRanks, Ranks, compare_in_each
+from composable.comm import Grid, ModelRanks, Ranks, compare_in_each
 from composable.engine import (
     META_FIX,
     Handle,
@@ -26,7 +26,7 @@ from composable.engine import (
     refuse_steppers,
     step_torch_optimizers,
 )
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
 from composable.ground.ownership import (
@@ -45,10 +45,9 @@ __all__ = [
     "AnnotatedState",
     "check_on_device",
     "check_own_memory",
-    "check_ready",
+    "check_values",
     "check_views",
     "mark_memory",
-    "compare_copies",
 ]
 
 
@@ -58,20 +57,52 @@ class AnnotatedState(Protocol):
     modules: tuple[nn.Module, ...]
     ignored_modules: frozenset[nn.Module]
     ignored_slots: list[tuple[nn.Module, str]]
+    grid: Grid
     _handles: list[Handle]
 
 
-def check_ready(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
-    """Raise unless all parameters and buffers that ``states`` manage have values; checks this rank only.
+@torch.no_grad()
+def check_values(
+    states: Sequence[AnnotatedState], names: Mapping[nn.Module, str], models: Mapping[Ranks, ModelRanks]
+) -> None:
+    """Raise on every rank unless all that ``states`` manage has values, and copies of shards are equal. Collective.
 
     Args:
-        states: The states of the annotations to check.
+        states: The states of a root.
         names: FQN of every module.
+        models: For the ranks of each handle, the same ranks with those of tensor parallelism.
 
     Raises:
         UsageError: Some have no values; it has their FQNs.
+        DesyncError: Copies differ; it has the first parameter in which they do.
     """
-    check_on_device(states, names)
+    failure: UsageError | None = None
+    try:
+        with located(place_of_rank()):
+            _check_filled(states, names)
+    except UsageError as error:
+        failure = error
+    texts: dict[Ranks, str] = {}
+    for handle in [handle for state in states for handle in state._handles]:
+        copies = handle.grid.replicas
+        if copies is not None and copies.size > 1:
+            fqns = [(param, repr(handle.from_root(param.fqn))) for param in handle.params]
+            lines = [f"parameter {fqn} {list(param.shape)} has digest {_digest(param.local)}" for param, fqn in fqns]
+            texts[copies] = "\n".join([*filter(None, [texts.get(copies)]), *lines])
+    for everyone in [state.grid.everyone for state in states]:
+        texts.setdefault(everyone, "")
+        if everyone in models:
+            texts.setdefault(models[everyone].everyone, "")
+    compare_in_each(
+        dict(sorted(texts.items(), key=lambda item: item[0].order)),
+        failure,
+        what="ranks that hold copies of the same shards hold different values, and would never become equal",
+        fix="call fully_shard(..., sync_module_states=True); or give all ranks the same seed, torch.manual_seed(0), "
+        "before the model is built or initialised; or load the same values on all ranks",
+    )
+
+
+def _check_filled(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
     unfilled = [
         _name_in(names, *param.owners[0])
         for state in states
@@ -89,38 +120,6 @@ def check_ready(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]
         )
     for flat in (flat for state in states for handle in state._handles for flat in handle.buffers):
         flat.is_new = False
-
-
-@torch.no_grad()
-def compare_copies(handles: Iterable[Handle], models: Mapping[Ranks, ModelRanks]) -> None:
-    """Raise on every rank unless ranks that hold copies of a shard hold equal ones. Collective, if there are copies.
-
-    Args:
-        handles: The handles of a root.
-        models: For the ranks of each handle, the same ranks with those of tensor parallelism.
-
-    Raises:
-        DesyncError: With the first parameter in which copies differ.
-    """
-    texts: dict[Ranks, str] = {}
-    passed_on: list[Ranks] = []
-    for handle in handles:
-        copies, everyone = handle.grid.replicas, handle.grid.everyone
-        if copies is not None and copies.size > 1:
-            found = [
-                f"parameter {handle.from_root(param.fqn)!r} {list(param.shape)} has digest {_digest(param.local)}"
-                for param in handle.params
-            ]
-            texts[copies] = "\n".join([texts.get(copies, ""), *found])
-            passed_on += [everyone, models[everyone].everyone]
-    for ranks in passed_on:
-        texts.setdefault(ranks, "")
-    compare_in_each(
-        dict(sorted(texts.items(), key=lambda item: item[0].order)),
-        what="ranks that hold copies of the same shards hold different values, and would never become equal",
-        fix="call fully_shard(..., sync_module_states=True); or give all ranks the same seed, torch.manual_seed(0), "
-        "before the model is built or initialised; or load the same values on all ranks",
-    )
 
 
 def _digest(piece: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.annotation.checks import Additions, check_ready, compare_copies
+from composable.annotation.checks import Additions, check_on_device, check_values
 from composable.comm import (
     AnnotationStatus,
     Grid,
@@ -157,23 +157,20 @@ class FullyShardState:
 
         Raises:
             DesyncError: The ranks annotated different plans.
-            UsageError: A parameter or buffer is still on the meta device, or nothing has filled it, on any rank.
+            UsageError: A parameter or buffer is still on the meta device, on any rank.
         """
         if self.root is not None:
             return self.root
         return Root.adopt(self.outermost())
 
     def begin(self) -> "Root":
-        """Decide the root, and compare copies of shards once, before the first forward. Collective, as ``lazy_init``.
+        """Decide the root, and check the values once, before the first forward. Collective, as ``lazy_init``.
 
-        Not in ``lazy_init``: a load that comes before the first forward decides the root too.
-
-        Raises:
-            DesyncError: Copies differ.
+        Not in ``lazy_init``: a load or an ``unshard_params`` that gives values decides the root too.
         """
         root = self.lazy_init()
         if not root.has_begun and all(handle.held_with is None for handle in root.handles):
-            compare_copies(root.handles, root.models)
+            check_values(root.states, name_modules(root.state.modules), root.models)
             root.has_begun = True
         return root
 
@@ -237,7 +234,7 @@ class Root:
         has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
         join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
         models: For the ranks of each handle, the same ranks with those of tensor parallelism.
-        has_begun: Copies of shards were compared.
+        has_begun: All has values, and copies of shards are equal.
     """
 
     def __init__(
@@ -516,7 +513,7 @@ def _find_failure(
                     )
                 for handle in state._handles:
                     attach(handle)
-            check_ready(states, names)
+            check_on_device(states, names)
     except UsageError as error:
         return error
     return None
