@@ -492,7 +492,8 @@ class Contents:
     def __init__(
         self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]], owner: nn.Module | None = None
     ) -> None:
-        found = list(modules)
+        # Nothing can be added to scripted modules, and they make other objects in each look.
+        found = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         # Some containers get a new dict when a module in them is deleted.
         parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
         self._parents: list[Any] = [proxy(one) if one is owner else one for one in parents]

@@ -16,7 +16,14 @@ from torch.distributed.tensor import Shard
 
 from composable.errors import ConfigError
 from composable.ground.contract import get_registry
-from composable.ground.names import answer_of, class_name, described, list_text, plain_fqn, readable_twice
+from composable.ground.names import (
+    answer_of,
+    class_name,
+    described,
+    list_text,
+    plain_fqn,
+    readable_twice,
+)
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (
     NO_CASTS,
@@ -125,6 +132,16 @@ def make_plan(
     cuts = _choose_cuts(params, options)
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
+    scripted = [class_name(root) for root in roots if isinstance(root, torch.jit.ScriptModule)]
+    scripted += [
+        f"parameter {found.fqns[0]!r}" for found in params if isinstance(found.owners[0][0], torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ConfigError(
+            "a scripted or traced module keeps its parameters whole: no others can be put in their place",
+            at=scripted[0],
+            fix="shard the plain module, which torch.compile takes; or leave it out: ignored_modules=[...]",
+        )
     _check_secondary(params, options.frees)
     skipped = skipped_modules(managed, options.mp_policy).keys()
     dtypes = {found: _dtypes_of(found, options.mp_policy, skipped) for found in params}

@@ -409,6 +409,12 @@ def find_tensors(
         ConfigError: A parameter, a buffer or a module cannot be managed.
     """
     for root in roots:
+        if isinstance(root, torch.jit.ScriptModule):
+            raise ConfigError(
+                "a scripted or traced module takes no other class, and so no annotation",
+                at=f"{place_of_rank()}, {describe_module(root)}",
+                fix="call replicate on a module around it, as replicate(nn.Sequential(module))",
+            )
         if type(root).forward is nn.Module.forward and "forward" not in root.__dict__:
             raise ConfigError(
                 f"{class_name(root)} has no forward, so replicate cannot know when it runs",
