@@ -55,6 +55,7 @@ from composable.ground.torch_private import (
 __all__ = [
     "annotating",
     "calling",
+    "check_store",
     "diverged",
     "explain_waits",
     "explained",
@@ -196,6 +197,22 @@ def watch_ranks() -> None:
         _WATCH.start()
 
 
+def check_store() -> None:
+    """Raise unless the store of the default group answers: torch tries for minutes to reach one that has ended.
+
+    Raises:
+        DesyncError: The process that holds the store has ended.
+    """
+    try:
+        store_of_default_group().check(["composable watch"])
+    except dist.DistError as error:
+        raise DesyncError(
+            f"the store of the process group does not answer: {str(error).splitlines()[0]}",
+            at=place_of_rank(),
+            fix="keep the process that holds it, torchrun's or that of rank 0, until all ranks have ended; start again",
+        ) from error
+
+
 class _Watch:
     """The watchdog of a process: the limit, the thread for the default process group, and why groups were closed."""
 
@@ -219,6 +236,7 @@ class _Watch:
             self.thread = None
         if group is None or not self.limit_s or group.size() == 1:
             return
+        check_store()
         self.thread = _Thread(self, group, self.limit_s)
         self.thread.start()
         atexit.unregister(self.end)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.comm.hang_watchdog import meeting
+from composable.comm.hang_watchdog import check_store, meeting
 from composable.comm.rank_status import call_around
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.names import count_text
@@ -550,6 +550,7 @@ def make_group(
         backend: As ``new_group`` takes it; ``None``: the backend of the default group.
     """
     world = default_group()
+    check_store()
     # Counted before the attempt, so that the ranks' counts stay equal if one rank fails.
     number = next(kept_with(world, ("made", *numbers), lambda: itertools.count(1)))
     # Without spaces, which separate the names of groups in the text of a diagnosis.
