@@ -256,6 +256,7 @@ def _of_mesh(
         raise _refusal("dp_mesh_dims is given without a mesh", "pass the mesh too")
     if mesh is None and is_hybrid:
         mesh = _mesh_of_hosts(params)
+    _check_groups(mesh)
     if not isinstance(mesh, DeviceMesh) or (dims is None and mesh.ndim != 2):
         shard_mesh = _resolve_mesh(mesh, params, caller=caller)
         if is_hybrid:
@@ -416,6 +417,15 @@ def _check_world(caller: str) -> None:
         )
 
 
+def _check_groups(mesh: object) -> None:
+    """Refuse a mesh of this rank without process groups."""
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
+        try:
+            mesh.get_group(0)
+        except (AttributeError, RuntimeError) as error:
+            raise _refusal("the mesh has no process groups", "make it without _init_backend=False") from error
+
+
 def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, caller: str) -> DeviceMesh:
     """Return the user's mesh of one dim, checked, or else a mesh over all ranks. Raises as ``resolve_grid``."""
     if mesh is None:
@@ -423,9 +433,12 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
     if not isinstance(mesh, DeviceMesh):
         raise _refusal(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", "pass init_device_mesh(...)")
     if mesh.ndim != 1:
+        verb = "averages" if caller == "replicate" else "shards"
+        name = (mesh.mesh_dim_names or ("name",))[0]
+        named = "" if mesh.mesh_dim_names else "; name them first: init_device_mesh(..., mesh_dim_names=...)"
         raise _refusal(
-            f"mesh has {mesh.ndim} dims {tuple(mesh.mesh.shape)}; {caller} shards over exactly one",
-            "pass one dim of it, such as mesh['dp']",
+            f"mesh has {mesh.ndim} dims {tuple(mesh.mesh.shape)}; {caller} {verb} over exactly one",
+            f"pass one dim of it, such as mesh[{name!r}]{named}",
         )
     if mesh.get_coordinate() is None:
         fix = f"call {caller} only on the ranks of the mesh {mesh.mesh.tolist()}"
@@ -451,6 +464,7 @@ def resolve_ranks(
         raise ConfigError("both mesh and process_group are given", fix="pass one of them")
     _check_world("replicate")
     if mesh is not None:
+        _check_groups(mesh)
         ranks = Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
         _left_out(mesh, ranks, params, "replicate")
     else:
