@@ -12,6 +12,7 @@ what one leaves of its time the next ones have. ``DIR/results.jsonl`` has a line
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from tests.gpu.rules import rules
 
 REPO = Path(__file__).resolve().parent.parent.parent
 # How long after its own limit a part is ended.
-GRACE_S = 15.0
+GRACE_S = 30.0
 # The most processes that share cases: each has its own context of some hundred megabytes on the device.
 MOST_PROCESSES = 10
 TESTS = "test_cuda.py test_cuda_offload.py test_cuda_replicate.py collectives/test_transports.py".split()
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 
     Attributes:
         title: What it does.
-        share: How much of the time it may take.
+        share: How much of the time it may take, beside the others.
         is_shared: Several processes share its cases.
         run: Does it: ``run(device, report, until=, is_toy=)``; ``None``: other programs do.
     """
@@ -54,8 +55,8 @@ class Part(NamedTuple):
 
 PARTS = {
     "tests": Part("Tests marked `cuda`", 0.15, False, None),
-    "example": Part("The example, under torchrun", 0.10, False, None),
-    "rules": Part("Rules of a step", 0.10, False, rules),
+    "example": Part("The example, under torchrun", 0.16, False, None),
+    "rules": Part("Rules of a step", 0.14, False, rules),
     "ranks": Part("Ranks that share the device", 0.20, True, partial(ranks, adverse=False)),
     "adverse": Part("Ranks that share an adverse device", 0.15, True, partial(ranks, adverse=True)),
     "figures": Part("Figures beside FSDP2", 0.30, False, figures),
@@ -176,13 +177,14 @@ def _run_tests(seconds: float, out: Path, results: Path) -> None:
             process.kill()
             process.wait()
     lines = log.read_text().splitlines()
-    for line in lines:
-        if line.startswith(("FAILED ", "ERROR ")):
-            _add(results, {"part": "tests", "case": line.partition(" ")[2], "result": "wrong", "text": ""})
-    is_right = process.returncode == 0
-    text = lines[-1] if lines else ""
-    result = "right" if is_right else "wrong"
-    _add(results, {"part": "tests", "case": "all", "result": result, "text": text if is_right else _tail(log)})
+    failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    for name in failed:
+        _add(results, {"part": "tests", "case": name, "result": "wrong", "text": ""})
+    passed = re.search(r"(\d+) passed", lines[-1] if lines else "")
+    row: Row = {"part": "tests", "case": "all", "result": "right", "passed": int(passed[1]) if passed else 0}
+    if process.returncode != 0:
+        row["result"] = "failed" if failed else "wrong"
+    _add(results, {**row, "text": "" if process.returncode == 0 else _tail(log)})
 
 
 def _run_example(seconds: float, args: argparse.Namespace, results: Path) -> None:
@@ -230,7 +232,7 @@ def _rows(results: Path) -> list[dict[str, Any]]:
 
 
 def _is_failure(row: Row) -> bool:
-    return row.get("result") == "wrong" or row.get("kind") == "error"
+    return row.get("result") in ("wrong", "failed") or row.get("kind") == "error"
 
 
 def report_of(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """Keeps what pages say of a GPU equal to the results in ``benchmarks/results/``.
 
-    python -m tests.gpu.published build/gpu    take these results, and write the pages
+    python -m tests.gpu.published build/gpu    take these results, also of several runs, and write the pages
     python -m tests.gpu.published              write the pages from the results that are there
 
 Each card has a file ``gpu-NAME.jsonl`` there: how many checks of each part were right, the numbers of rules, and the
@@ -40,11 +40,21 @@ def taken(rows: Rows) -> Rows:
     kept: Rows = []
     for part in dict.fromkeys(row["part"] for row in rows):
         of_part = [row for row in rows if row["part"] == part and "ended_after_s" not in row]
-        counts = Counter(str(row["result"]) for row in of_part if "result" in row)
-        if counts:
+        of_part = [row for row in of_part if row.get("kind") != "skipped"]  # there was no time for it
+        counts = Counter(str(row["result"]) for row in of_part if "result" in row and "passed" not in row)
+        counts["right"] += sum(row.get("passed", 0) for row in of_part)
+        if counts.total():
             kept.append({"part": part, "kind": "counts", **dict(sorted(counts.items()))})
         kept += [row for row in of_part if row.get("result") == "wrong" or "kind" in row or len(row) > 6]
-    return kept
+    seen: set[str] = set()
+    return [row for row in kept if row.get("kind") not in ("device", "matmul") or not _add_to(seen, str(row["kind"]))]
+
+
+def _add_to(seen: set[str], kind: str) -> bool:
+    """Say whether ``kind`` was in ``seen``, and add it."""
+    was_there = kind in seen
+    seen.add(kind)
+    return was_there
 
 
 def of_kind(rows: Rows, kind: str, **fields: Any) -> Rows:
@@ -117,10 +127,11 @@ def with_section(page: str, text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Publish the results of a folder, if one is named, and write the pages."""
-    for folder in arguments:
-        rows = [json.loads(line) for line in Path(folder, "results.jsonl").read_text().splitlines()]
-        (device,) = of_kind(rows, "device")
+    """Publish the results of folders, of runs on one card, if any are named, and write the pages."""
+    rows = [json.loads(line) for folder in arguments for line in Path(folder, "results.jsonl").read_text().splitlines()]
+    if rows:
+        device, *others = of_kind(rows, "device")
+        assert all(other["card"] == device["card"] for other in others), "results of two cards"
         name = re.sub(r"[^a-z0-9]+", "-", str(device["card"]).lower().removeprefix("nvidia ")).strip("-")
         lines = [json.dumps(row) for row in taken(rows)]
         (RESULTS / f"gpu-{name}.jsonl").write_text("\n".join(lines) + "\n")
