@@ -209,8 +209,10 @@ def test_the_package_keeps_its_budget() -> None:
     """Limits only fall: who adds a file or a hundred lines takes as much away first, or says here why not."""
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     # Of these 250 for what optimizers and weights of others build on, 210 for what no_sync keeps and for orders that
-    # differ, 770 for drawings of plans and steps, 320 for checks of what others can write.
-    assert sum(lines.values()) <= 33_750
+    # differ, 770 for drawings of plans and steps, 320 for checks of what others can write, 350 for ranks that share a
+    # device, 1,100 for what hidden losses, kept parameters, writes in forward, conversions and copies that begin
+    # different did in silence. Lists of names that a face has were taken away.
+    assert sum(lines.values()) <= 34_560
     assert len(FILES) <= 104
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 600} == {}

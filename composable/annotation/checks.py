@@ -40,16 +40,6 @@ from composable.ground.torch_hooks import Contents, values_held_by
 from composable.ground.torch_private import optimizers_in_backward
 from composable.planning import managed_modules, name_modules
 
-__all__ = [
-    "Additions",
-    "AnnotatedState",
-    "check_on_device",
-    "check_own_memory",
-    "check_values",
-    "check_views",
-    "mark_memory",
-]
-
 
 class AnnotatedState(Protocol):
     """The attributes of an annotation's state that the checks read."""

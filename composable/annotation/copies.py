@@ -22,8 +22,6 @@ from composable.ground.frames import in_backward, modules_of_copy, reaches_out
 from composable.ground.names import describe_module
 from composable.ground.ownership import is_left_alone, leave_alone
 
-__all__ = ["AnnotatedPart", "copy_module"]
-
 
 class AnnotatedPart:
     """A part of a model: some modules, with their handles and states of ``fully_shard``.

@@ -43,9 +43,6 @@ from composable.ground.torch_private import (
     tree_map,
 )
 
-__all__ = ["call_as_forward", "register_fully_shard_hooks"]
-
-
 T = TypeVar("T")
 
 

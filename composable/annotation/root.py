@@ -51,8 +51,6 @@ from composable.ground.names import class_name, module_text
 from composable.ground.torch_hooks import at_end_of_backward, put_outermost
 from composable.planning import ShardPlan, managed_modules, name_modules
 
-__all__ = ["FullyShardState", "Root", "find_companions", "handle_of_module", "model_ranks_of", "sharded_state_of"]
-
 _COMPARISON = "the comparison of plans before the first forward"
 
 

@@ -52,19 +52,6 @@ from composable.ground.torch_private import (
     store_of_default_group,
 )
 
-__all__ = [
-    "annotating",
-    "calling",
-    "check_store",
-    "diverged",
-    "explain_waits",
-    "explained",
-    "meeting",
-    "set_divergence_timeout",
-    "watch_ranks",
-]
-
-
 _T = TypeVar("_T")
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
 DEFAULT_S = 30.0

@@ -27,19 +27,6 @@ from composable.errors import ConfigError, UsageError, place_of_rank, warn_once
 from composable.ground.names import described
 from composable.ground.torch_private import joined_meshes, root_mesh
 
-__all__ = [
-    "DataParallelMeshDims",
-    "Grid",
-    "GroupOrPair",
-    "ModelRanks",
-    "check_inside",
-    "group_of_rows",
-    "joined_mesh",
-    "resolve_grid",
-    "resolve_ranks",
-]
-
-
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 

@@ -19,17 +19,6 @@ from composable.comm.ranks import Ranks, default_group, hosts_of, kept_with, mak
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
 from composable.ground.torch_private import replace_body
 
-__all__ = [
-    "OwnTransport",
-    "call_before_destroy",
-    "choose_transport_for",
-    "host_transport_of",
-    "make_host_ranks",
-    "part_of",
-    "settle_transport_for",
-    "transport_of",
-]
-
 
 def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
     """Return the name of the transport that suits these ranks if they all share a host. Not collective.

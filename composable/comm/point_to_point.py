@@ -26,9 +26,6 @@ import torch.distributed as dist
 from composable.comm.ranks import make_group
 from composable.comm.transport import Messages, Pending, ProcessGroupTransport, register_transport
 
-__all__ = ["MAX_RANKS", "PointToPointTransport", "never_preempt", "threads_of_process"]
-
-
 # Each peer costs the host one send and one receive, 10 us together; gloo's own all-gather
 # costs it 12 us whatever the number of peers.
 MAX_RANKS = 8

@@ -35,32 +35,6 @@ from composable.ground.frames import call_in, outwards, place_in, runs_backward
 from composable.ground.names import as_kind, ranks_text
 from composable.ground.torch_private import groups_of_process, started_in
 
-__all__ = [
-    "COUNTED",
-    "ORDERED",
-    "AnnotationStatus",
-    "Diagnosis",
-    "Meeting",
-    "Order",
-    "RankStatus",
-    "Started",
-    "Tree",
-    "Wait",
-    "Waiting",
-    "call_around",
-    "described",
-    "diagnose",
-    "group_in",
-    "is_torchs_wait",
-    "local_status",
-    "name_of",
-    "notice_transport",
-    "notice_tree",
-    "transports_of",
-    "waiting_here",
-]
-
-
 # In place of a tag: a transport's collective in the order of its group, and one that torch.distributed counts there.
 ORDERED = -1
 COUNTED = -2

@@ -45,25 +45,6 @@ from composable.ground.torch_private import (
     traceable_collectives,
 )
 
-__all__ = [
-    "Ranks",
-    "all_reduce_in",
-    "compare_in_each",
-    "default_group",
-    "device_for",
-    "hosts_of",
-    "kept_with",
-    "known_hosts",
-    "make_group",
-    "number_hosts",
-    "reduce_scatter_in",
-    "rows_of_hosts",
-    "told_timeout",
-    "wait_for_work",
-    "wait_like_the_world",
-]
-
-
 _T = TypeVar("_T")
 _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 # Messages of `are_alike` travel under a tag that nothing else here uses.

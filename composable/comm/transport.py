@@ -29,19 +29,6 @@ from composable.comm.ranks import kept_with
 from composable.errors import ConfigError
 from composable.ground.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
 
-__all__ = [
-    "DONE",
-    "Messages",
-    "Pending",
-    "ProcessGroupTransport",
-    "Transport",
-    "choose_transport",
-    "register_transport",
-    "transport_class",
-    "transport_names",
-]
-
-
 # The dtypes that every backend can gather and broadcast. Other dtypes travel as bytes.
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}

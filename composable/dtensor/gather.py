@@ -34,28 +34,6 @@ from composable.ground.torch_private import (
     tree_map_only,
 )
 
-__all__ = [
-    "RECORD",
-    "GatheredView",
-    "Rule",
-    "count_fallback",
-    "fallback_counts",
-    "gather_and_run",
-    "gather_block",
-    "gather_full",
-    "is_parameter",
-    "is_replicated",
-    "make_stale_view",
-    "note_written",
-    "replicate",
-    "shares_cut",
-    "strict_mode",
-    "widest",
-    "wrap",
-    "written",
-]
-
-
 # (tensor subclass, operation, args, kwargs) -> result
 Rule: TypeAlias = Callable[[Any, OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 

@@ -17,9 +17,6 @@ from composable.dtensor.packed import values_of
 from composable.dtensor.spec import RaggedLayout, replicated_spec
 from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
-__all__ = ["NormParts", "any_or_all", "cut_dims", "norm_of_list", "summed_in", "unscale", "vector_norm"]
-
-
 aten = torch.ops.aten
 
 

@@ -33,9 +33,6 @@ from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice
 from composable.errors import UsageError
 from composable.ground.torch_private import OpOverload, dtensor_new, tree_leaves
 
-__all__ = ["rule_for"]
-
-
 aten = torch.ops.aten
 
 # An unknown list operation gathers: new ones need not be element-wise (`_foreach_mm` is not).

@@ -9,8 +9,6 @@ import torch
 
 from composable.ground.torch_private import disabled_torch_function
 
-__all__ = ["PackedPiece", "memory_of", "values_of", "write_values"]
-
 
 def memory_of(local: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that holds a piece [local_shape]: the piece itself, or the tensor inside its class."""

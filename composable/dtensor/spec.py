@@ -29,25 +29,6 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
 from composable.planning import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
 
-__all__ = [
-    "Label",
-    "RaggedLayout",
-    "RaggedSpec",
-    "Split",
-    "chunks_of",
-    "layout_of",
-    "parts_of",
-    "piece_at",
-    "ragged_spec",
-    "replicated_spec",
-    "slice_block",
-    "slice_full",
-    "spec_of_placements",
-    "splits_of",
-    "with_dim",
-    "write_items_of",
-]
-
 
 class Label(Protocol):
     """The identity of a parameter. ``str(label)`` is its name in messages.

@@ -54,19 +54,6 @@ from composable.ground.torch_private import (
 )
 from composable.planning import RaggedShard
 
-__all__ = [
-    "RaggedDTensor",
-    "assign_grad",
-    "check_finished",
-    "note_finished",
-    "note_unfinished",
-    "register_ragged",
-    "was_zeroed",
-    "watch_zeroing",
-    "wrap_ragged",
-]
-
-
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data

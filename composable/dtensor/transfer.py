@@ -35,9 +35,6 @@ from composable.ground.torch_private import (
 )
 from composable.planning import RaggedShard, strides_of
 
-__all__ = ["PieceExchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
-
-
 # Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
 _PACKED_ALIGN = 16
 # Pieces below this many bytes travel together: a message costs as much as copying this much.

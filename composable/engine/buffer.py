@@ -38,9 +38,6 @@ from composable.planning import (
     local_shape,
 )
 
-__all__ = ["FREED", "AccumulatedGradients", "FlatBuffer", "SecondaryShards"]
-
-
 _PLAIN = (torch.Tensor, nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # Version of unsharded parameters whose memory is freed, or being filled: shards never get that far.

@@ -28,8 +28,6 @@ from composable.ground.frames import in_region
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
 
-__all__ = ["Agreement", "GradientFinalizer", "HandleChoices", "find_stale", "stepped_already"]
-
 
 class GradientFinalizer:
     """Takes gradients from the leaves of one root and gives them, reduced, to the sharded parameters.

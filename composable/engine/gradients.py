@@ -34,28 +34,6 @@ from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import foreach_copy_, optimizers_in_backward
 from composable.planning import BufferPlan, ShardSplit, Span
 
-__all__ = [
-    "ELEMENT_WISE",
-    "GRADIENT_BUFFERS",
-    "GradientBuffer",
-    "GradientShape",
-    "Gradients",
-    "Stepper",
-    "check_backward",
-    "forget_torch_hooks",
-    "give_torch_optimizers",
-    "has_stepped",
-    "has_torch_optimizer",
-    "mark_stepped",
-    "refuse_graph_of_backward",
-    "refuse_steppers",
-    "step_torch_optimizers",
-    "stepper_of",
-    "steps_alone",
-    "unmark_stepped",
-]
-
-
 Stepper: TypeAlias = Callable[[Sequence[nn.Parameter]], None]
 
 # Optimizers that compute an element's update from its own parameter, gradient and state alone.

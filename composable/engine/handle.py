@@ -28,9 +28,6 @@ from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import set_versions
 from composable.planning import HandlePlan
 
-__all__ = ["FIX_COPY", "GradientLedger", "Handle", "HandleSettings", "HandleStep", "handle_of", "waits_for_copies"]
-
-
 FIX_COPY = "deep-copy the whole model, {names} or a module around it, in one call"
 
 

@@ -15,21 +15,6 @@ from composable.ground.frames import is_functional_call
 from composable.ground.names import class_name, list_text, module_text
 from composable.planning import mark_replaced
 
-__all__ = [
-    "LOADED",
-    "ParamLabel",
-    "attach",
-    "check_held",
-    "checksum_of",
-    "has_written",
-    "lies_in_buffer",
-    "lost_write",
-    "misplaced",
-    "refuse_strangers",
-    "written_too_early",
-]
-
-
 LOADED = "_composable_loaded"  # Mark of a parameter that a load has assigned; set in ownership.py.
 
 

@@ -34,9 +34,6 @@ from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import without_flat_weight_refs
 from composable.planning import Form, SplitNode, mark_replaced
 
-__all__ = ["Faces", "Lent", "Misplaced", "Owner", "ParamView", "ShardedParam", "memory_in"]
-
-
 Owner = tuple[nn.Module, str]
 
 

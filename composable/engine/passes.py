@@ -40,8 +40,6 @@ from composable.ground.torch_private import (
     split_backward_code,
 )
 
-__all__ = ["Backwards", "Forwards"]
-
 
 class Backwards:
     """Runs the backwards of one root, and forgets those that were cut short, with the forwards before them.

@@ -17,21 +17,6 @@ import torch
 
 from composable.comm import Pending, Transport
 
-__all__ = [
-    "AllReducePath",
-    "CopyGather",
-    "Gather",
-    "GradientPath",
-    "KeptShards",
-    "Reduction",
-    "Replicas",
-    "RestingPlace",
-    "ScatterPath",
-    "SumPath",
-    "ThenPath",
-    "Whole",
-]
-
 
 @dataclass(frozen=True)
 class RestingPlace:

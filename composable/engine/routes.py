@@ -38,9 +38,6 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.frames import modules_of_copy
 from composable.ground.names import describe_module, described
 
-__all__ = ["DEFAULT_COMMS", "Comms", "HookFunction", "Registration", "Routes", "nearest", "reduced_otherwise"]
-
-
 HookFunction: TypeAlias = Callable[..., Any]
 
 

@@ -15,8 +15,6 @@ from composable.engine.unsharded import Streams, drop_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Runs the handles of one root.

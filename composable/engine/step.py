@@ -35,9 +35,6 @@ from composable.engine.unsharded import Streams, Unsharded, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import current_graph_task_id
 
-__all__ = ["LED", "Companion", "Completion", "RootSettings", "Step", "StepEvent", "StepListener"]
-
-
 # Clock for the end of a follower's call, which decides nothing: its leader's calls decide.
 LED = math.inf
 # How many forwards of a root, and nodes of a loss, are looked at before a backward: each costs half a microsecond.

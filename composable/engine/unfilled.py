@@ -14,9 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from composable.ground.torch_private import OpOverload, TorchDispatchMode
 
-__all__ = ["META_FIX", "MarkedMemory", "is_unfilled", "mark_unfilled"]
-
-
 META_FIX = (
     "model.to_empty(device=...) and then initialise or load; or fully_shard(..., param_init_fn=...); "
     "or fully_shard(..., sync_module_states=True) with values on the first rank"

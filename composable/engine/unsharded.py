@@ -27,9 +27,6 @@ from composable.ground.frames import in_region, watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
 
-__all__ = ["DeviceStreams", "HostStreams", "Streams", "Unsharded", "streams_for"]
-
-
 _do_nothing: Callable[[], Any] = partial(bool)
 
 

@@ -34,19 +34,6 @@ from composable.ground.torch_private import (
     tree_map,
 )
 
-__all__ = [
-    "CastBuffers",
-    "CastInputs",
-    "LendHook",
-    "Lending",
-    "LentBuffers",
-    "LowPrecisionParams",
-    "ParamSlot",
-    "cast_floats",
-    "keep_dtype",
-]
-
-
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 

@@ -28,21 +28,6 @@ from torch import nn
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.names import SUCCESSOR, check_call, describe_module
 
-__all__ = [
-    "Annotation",
-    "AnnotationFn",
-    "annotated_below",
-    "check_not_joined",
-    "contract",
-    "excludes",
-    "get_registry",
-    "managing_state",
-    "remove_annotation",
-    "remove_member",
-    "set_member",
-]
-
-
 _P = ParamSpec("_P")
 _State = TypeVar("_State")
 _State_co = TypeVar("_State_co", covariant=True)

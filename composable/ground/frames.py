@@ -37,31 +37,6 @@ from composable.ground.torch_private import (
     will_engine_execute_node,
 )
 
-__all__ = [
-    "call_in",
-    "in_backward",
-    "in_backward_of_function",
-    "in_region",
-    "in_split_backward",
-    "in_torch_save",
-    "is_called_again",
-    "is_functional_call",
-    "is_in_model_averager",
-    "is_load",
-    "is_part_of_module",
-    "is_strict_load",
-    "modules_in_call",
-    "modules_of_copy",
-    "outwards",
-    "place_in",
-    "reaches_out",
-    "run_as_call",
-    "runs_backward",
-    "watch_graph",
-    "will_get_gradient",
-]
-
-
 # Functions that users call by other names; empty: around the call of another function.
 _AS_USERS_SAY = {
     "annotate": "",

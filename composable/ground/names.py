@@ -18,37 +18,6 @@ from torch import nn
 
 from composable.errors import ConfigError, SignatureError, UsageError, place_of_rank
 
-__all__ = [
-    "SUCCESSOR",
-    "answer_of",
-    "as_kind",
-    "as_path",
-    "bytes_text",
-    "check_bool",
-    "check_call",
-    "check_device",
-    "check_module",
-    "check_number",
-    "check_optimizer",
-    "check_outside_inference",
-    "class_name",
-    "count_text",
-    "describe_module",
-    "described",
-    "dtype_text",
-    "fqn_in_model",
-    "handle_name",
-    "join_fqn",
-    "list_of_tensors",
-    "list_text",
-    "module_text",
-    "plain_fqn",
-    "ranks_text",
-    "readable_twice",
-    "sibling_lines",
-]
-
-
 # The parts that wrappers of torch add to the names of tensors and modules below them; annotations add none.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")

@@ -22,26 +22,6 @@ from composable.ground.frames import is_load, modules_in_call
 from composable.ground.torch_hooks import before_every_registration
 from composable.ground.torch_private import opaque
 
-__all__ = [
-    "CHANGES",
-    "Claim",
-    "check_callers",
-    "claim",
-    "claim_of",
-    "is_left_alone",
-    "is_managed",
-    "is_sharded",
-    "keep_one",
-    "leave_alone",
-    "mark_managed",
-    "mark_of",
-    "names_left_alone",
-    "release",
-    "rival_on",
-    "watch_registrations",
-]
-
-
 _AVERAGED = "_composable_averaged"
 _SHARDED = "_composable_managed"  # set in engine/handle.py
 

@@ -36,36 +36,6 @@ from composable.ground.torch_private import (
     running_transform,
 )
 
-__all__ = [
-    "Contents",
-    "EndOfBackward",
-    "Ending",
-    "GradientHook",
-    "after_gradients",
-    "after_step",
-    "around_forward",
-    "around_optimizer",
-    "around_state_dict",
-    "at_end_of_backward",
-    "before_every_registration",
-    "before_every_step",
-    "before_forward",
-    "before_gradients",
-    "before_step",
-    "beside_forward",
-    "differentiable_tensors",
-    "hooks_have_run",
-    "in_backward_of_nothing",
-    "inside_forward",
-    "let_watch_backwards",
-    "next_ending_number",
-    "on_gradient",
-    "put_outermost",
-    "tensors_in",
-    "values_held_by",
-    "watch_backwards",
-]
-
 
 class Ending(Protocol):
     """The work of one annotation at the end of a backward.

@@ -35,8 +35,6 @@ from composable.ground.names import check_bool, check_number, list_of_tensors
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
 
-__all__ = ["clip_grad_norm_", "get_total_norm", "ranks_of_param"]
-
 # Keeps the divisor above zero, as in torch.
 _EPSILON = 1e-6
 

@@ -29,8 +29,6 @@ from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
 from composable.optim.rebind import CHECKS_ITSELF, check_parameters, check_replaced, cut_state, is_per_element
 
-__all__ = ["LocalStep", "accelerate_optimizer"]
-
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _State: TypeAlias = defaultdict[Any, dict[Any, Any]]
 # The local gradient of each piece.

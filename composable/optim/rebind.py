@@ -23,17 +23,6 @@ from composable.ground.torch_hooks import before_every_step
 from composable.ground.torch_private import opaque
 from composable.planning import first_replacement, replacement_of
 
-__all__ = [
-    "CHECKS_ITSELF",
-    "check_every_step",
-    "check_parameters",
-    "check_replaced",
-    "cut_state",
-    "is_per_element",
-    "rebind_optimizer",
-]
-
-
 _is_meta = attrgetter("is_meta")
 
 # An optimizer with an attribute of this name decides itself when to check its parameters.

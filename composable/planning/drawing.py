@@ -13,8 +13,6 @@ from xml.sax.saxutils import escape, quoteattr
 
 from composable.ground.names import bytes_text, count_text, list_text
 
-__all__ = ["Canvas", "HandleFigures", "draw_plan", "shortened"]
-
 # In pixels: the picture, its margin, a row, the names; then the place, width and heading of columns of bars.
 _WIDTH, _MARGIN, _ROW, _NAMES = 1000, 24, 38, 240
 _WIDE = (272, 704, "")

@@ -18,15 +18,6 @@ from typing import NamedTuple
 
 from composable.ground.names import bytes_text, count_text, handle_name, sibling_lines
 
-__all__ = [
-    "HandleBytes",
-    "HandleCollectives",
-    "Reduced",
-    "Senders",
-    "Traffic",
-    "peak_of_step",
-]
-
 # Gradient buffers alive at once: one being reduced, one being filled.
 _GRADIENT_BUFFERS = 2
 

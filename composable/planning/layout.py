@@ -25,23 +25,6 @@ import torch
 from composable.errors import ConfigError
 from composable.ground.torch_private import Placement
 
-__all__ = [
-    "Align",
-    "FlatLayout",
-    "Promise",
-    "RaggedShard",
-    "ShardSplit",
-    "Span",
-    "boxes",
-    "in_memory_order",
-    "in_order_of_dims",
-    "layout_of_rows",
-    "local_shape",
-    "order_of",
-    "plan_layout",
-    "strides_of",
-]
-
 Align: TypeAlias = Literal["row", "element", "tensor"] | int
 
 # Padding for row cuts and aligned starts may take at most 1 / this of the buffer.

@@ -18,22 +18,6 @@ from composable.ground.names import answer_of, check_bool, described, dtype_text
 from composable.planning.layout import Align
 from composable.policies import PolicyLike
 
-__all__ = [
-    "NO_CASTS",
-    "NO_OFFLOAD",
-    "AlignLike",
-    "CPUOffloadPolicy",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ParamDtypes",
-    "ShardOptions",
-    "ShardPlacementFn",
-    "ShardingStrategy",
-    "as_mixed_precision",
-    "is_hybrid",
-    "skipped_modules",
-]
-
 # By FQN below the annotated module, or a function of (FQN, parameter) that may return ``None`` for the default.
 AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]

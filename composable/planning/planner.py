@@ -41,8 +41,6 @@ from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, Sh
 from composable.planning.structure import FoundParam, HandleMembers, find_structure, managed_modules, named_roots
 from composable.policies import PolicyLike
 
-__all__ = ["make_plan", "plan"]
-
 
 def plan(
     module: nn.Module | Sequence[nn.Module],

@@ -35,9 +35,6 @@ from composable.planning.layout import FlatLayout, Promise
 from composable.planning.options import NO_CASTS, NO_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy
 from composable.planning.subclasses import Subclass
 
-__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "ShardPlan"]
-
-
 # The most names of a list that a plan prints.
 FQNS_SHOWN = 3
 

@@ -37,20 +37,6 @@ from composable.planning.layout import RaggedShard
 from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
 
-__all__ = [
-    "FoundParam",
-    "HandleMembers",
-    "Replacement",
-    "find_structure",
-    "first_replacement",
-    "make_useless",
-    "managed_modules",
-    "mark_replaced",
-    "name_modules",
-    "named_roots",
-    "replacement_of",
-]
-
 _T = TypeVar("_T")
 _Named: TypeAlias = tuple[str, nn.Module]
 # Containers that nothing calls as one unit. Other modules without forward may have a method that users register.

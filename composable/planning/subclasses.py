@@ -19,8 +19,6 @@ from composable.ground.names import list_text
 from composable.ground.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
 from composable.planning.layout import order_of, strides_of
 
-__all__ = ["PROTOCOL", "Form", "SplitNode", "Subclass", "form_of"]
-
 Kind = Literal["marked", "bytes", "gathered", "split"]
 PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 # The names that a class may define and still compute like an ordinary parameter.

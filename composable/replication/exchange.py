@@ -29,9 +29,6 @@ from composable.replication.rounds import Round, StaticGraph, Stopwatch
 from composable.replication.sparse import SparseGradients
 from composable.replication.tensors import ReducedParam, ReplicateOptions
 
-__all__ = ["GRAPH_CHANGED", "STOPPED", "BucketExchange", "FlagBlock", "Report"]
-
-
 _LOG = logging.getLogger("composable")
 
 # Complaints that a rank may send in place of its number of parameters without a gradient.

@@ -25,8 +25,6 @@ from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import foreach_copy_, foreach_mul, graph_collectives, opaque
 from composable.replication.tensors import local_of
 
-__all__ = ["FORMS", "BufferSync", "broadcast_params", "join_all_reduces", "traced_arrival", "why_untraceable"]
-
 
 class BufferSync:
     """Gives every rank the buffers of the first rank, all in one broadcast.

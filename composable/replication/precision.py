@@ -23,8 +23,6 @@ from composable.planning import (
 )
 from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of
 
-__all__ = ["Precision", "PrecisionPlan", "plan_precision"]
-
 
 @dataclass(frozen=True)
 class PrecisionPlan:

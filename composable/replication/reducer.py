@@ -36,9 +36,6 @@ from composable.replication.outside_buckets import traced_arrival, why_untraceab
 from composable.replication.rounds import JoinListener, KeptWith, Phase, Round, StaticGraph, Stopwatch
 from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of, is_kept_gradient, mark_kept
 
-__all__ = ["Reducer"]
-
-
 _OPEN = Phase.OPEN
 
 

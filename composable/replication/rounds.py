@@ -15,18 +15,6 @@ from composable.ground.torch_private import current_autograd_node, running_trans
 from composable.replication.buckets import Bucket
 from composable.replication.tensors import ReducedParam
 
-__all__ = [
-    "BackwardTiming",
-    "JoinListener",
-    "KeptWith",
-    "Phase",
-    "Round",
-    "StaticGraph",
-    "Stopwatch",
-    "moment",
-    "ms_apart",
-]
-
 
 class Phase(enum.Enum):
     """The phase of a backward.

@@ -9,8 +9,6 @@ from composable.comm import Transport
 from composable.errors import ConfigError, place_of_rank
 from composable.replication.tensors import ReducedParam
 
-__all__ = ["SparseGradients", "check_steppable"]
-
 
 def check_steppable(params: Sequence[ReducedParam]) -> None:
     """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.

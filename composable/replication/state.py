@@ -48,8 +48,6 @@ from composable.replication.rounds import Phase
 from composable.replication.sparse import check_steppable
 from composable.replication.tensors import Ignored, unmanaged_params
 
-__all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
-
 
 def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
     """Do nothing: a compiled graph has no rounds, and refuses the gradients of modules that are lent copies."""

@@ -36,26 +36,6 @@ from composable.ground.ownership import (
 )
 from composable.planning import managed_modules, name_modules, replacement_of
 
-__all__ = [
-    "DelayedAllReduce",
-    "Ignored",
-    "ManagedTensors",
-    "ReducedParam",
-    "ReplicateOptions",
-    "choose_delay",
-    "choose_device",
-    "find_ignored",
-    "find_tensors",
-    "grad_dtype_of",
-    "is_kept_gradient",
-    "local_gradient",
-    "local_of",
-    "mark_kept",
-    "unmanaged_params",
-    "wrapped_like",
-]
-
-
 _KEPT = "_composable_kept"  # the mark on gradients of one rank
 
 

@@ -38,8 +38,6 @@ from composable.saving import contents, run_folder
 from composable.saving.entries import names_on_all
 from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest
 
-__all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
-
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 

@@ -49,18 +49,6 @@ from composable.saving.entries import OptimizerNames, names_of_params, optimizer
 from composable.saving.loads import find_differences
 from composable.saving.run_folder import MANIFEST, METADATA, FileSum, open_regular
 
-__all__ = [
-    "DataPlanner",
-    "DataReader",
-    "apply",
-    "as_data",
-    "check_fit",
-    "read_data",
-    "staged",
-    "state_to_save",
-    "targets",
-]
-
 Optimizers = Sequence[torch.optim.Optimizer]
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})

@@ -31,24 +31,6 @@ from composable.ground.names import check_module, describe_module, described, li
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 
-__all__ = [
-    "Entries",
-    "Names",
-    "OptimizerNames",
-    "agreed_by",
-    "batches",
-    "check_bytes",
-    "check_float",
-    "entries_for",
-    "entries_now",
-    "largest_handle_bytes",
-    "names_of_params",
-    "names_on_all",
-    "optimizer_differences",
-    "ranks_along",
-    "ranks_of",
-]
-
 
 @dataclass(frozen=True)
 class OptimizerNames:

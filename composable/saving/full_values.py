@@ -33,18 +33,6 @@ from composable.saving.entries import (
 )
 from composable.saving.loads import Differences, find_differences, make_room
 
-__all__ = [
-    "BucketLayout",
-    "IncompatibleKeys",
-    "ParamBucket",
-    "full_state_dict",
-    "gather_values",
-    "iter_full_params",
-    "load_full_params",
-    "load_full_state_dict",
-    "plan_buckets",
-]
-
 # A cache line; vector loads and NCCL's fast path need less.
 _ALIGN_BYTES = 64
 

@@ -26,15 +26,6 @@ from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
 from composable.ground.torch_hooks import around_state_dict
 from composable.ground.torch_private import dcp_state_dict, module_load, state_dict_utils
 
-__all__ = [
-    "Differences",
-    "find_differences",
-    "make_room",
-    "register_load_check",
-    "register_room",
-    "teach_torch_to_load",
-]
-
 _MAX_SHOWN = 20
 # An attribute of the last function of torch that is replaced.
 _MARK = "_composable_taught"

@@ -32,24 +32,6 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import as_kind, list_text
 from composable.saving.entries import OptimizerNames
 
-__all__ = [
-    "EXTRA",
-    "MANIFEST",
-    "METADATA",
-    "FileSum",
-    "Manifest",
-    "abandon",
-    "begin",
-    "find_damage",
-    "find_folder",
-    "open_regular",
-    "publish",
-    "read_manifest",
-    "sum_file",
-    "sync_folder",
-    "write_summed",
-]
-
 EXTRA = "extra.pt"
 METADATA = ".metadata"
 MANIFEST = "checkpoint.json"

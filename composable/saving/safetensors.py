@@ -36,8 +36,6 @@ from composable.saving.entries import (
 from composable.saving.full_values import IncompatibleKeys, gather_values, load_full_state_dict
 from composable.saving.run_folder import sync_folder, write_summed
 
-__all__ = ["load_safetensors", "save_safetensors"]
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {

@@ -21,8 +21,6 @@ from composable.features import spread_from
 from composable.ground.names import check_bool, check_module, describe_module, list_text
 from composable.saving.entries import agreed_by, ranks_along
 
-__all__ = ["unshard_params"]
-
 
 class _Options(NamedTuple):
     writeback: bool

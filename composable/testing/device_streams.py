@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from composable.errors import ConfigError
 
-__all__ = ["SimulatedDevice", "poison"]
-
 # About a millisecond, far longer than the kernels of a small model.
 SLEEP_CYCLES = 2_000_000
 # Every floating-point number of such bytes is NaN.

@@ -16,8 +16,6 @@ from composable.errors import ConfigError
 from composable.ground.torch_private import tree_leaves, tree_map
 from composable.testing.simulation import simulate
 
-__all__ = ["Difference", "check_parity"]
-
 BatchFn = Callable[[int, int], Any]
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]

@@ -23,8 +23,6 @@ from composable.ground.torch_private import graph_collectives
 from composable.testing.rendezvous import Board, Call, CollectivePart, GroupKey, Rendezvous, Transfer
 from composable.testing.turn_scheduler import TurnScheduler
 
-__all__ = ["OPS", "Delay", "Drop", "Fault", "FaultPlan", "Raise", "SimulatedGroup", "SimulatedRank"]
-
 Tensors = Sequence[torch.Tensor]
 
 OPS = (

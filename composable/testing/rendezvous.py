@@ -17,8 +17,6 @@ from composable.errors import DesyncError
 from composable.ground.torch_private import without_modes
 from composable.testing.device_streams import SimulatedDevice, poison
 
-__all__ = ["Board", "Call", "CollectivePart", "GroupKey", "Rendezvous", "Transfer"]
-
 
 @dataclass(frozen=True)
 class CollectivePart:

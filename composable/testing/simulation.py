@@ -44,8 +44,6 @@ from composable.testing.turn_scheduler import (
     taking_turns,
 )
 
-__all__ = ["Outcome", "run", "simulate"]
-
 T = TypeVar("T")
 
 

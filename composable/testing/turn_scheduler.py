@@ -30,8 +30,6 @@ import torch
 from composable.errors import DesyncError
 from composable.ground.frames import place_in
 
-__all__ = ["ProcessState", "RankThread", "StartedByRank", "TurnScheduler", "Unwound", "taking_turns"]
-
 _NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, threading.__file__))
 
 # Attributes that `warnings.catch_warnings` replaces, and puts back.

@@ -39,20 +39,6 @@ from composable.ground.torch_private import opaque
 from composable.optim import CHECKS_ITSELF, LocalStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable, replicate_state_of
 
-__all__ = [
-    "BackwardSteps",
-    "ReducingUnit",
-    "State",
-    "check_ranks_below",
-    "nothing_annotated",
-    "params_of",
-    "states_of",
-    "step_in_backward",
-    "unit_of",
-    "units_of",
-]
-
-
 ReducingUnit: TypeAlias = Handle | Reducer
 State: TypeAlias = FullyShardState | ReplicateState
 

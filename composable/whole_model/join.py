@@ -25,8 +25,6 @@ from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
 from composable.replication import ReplicateState
 from composable.whole_model.backward_steps import State
 
-__all__ = ["JoinSteps", "Owner", "connect"]
-
 # The owner of a part, which communicates on its own.
 Owner: TypeAlias = Root | ReplicateState
 # The number of a part of the model, the event that starts there, and its arguments.

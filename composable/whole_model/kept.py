@@ -18,8 +18,6 @@ from composable.ground.torch_hooks import in_backward_of_nothing
 from composable.replication import ReplicateState
 from composable.whole_model.backward_steps import State
 
-__all__ = ["KeptGradients"]
-
 
 class KeptGradients:
     """Annotations that one call set to synchronise again; waits for the next backward in which any of them does.

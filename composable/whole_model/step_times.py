@@ -37,8 +37,6 @@ from composable.planning import Canvas, name_modules, shortened
 from composable.replication import ReplicateState, moment, ms_apart, replicate_state_of
 from composable.whole_model.backward_steps import nothing_annotated, states_of
 
-__all__ = ["Timeline", "TimelineEvent", "timeline"]
-
 # The most steps that are kept, and the most events in a step: forwards before a backward are of one step.
 _MOST_STEPS, _MOST_SPANS = 16, 50_000
 
