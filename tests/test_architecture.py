@@ -213,7 +213,7 @@ def test_the_package_keeps_its_budget() -> None:
     # device, 1,100 for what hidden losses, kept parameters, writes in forward, conversions and copies that begin
     # different did in silence. Lists of names that a face has were taken away.
     assert sum(lines.values()) <= 34_560
-    assert len(FILES) <= 104
+    assert len(FILES) <= 106  # two more: streams of ranks that share a device, packed state of optimizers
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 600} == {}
 
@@ -408,12 +408,17 @@ SHAPE = re.compile(r"(?i)\[[^\]]*\]|shape|scalar|elements|numel|0-dim|dtype")
 
 
 def functions_with_tensors() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield (place, function) for what a file shows, takes or returns tensors, and has a docstring."""
+    """Yield (place, function) for what others use of a file, takes or returns tensors, and has a docstring."""
     for name, tree in TREES.items():
-        lists = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+        folder = name.rpartition(".")[0]
+        trees = [tree, TREES[folder]] if folder.startswith("composable.") else [tree]
+        lists = [node.value for one in trees for node in one.body if isinstance(node, ast.Assign)]
         shown = {text for one in lists if isinstance(one, ast.List) for text in map(ast.unparse, one.elts)}
+        is_open = room_of(name) in OPEN_FOLDERS and name != "composable.ground.torch_private"  # it is a list of names
         for node in tree.body:
-            if not (isinstance(node, ast.FunctionDef | ast.ClassDef) and repr(node.name) in shown):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not is_open and repr(node.name) not in shown:
                 continue
             for one in [node] if isinstance(node, ast.FunctionDef) else node.body:
                 if isinstance(one, ast.FunctionDef) and (one is node or not one.name.startswith("_")):
@@ -426,7 +431,7 @@ def functions_with_tensors() -> Iterator[tuple[str, ast.FunctionDef]]:
 def test_functions_with_tensors_state_shapes() -> None:
     found = dict(functions_with_tensors())
     silent = [place for place, one in found.items() if not SHAPE.search(ast.get_docstring(one) or "")]
-    assert len(found) > 150
+    assert len(found) > 130
     assert len(silent) <= 0.05 * len(found), silent
 
 

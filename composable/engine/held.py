@@ -3,16 +3,20 @@
 A load assigns tensors, whose values are copied into the shards; other tensors are refused.
 """
 
+import re
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from composable.comm import Ranks
+from composable.engine.buffer import FREED
 from composable.engine.handle import Handle, handle_of
 from composable.engine.param import Misplaced, ShardedParam
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_functional_call
 from composable.ground.names import class_name, list_text, module_text
+from composable.ground.torch_private import refusal_of_compiled
 from composable.planning import mark_replaced
 
 LOADED = "_composable_loaded"  # Mark of a parameter that a load has assigned; set in ownership.py.
@@ -131,6 +135,56 @@ def written_too_early(handle: Handle) -> UsageError:
         at=f"{place_of_rank()}, {handle.described}",
         fix="step, load or change parameters after backward; or run forward again",
     )
+
+
+def freed_parameter_read(error: RuntimeError, handles: Sequence[Handle]) -> Exception | None:
+    """Return the error for a backward that met freed parameters of ``handles``; ``None``: it met none of them."""
+    found = re.search(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version " + str(FREED), str(error))
+    if found is None:
+        return None
+    if (refusal := refusal_of_compiled(is_under_way=False)) is not None:
+        return refusal  # It reads all saved tensors before any hook runs.
+    shapes = [[int(size) for size in found[1].split(", ") if size]]
+    shapes.append(shapes[0][::-1])  # Linear saves its weight transposed.
+    met = [
+        (handle, param)
+        for handle in handles
+        for param in handle.params
+        if list(param.shape) in shapes and not handle.is_unsharded
+    ]
+    unset = [one for one in met if not one[0].settings.unshard_in_backward]
+    names = [handle.from_root(param.fqn) for handle, param in unset or met]
+    if not names:
+        return None
+    what, fix = "that nobody gathers: set_unshard_in_backward(False)", "leave that call out for its module"
+    if not unset:
+        what = (
+            "whose memory is freed: a tensor has left the forward of its module by another way than the outputs, "
+            "and the outputs take no part in this backward"
+        )
+        fix = (
+            "add up all losses of one forward and call backward once; or return the tensor from the forward of "
+            "its module; or annotate that module with reshard_after_forward=False"
+        )
+    return UsageError(
+        f"backward reads a parameter {what}", at=f"{place_of_rank()}, parameter {list_text(names)}", fix=fix
+    )
+
+
+def refuse_split_backward(handles: Sequence[Handle]) -> None:
+    """Raise for a stage of torch's pipelines that searches the graph for parameters that modules hold.
+
+    Raises:
+        UsageError: ``unshard_params`` does not show the parameters: the graph has the unsharded ones instead.
+    """
+    if any(handle.held_with is None for handle in handles):
+        raise UsageError(
+            "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), and a sharded "
+            "module holds no whole parameters between forward and backward",
+            at=f"{place_of_rank()}, {handles[0].described}",
+            fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
+            "examples/clients/pipelining.py does, or use a schedule without zero bubble",
+        )
 
 
 class ParamLabel:

@@ -3,7 +3,6 @@
 ``step.py`` decides which handles are complete.
 """
 
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -15,16 +14,14 @@ import torch
 from torch import nn
 
 from composable.comm import described
-from composable.engine.buffer import FREED
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep
-from composable.engine.held import checksum_of, has_written, lost_write
+from composable.engine.held import checksum_of, freed_parameter_read, has_written, lost_write, refuse_split_backward
 from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.unsharded import drop_secondary, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
-from composable.ground.names import list_text
 from composable.ground.torch_hooks import (
     Ending,
     differentiable_tensors,
@@ -35,7 +32,6 @@ from composable.ground.torch_hooks import (
 from composable.ground.torch_private import (
     current_graph_task_id,
     next_node_number,
-    refusal_of_compiled,
     running_transform,
     split_backward_code,
 )
@@ -113,36 +109,7 @@ class Backwards:
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """Return the error for a backward that met freed parameters; ``None``: it did not, or not of this root."""
-        found = re.search(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version " + str(FREED), str(error))
-        if found is None:
-            return None
-        if (refusal := refusal_of_compiled(is_under_way=False)) is not None:
-            return refusal  # It reads all saved tensors before any hook runs.
-        shapes = [[int(size) for size in found[1].split(", ") if size]]
-        shapes.append(shapes[0][::-1])  # Linear saves its weight transposed.
-        met = [
-            (own.handle, param)
-            for own in self._completion.waiting
-            for param in own.handle.params
-            if list(param.shape) in shapes and not own.handle.is_unsharded
-        ]
-        unset = [one for one in met if not one[0].settings.unshard_in_backward]
-        names = [handle.from_root(param.fqn) for handle, param in unset or met]
-        if not names:
-            return None
-        what, fix = "that nobody gathers: set_unshard_in_backward(False)", "leave that call out for its module"
-        if not unset:
-            what = (
-                "whose memory is freed: a tensor has left the forward of its module by another way than the outputs, "
-                "and the outputs take no part in this backward"
-            )
-            fix = (
-                "add up all losses of one forward and call backward once; or return the tensor from the forward of "
-                "its module; or annotate that module with reshard_after_forward=False"
-            )
-        return UsageError(
-            f"backward reads a parameter {what}", at=f"{place_of_rank()}, parameter {list_text(names)}", fix=fix
-        )
+        return freed_parameter_read(error, [own.handle for own in self._completion.waiting])
 
     # Begin
 
@@ -197,20 +164,10 @@ class Backwards:
     def check_split_backward(self) -> None:
         """Raise if a stage of torch's pipelines computes gradients of inputs and of parameters separately.
 
-        Such a stage searches the graph for parameters that modules hold. The graph has the unsharded ones instead.
-
         Raises:
             UsageError: The parameters are not shown by ``unshard_params``.
         """
-        handles = self._step.handles
-        if any(handle.held_with is None for handle in handles):
-            raise UsageError(
-                "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), and a sharded "
-                "module holds no whole parameters between forward and backward",
-                at=f"{place_of_rank()}, {handles[0].described}",
-                fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
-                "examples/clients/pipelining.py does, or use a schedule without zero bubble",
-            )
+        refuse_split_backward(self._step.handles)
 
     def _check_steppers(self) -> None:
         for handle in self._step.handles:
