@@ -338,11 +338,13 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
     clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors) or leaks, leaks=leaks)
     if not tensors:
         return
-    hook = _OutputHook(scheduler, handle, clock)
-    if any(tensor.grad_fn is not None for tensor in tensors):
-        scheduler.step.steps[handle].output = weakref.ref(hook)
+    hook, own = _OutputHook(scheduler, handle, clock), scheduler.step.steps[handle]
     for tensor in tensors:
-        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(scheduler, handle))
+        if tensor.grad_fn is None:
+            on_gradient(tensor, _LeafHook(scheduler, handle))
+        else:
+            own.output = weakref.ref(hook)
+            on_gradient(tensor, hook)
 
 
 def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:

@@ -76,7 +76,7 @@ class Backwards:
         if not waiting:
             return False
         self._is_beside = self._step.is_beside(outputs)
-        lost = sum(own.output() is None for own in waiting)
+        lost = [own.output() for own in waiting].count(None)
         # A forward that was dropped as a whole has nothing to read.
         return self._is_beside or 0 < lost < len(waiting)
 
