@@ -184,10 +184,17 @@ def inside_first(wrap: Callable[[nn.Module], nn.Module], api: Callable[[nn.Modul
     return wrapped
 
 
+def around_a_part(model: nn.Module) -> nn.Module:
+    """Wrap a part of a model that is kept: with the model its annotation would end."""
+    wrapped = ddp(model[1])  # type: ignore[index]  # a Sequential
+    vars(wrapped)["whole"] = model
+    return wrapped
+
+
 TWICE: dict[str, Callable[[Any], nn.Module]] = {
     "DDP around": lambda api: ddp(api(make_model())),
     "DDP around, which came first": lambda api: inside_first(ddp, api),
-    "DDP around a part": lambda api: ddp(api(make_model())[1]),
+    "DDP around a part": lambda api: around_a_part(api(make_model())),
     "DDP around, of a part": lambda api: ddp(nn.Sequential(nn.Linear(DIM, DIM), api(make_model()))),
     "DDP inside": lambda api: api(Around(ddp(make_model()))),
     "on DDP": lambda api: api(ddp(make_model())),
