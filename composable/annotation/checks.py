@@ -281,7 +281,8 @@ def check_views(roots: Sequence[nn.Module]) -> None:
     """
     for module, fqn in name_modules(roots).items():
         values = {name: one for name, one in vars(module).items() if name not in _TORCHS}
-        for name, value in (values | module._buffers).items():
+        values.update(module._buffers.items())  # of a scripted module no dict
+        for name, value in values.items():
             for tensor in _tensors_kept_in(value):
                 storage = None if f"{name}_orig" in module._parameters else _storage_of(tensor)
                 for place in getattr(storage, _CUT, ()):
