@@ -195,11 +195,9 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     known = getattr(_ENDINGS.watchers, "here", None) if current_graph_task_id() == -1 else None
     if not known:
         return original(outputs, *args, **kwargs)
-    watchers = list(known)
-    early = [one for one in watchers if one.reads_early(outputs)]
+    watchers, early = _looked(known, outputs)
     hooks: list[RemovableHandle] = []
     if early:
-        early.sort(key=attrgetter("number"))
 
         @opaque
         def begin(_: object) -> None:
@@ -223,9 +221,24 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     finally:
         for hook in hooks:
             hook.remove()
-        for one in watchers:
-            one.end_unseen(has_failed=has_failed)
+        _end_unseen(watchers, has_failed=has_failed)
     return result
+
+
+# The compiler leaves `_run_watched` alone, but not what it calls.
+
+
+@opaque
+def _looked(known: Iterable[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the watchers, and those that have to gather before a backward from ``outputs`` [any] runs."""
+    watchers = list(known)
+    return watchers, sorted((one for one in watchers if one.reads_early(outputs)), key=attrgetter("number"))
+
+
+@opaque
+def _end_unseen(watchers: Sequence[Any], *, has_failed: bool) -> None:
+    for one in watchers:
+        one.end_unseen(has_failed=has_failed)
 
 
 _ENDINGS = _Endings()

@@ -133,8 +133,7 @@ def test_what_would_use_gradients_that_are_under_way_is_an_error_that_changes_no
             f"{USES[use][1]} with gradients that are not complete: backwards have ended, their reductions have not\n"
             f"  at:  rank {rank}, module MLP\n"
             "  fix: first end the reductions: by a backward after set_is_last_backward(True), or by finalize_backward(), "
-            "with wait() on what it returned; or by a backward after set_requires_all_reduce(True); or, after no_sync, "
-            "by a backward outside of it, or by reduce_gradients(model)"
+            "with wait() on what it returned"
         )
 
 
