@@ -35,7 +35,7 @@ Run: TypeAlias = Callable[[], tuple[str, str]]
 WORLD_SIZES = (1, 2, 4)
 # Random trees of each kind and number of ranks.
 TREES = 12
-TOY_CASES = 6
+TOY_CASES = 2
 # Values of options that are for the CPU.
 HOST_ONLY = ("transport=point_to_point", "offload=copied")
 
@@ -63,7 +63,10 @@ def ranks(
     cases = list(_cases(device))[first::of]
     if is_toy:
         # Of each kind some; on the CPU an adverse device is none.
-        cases = cases[:: max(len(cases) // (2 if adverse else TOY_CASES), 1)]
+        few = {
+            kind: [case for case in cases if case[0].startswith(kind)] for kind in ("options", "program", "replicate")
+        }
+        cases = [case for one in few.values() for case in one[: 1 if adverse else TOY_CASES]]
     for number, (name, run) in enumerate(cases):
         if time.monotonic() > until:
             break
