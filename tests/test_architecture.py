@@ -212,7 +212,7 @@ def test_the_package_keeps_its_budget() -> None:
     # differ, 770 for drawings of plans and steps, 320 for checks of what others can write, 350 for ranks that share a
     # device, 1,100 for what hidden losses, kept parameters, writes in forward, conversions and copies that begin
     # different did in silence. Lists of names that a face has were taken away.
-    assert sum(lines.values()) <= 34_560
+    assert sum(lines.values()) <= 34_580
     assert len(FILES) <= 106  # two more: streams of ranks that share a device, packed state of optimizers
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 600} == {}

@@ -280,7 +280,7 @@ ELSEWHERE = {
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
-    *("contract", "strict_mode", "OffloadPolicy"),
+    *("contract", "get_registry", "strict_mode", "OffloadPolicy"),
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
     *("explain_waits", "reshard", "reset_iter_state", "step_state"),  # take nothing

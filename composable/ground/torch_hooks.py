@@ -384,7 +384,7 @@ def after_gradients(
     return handles
 
 
-def hooks_have_run(param: torch.Tensor, later: Callable[[], None]) -> bool:
+def hooks_have_run(param: torch.Tensor, later: Callable[..., None]) -> bool:
     """Say, in a hook of ``after_gradients``, whether all hooks of users on the gradient of ``param`` [any] have run.
 
     If hooks on the node that accumulates the gradient follow, ``later`` is called after them. If only hooks of

@@ -39,6 +39,11 @@ from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_
 _OPEN = Phase.OPEN
 
 
+def _launch_full(averager: "GradientAverager", *_: object) -> None:
+    # Also a hook of a node, where an exception has cut its registration short.
+    averager._launch_full()
+
+
 class GradientAverager:
     """Runs the rounds of a set of parameters, over the ranks of one transport.
 
@@ -243,7 +248,7 @@ class GradientAverager:
         if not own_round.synchronises or own_round.is_led:
             # The gradients of several modules may come in another order on each rank.
             return
-        if arrived is not None and not hooks_have_run(arrived, self._launch_full):
+        if arrived is not None and not hooks_have_run(arrived, partial(_launch_full, self)):
             return  # Hooks of users may still write to the gradient, or replace it.
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
