@@ -32,6 +32,7 @@ WRITES: dict[str, Write] = {
     "view": lambda w: w.view(-1)[2:4].add_(1.0),
     "data": lambda w: w.data.mul_(0.5),
     "data copy": lambda w: w.data.copy_(F.normalize(w.data)),
+    "data turned": lambda w: w.data.copy_(w.data.flip(0)),  # the same values elsewhere
     "data item": lambda w: w.data.__setitem__(0, 3.0),
     "data of a row": lambda w: w[1].data.fill_(3.0),
     "init": lambda w: nn.init.constant_(w, 0.3),

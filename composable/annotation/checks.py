@@ -21,6 +21,7 @@ from composable.engine import (
     META_FIX,
     Handle,
     attach,
+    digest_of,
     forget_torch_hooks,
     is_unfilled,
     refuse_steppers,
@@ -77,7 +78,7 @@ def check_values(
         copies = handle.grid.replicas
         if copies is not None and copies.size > 1:
             fqns = [(param, repr(handle.from_root(param.fqn))) for param in handle.params]
-            lines = [f"parameter {fqn} {list(param.shape)} has digest {_digest(param.local)}" for param, fqn in fqns]
+            lines = [f"parameter {fqn} {list(param.shape)} has digest {digest_of(param.local)}" for param, fqn in fqns]
             texts[copies] = "\n".join([*filter(None, [texts.get(copies)]), *lines])
     for everyone in [state.grid.everyone for state in states]:
         texts.setdefault(everyone, "")
@@ -110,14 +111,6 @@ def _check_filled(states: Sequence[AnnotatedState], names: Mapping[nn.Module, st
         )
     for flat in (flat for state in states for handle in state._handles for flat in handle.buffers):
         flat.is_new = False
-
-
-def _digest(piece: torch.Tensor) -> int:
-    """Return a number of the bits of ``piece``, of any shape: sums by rows and by columns, each sum with a weight."""
-    words = piece.detach().reshape(-1).view(torch.int32 if piece.element_size() % 4 == 0 else torch.uint8)
-    rows = words[: len(words) // 256 * 256].view(-1, 256)
-    sums = [rows.sum(1), rows.sum(0), words[rows.numel() :]]
-    return int(sum((one * torch.arange(1, len(one) + 1, device=one.device)).sum() for one in sums))
 
 
 def _buffers_of(states: Sequence[AnnotatedState]) -> Iterator[tuple[tuple[nn.Module, str], torch.Tensor]]:

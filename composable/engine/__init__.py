@@ -1,6 +1,6 @@
 """The engine: parameters, buffers, paths, and the order of a step."""
 
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer, digest_of
 from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import (
     ELEMENT_WISE,
@@ -68,6 +68,7 @@ __all__ = [
     "attach",
     "check_backward",
     "check_held",
+    "digest_of",
     "drop_secondary",
     "find_stale",
     "forget_torch_hooks",

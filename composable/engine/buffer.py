@@ -39,9 +39,16 @@ from composable.planning import (
 )
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # Version of unsharded parameters whose memory is freed, or being filled: shards never get that far.
 FREED = 2**31
+
+
+def digest_of(values: torch.Tensor) -> int:
+    """Return a number of the bits of ``values``, of any shape: sums by rows and by columns, each sum with a weight."""
+    words = values.detach().reshape(-1).view(torch.int32 if values.element_size() % 4 == 0 else torch.uint8)
+    rows = words[: len(words) // 256 * 256].view(-1, 256)
+    sums = [rows.sum(1), rows.sum(0), words[rows.numel() :]]
+    return int(sum((one * torch.arange(1, len(one) + 1, device=one.device)).sum() for one in sums))
 
 
 class FlatBuffer:
@@ -282,11 +289,10 @@ class FlatBuffer:
                 self.is_allocated = True
 
     def checksum(self) -> int:
-        """Return a sum over the bits of the full buffer and where leaves lie; the host waits for the device."""
+        """Return a digest of the full buffer and where leaves lie; the host waits for the device."""
         if self._buffer is None or self.is_empty:
             return 0
-        moved = len(self._moved_leaves())
-        return int(self._buffer.view(_INTEGERS[self._buffer.element_size()]).sum(dtype=torch.int64)) + moved
+        return digest_of(self._buffer) + len(self._moved_leaves())
 
     def written(self) -> list[str]:
         """Return the FQNs of parameters whose part of this rank is not that of the shard; leaves are views again."""

@@ -46,15 +46,9 @@ def taken(rows: Rows) -> Rows:
         if counts.total():
             kept.append({"part": part, "kind": "counts", **dict(sorted(counts.items()))})
         kept += [row for row in of_part if row.get("result") == "wrong" or "kind" in row or len(row) > 6]
-    seen: set[str] = set()
-    return [row for row in kept if row.get("kind") not in ("device", "matmul") or not _add_to(seen, str(row["kind"]))]
-
-
-def _add_to(seen: set[str], kind: str) -> bool:
-    """Say whether ``kind`` was in ``seen``, and add it."""
-    was_there = kind in seen
-    seen.add(kind)
-    return was_there
+    # Of several runs, those of the first.
+    first = {kind: row for kind in ("matmul", "device") for row in reversed(of_kind(kept, kind))}
+    return [row for row in kept if first.get(str(row.get("kind")), row) is row]
 
 
 def of_kind(rows: Rows, kind: str, **fields: Any) -> Rows:

@@ -117,7 +117,7 @@ def _run_options(api: str, text: str) -> tuple[str, str]:
 def _run_program(drawn: Any, seed: int, size: int, without: frozenset[str]) -> tuple[str, str]:
     outcome = run_case(drawn(seed, size, without))
     if outcome.kind in ("right", "refused", "impossible"):
-        return "refused" if outcome.kind == "refused" else outcome.kind, outcome.text
+        return outcome.kind, outcome.text
     return "wrong", f"{outcome.kind}: {outcome.text}\n{outcome.details[-2500:]}"
 
 
@@ -190,21 +190,21 @@ def scaled(annotation: str) -> None:
 
 
 def stepped(annotation: str, options: dict[str, Any]) -> None:
-    """An optimizer of torch in one of its forms, with a learning rate that a tensor holds where it may."""
-
-    def train(model: nn.Module, alone: bool) -> list[float]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **options)
-
-        def step(loss: torch.Tensor) -> None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return _losses(model, step, alone=alone)
-
+    """An optimizer of torch in one of its forms."""
     model = seeded(_net, 0)
     _annotate(annotation, model)
-    _compare(train, seeded(_net, 0), model)
+    _compare(partial(_train, partial(torch.optim.AdamW, lr=0.01, eps=1e-3, **options)), seeded(_net, 0), model)
+
+
+def _train(make: Callable[..., torch.optim.Optimizer], model: nn.Module, alone: bool) -> list[float]:
+    optimizer = make(model.parameters())
+
+    def step(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _losses(model, step, alone=alone)
 
 
 def _annotate(annotation: str, model: nn.Module) -> None:
@@ -236,28 +236,13 @@ class Float8Linear(nn.Linear):
 
 def in_float8(reshard: bool) -> None:
     """Weights that their class gathers in float8."""
-
-    def train(model: nn.Module, alone: bool) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(loss: torch.Tensor) -> None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return _losses(model, step, alone=alone)
-
     reference, model = seeded(_net, 0), seeded(_net, 0)
-    for layers, change in ((reference, Float8Linear), (model, None)):
-        for layer in layers:
-            if not isinstance(layer, nn.Linear):
-                continue
-            if change is None:
-                layer.weight = nn.Parameter(Float8Weight(layer.weight.detach()))
-            else:
-                layer.__class__ = change
+    for one, other in zip(reference, model, strict=True):
+        if isinstance(one, nn.Linear):
+            one.__class__ = Float8Linear
+            other.weight = nn.Parameter(Float8Weight(other.weight.detach()))
     fully_shard(model, policy={nn.Linear}, reshard_after_forward=reshard)
-    _compare(train, reference, model)
+    _compare(partial(_train, partial(torch.optim.SGD, lr=0.1)), reference, model)
 
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """The plan's peak of memory against what a step takes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import MixedPrecisionPolicy, fully_shard
+from composable import MixedPrecisionPolicy, fully_shard, plan
 from composable.planning.estimate import HandleBytes, Reduced, peak_of_step
 from tests.live_bytes import LiveBytes
 from tests.pairwise import pairs_of
@@ -31,6 +32,15 @@ def test_of_freed_handles_two_are_unsharded_and_two_are_reduced() -> None:
 def test_a_module_without_gradients_takes_no_more_than_its_forward() -> None:
     frozen = HandleBytes(0, 100, 0, (), True)
     assert peak_of_step([frozen, frozen, frozen]) == 200
+
+
+def test_on_a_device_the_plan_is_what_a_gpu_took() -> None:
+    """Eight matrices, computed and reduced in bf16 by two ranks: bytes of the rule "memory as planned" on an H200."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+    made = plan(model, world_size=2, policy={nn.Linear}, mp_policy=MixedPrecisionPolicy(BF16))
+    assert replace(made, is_queued=True).peak_bytes_per_rank() == pytest.approx(293_630_976, rel=0.02)
+    assert made.peak_bytes_per_rank() > 1.02 * 293_630_976
 
 
 WIDTH = 96
