@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from composable import ConfigError, DesyncError
+from composable.ground.torch_private import AllgatherOptions
 from composable.testing import Delay, Drop, Fault, simulate
-from composable.testing.device_streams import SimulatedDevice
+from composable.testing.device_streams import SimulatedDevice, poison
 from tests.runtime.late import LateDevice
 
 # Names of newer and older releases of torch.
@@ -198,3 +199,36 @@ def test_every_collective_on_a_gpu_gives_what_it_gives_on_the_cpu(adverse: bool)
             return every_collective(rank)
 
     assert simulate(3, on_the_gpu, device="cuda", adverse=adverse) == simulate(3, every_collective)
+
+
+def gather_on_the_current_stream(rank: int) -> list[float]:
+    whole, options = torch.empty(4), AllgatherOptions()
+    options.asyncOp = False
+    dist.group.WORLD._allgather_base(whole, mine(rank, 2), options)
+    found: list[float] = whole.tolist()
+    return found
+
+
+def test_a_call_on_the_current_stream_comes_before_what_follows() -> None:
+    for seed in SEEDS:
+        assert on_late_ranks(2, gather_on_the_current_stream, seed=seed, adverse=True) == [[0.0, 1.0, 100.0, 101.0]] * 2
+
+
+def test_poison_is_nan_or_zero() -> None:
+    tensors = [torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2, 2).t(), torch.ones(2).long()]
+    poison(tensors)
+    assert all(one.float().isnan().all() for one in tensors[:3]) and not tensors[3].any()
+
+
+def sum_on_the_host(rank: int, late: LateDevice) -> None:
+    x = torch.ones(2)
+    late.put_on_host(x)
+    dist.all_reduce(x)
+
+
+def test_groups_of_nccl_alone_take_no_host_tensors() -> None:
+    late = LateDevice()
+    owns = lambda tensor: not late.is_on_host(tensor)  # noqa: E731
+    shared = SimulatedDevice(torch.device("cpu"), module=late, owns=owns, backend="cuda:nccl")
+    with late, pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        simulate(2, sum_on_the_host, late, device=shared)
