@@ -232,3 +232,22 @@ def test_groups_of_nccl_alone_take_no_host_tensors() -> None:
     shared = SimulatedDevice(torch.device("cpu"), module=late, owns=owns, backend="cuda:nccl")
     with late, pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         simulate(2, sum_on_the_host, late, device=shared)
+
+
+def read_a_full_buffer_early(rank: int) -> list[float]:
+    whole = torch.zeros(4)
+    work = all_gather_single(whole, mine(rank, 2), async_op=True)
+    early = whole + 0
+    work.wait()
+    found: list[float] = early.tolist()
+    return found
+
+
+def test_outputs_are_nan_until_they_are_filled_where_the_device_is_adverse() -> None:
+    found = [
+        value
+        for seed in range(40)
+        for values in on_late_ranks(2, read_a_full_buffer_early, seed=seed, adverse=True)
+        for value in values
+    ]
+    assert any(value != value for value in found)
