@@ -45,7 +45,7 @@ def test_the_report_names_what_failed() -> None:
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU")
     with pytest.raises(SystemExit, match="no CUDA device"):
         main(["--out", str(tmp_path)])
 

@@ -403,10 +403,8 @@ def broken(name: str) -> Runtime:
 # By program, and by the name of the stream that comes last: what makes its numbers wrong.
 FOUND = {
     ("train", "unshard"): [
-        "begin_unshard: self._begin_on_unshard() -> pass",
         "begin_unshard: handle.finish_gathers() -> pass",
         "wait_for_unshard: current.wait_event(full) -> pass",
-        "_begin_on_unshard: self.unshard.wait_event(event) -> pass",
         "begin_reduction: self.reduce.wait_stream(self._device.current_stream()) -> pass",
         "begin_reduction: self._device.current_stream().wait_event(reduced) -> pass",
         "the event of a gather is recorded before the gather",
@@ -419,10 +417,13 @@ FOUND = {
         "gathers run on the reduce stream that waits for nothing",
     ],
     ("train", "default"): [
+        "begin_unshard: self._begin_on_unshard() -> pass",
+        "_begin_on_unshard: self.unshard.wait_event(event) -> pass",
         "resharded notes nothing",
         "a reduction waits for the gathers only",
         "shards_written notes nothing",
     ],
+    ("step on a stream", "default"): ["a user's event is not waited for"],
     ("train, offloaded", "unshard"): [
         "begin_reduction: reduced.synchronize() -> pass",
         "a reduction ends on the current stream",
@@ -435,7 +436,6 @@ FOUND = {
         "shards_written_at notes nothing",
         "a gather waits after it has started",
         "a gather waits for one event only",
-        "a user's event is not waited for",
     ],
     ("read frozen, offloaded", "unshard"): [
         "begin_unshard: self._copied = self._full[handle] -> pass",

@@ -192,20 +192,26 @@ def test_programs_compute_the_same_as_without_a_device(name: str) -> None:
 # Broken ones
 
 
+def is_noticed(program: str, device: LateDevice, name: str) -> bool:
+    try:
+        found = run_late(PROGRAMS[program], device, broken(name))
+    except UsageError as error:
+        # The library compares values of parameters by itself.
+        if "an unsharded parameter was written to" not in str(error):
+            raise
+        return True
+    return not all(
+        torch.allclose(values[fqn], right[fqn], rtol=1e-6, atol=1e-6)
+        for values, right in zip(found, right_numbers(program), strict=True)
+        for fqn in right
+    )
+
+
 @pytest.mark.parametrize(
     ("program", "last", "name"), [(*where, name) for where, names in FOUND.items() for name in names]
 )
 def test_what_is_broken_in_the_order_shows_in_the_numbers(program: str, last: str, name: str) -> None:
     assert name in broken_sources(), "the file has changed: `broken_sources()` has what can be broken in it now"
-    expected = right_numbers(program)
-    try:
-        found = run_late(PROGRAMS[program], LateDevice(last=[last]), broken(name))
-    except UsageError as error:
-        # The library compares values of parameters by itself.
-        if "an unsharded parameter was written to" not in str(error):
-            raise
-        return
-    for values, right in zip(found, expected, strict=True):
-        if not all(torch.allclose(values[fqn], right[fqn], rtol=1e-6, atol=1e-6) for fqn in right):
-            return
-    pytest.fail("every number is right")
+    # Memory comes back when a collection of garbage says so, which moves what is overwritten: three orders.
+    if not any(is_noticed(program, LateDevice(seed, last=[last]), name) for seed in range(3)):
+        pytest.fail("every number is right")
