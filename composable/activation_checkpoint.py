@@ -24,8 +24,6 @@ from composable.ground.frames import is_functional_call
 from composable.ground.names import check_bool, describe_module, described
 from composable.policies import has_forward
 
-__all__ = ["CheckpointState", "CheckpointedForward", "checkpoint", "forward_in_place"]
-
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 ContextFn: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -14,16 +14,6 @@ from composable.ground.names import check_module, describe_module
 from composable.replication import Reducer
 from composable.whole_model import KeptGradients, ReducingUnit, nothing_annotated, states_of, units_of
 
-__all__ = [
-    "AnnotatedModule",
-    "ClassSwap",
-    "no_sync",
-    "original_class",
-    "place_of",
-    "reduce_gradients",
-    "set_gradient_sync",
-]
-
 # The mixins are put on modules only: the module's class, which comes after them, has the methods of ``nn.Module``.
 if TYPE_CHECKING:
     _Module = nn.Module

@@ -35,19 +35,6 @@ from composable.ground.names import check_module, class_name, describe_module, d
 from composable.replication import Reducer
 from composable.whole_model import ReducingUnit, nothing_annotated, params_of, units_of
 
-__all__ = [
-    "CommHookHandle",
-    "DefaultState",
-    "LowPrecisionState",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "reduce_scatter_hook",
-    "register_comm_hook",
-]
-
 _Hook: TypeAlias = Callable[..., Any]
 _BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # defined in C++
 

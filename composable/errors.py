@@ -17,19 +17,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-__all__ = [
-    "ComposableError",
-    "ConfigError",
-    "DesyncError",
-    "SignatureError",
-    "StateDictError",
-    "UsageError",
-    "error_of",
-    "located",
-    "made_alike",
-    "place_of_rank",
-]
-
 T = TypeVar("T")
 
 

@@ -23,17 +23,6 @@ from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_
 from composable.ground.names import check_bool, check_device, check_module, described
 from composable.ground.torch_private import ask_before_conversions
 
-__all__ = [
-    "REFUSED_SETTERS",
-    "FSDPModule",
-    "StepState",
-    "UnshardHandle",
-    "add_mixin",
-    "check_conversions",
-    "register_fsdp_forward_method",
-    "remove_mixin",
-]
-
 
 class UnshardHandle:
     """The result of ``FSDPModule.unshard(async_op=True)``: parameters that are being gathered."""

@@ -21,16 +21,6 @@ from composable.ground.names import check_bool, check_number, describe_module, d
 from composable.ground.ownership import CHANGES
 from composable.whole_model import units_of
 
-__all__ = [
-    "GatherSettings",
-    "GradientReductionHandle",
-    "ReductionSettings",
-    "handles_of",
-    "roots_of",
-    "share_comm_ctx",
-    "state_of",
-]
-
 
 class GradientReductionHandle:
     """The result of ``FSDPModule.finalize_backward(async_op=True)``: gradients that are being reduced."""

@@ -85,8 +85,6 @@ from composable.policies import PolicyLike
 from composable.saving import register_load_check, register_room
 from composable.whole_model import check_ranks_below
 
-__all__ = ["HandleOptions", "fully_shard"]
-
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 

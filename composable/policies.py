@@ -19,8 +19,6 @@ from torch import nn
 from composable.errors import ConfigError
 from composable.ground.names import answer_of, class_name, described, join_fqn, module_text
 
-__all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
-
 _CLASSES_IN_HINT = 5
 
 

@@ -43,8 +43,6 @@ from composable.replication import (
 from composable.saving import register_load_check
 from composable.whole_model import check_ranks_below
 
-__all__ = ["replicate"]
-
 _LOG = logging.getLogger("composable")
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])

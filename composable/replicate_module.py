@@ -34,16 +34,6 @@ from composable.replication import (
 )
 from composable.whole_model import KeptGradients, states_of, units_of
 
-__all__ = [
-    "ReductionStats",
-    "ReplicateModule",
-    "add_replicate_mixin",
-    "bucketing_backend",
-    "reduction_stats",
-    "remove_replicate_mixin",
-    "update_process_group",
-]
-
 _Backend: TypeAlias = Callable[..., Any]
 
 

@@ -28,8 +28,6 @@ from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
 from composable.whole_model import State, nothing_annotated, states_of
 
-__all__ = ["unannotate"]
-
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 _FIX_PART = "call unannotate on {names} or a module around, in one call"

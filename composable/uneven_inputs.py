@@ -21,8 +21,6 @@ from composable.ground.names import check_bool, check_module, describe_module, d
 from composable.replication import ReplicateState, check_replicated
 from composable.whole_model import JoinSteps, Owner, State, connect, nothing_annotated, states_of
 
-__all__ = ["DDPView", "UnevenInputs", "as_ddp", "joinable"]
-
 
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":
     """Return the object that torch's ``Join`` takes for a model with ``fully_shard`` or ``replicate``.

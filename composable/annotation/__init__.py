@@ -4,17 +4,3 @@ from composable.annotation.checks import check_own_memory, mark_memory
 from composable.annotation.copies import AnnotatedPart, copy_module
 from composable.annotation.hooks import call_as_forward, register_fully_shard_hooks
 from composable.annotation.root import FullyShardState, Root, handle_of_module, model_ranks_of, sharded_state_of
-
-__all__ = [
-    "AnnotatedPart",
-    "FullyShardState",
-    "Root",
-    "call_as_forward",
-    "check_own_memory",
-    "copy_module",
-    "handle_of_module",
-    "mark_memory",
-    "model_ranks_of",
-    "register_fully_shard_hooks",
-    "sharded_state_of",
-]

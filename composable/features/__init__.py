@@ -4,16 +4,3 @@ from composable.features.class_gathers import ClassGatheredBuffer
 from composable.features.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers
 from composable.features.graph_inputs import follow_inputs
 from composable.features.whole_values import by_grid, collect_whole, spread_from, spread_whole
-
-__all__ = [
-    "ClassGatheredBuffer",
-    "FirstValues",
-    "ParamInitFn",
-    "by_grid",
-    "collect_whole",
-    "describe_buffers",
-    "follow_inputs",
-    "move_buffers",
-    "spread_from",
-    "spread_whole",
-]

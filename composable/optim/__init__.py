@@ -3,15 +3,3 @@
 from composable.optim.clip import clip_grad_norm_, get_total_norm, ranks_of_param
 from composable.optim.flat_step import LocalStep, accelerate_optimizer
 from composable.optim.rebind import CHECKS_ITSELF, check_every_step, check_replaced, rebind_optimizer
-
-__all__ = [
-    "CHECKS_ITSELF",
-    "LocalStep",
-    "accelerate_optimizer",
-    "check_every_step",
-    "check_replaced",
-    "clip_grad_norm_",
-    "get_total_norm",
-    "ranks_of_param",
-    "rebind_optimizer",
-]

@@ -15,28 +15,3 @@ from composable.replication.tensors import (
     find_ignored,
     find_tensors,
 )
-
-__all__ = [
-    "FORMS",
-    "BackwardTiming",
-    "BufferSync",
-    "ManagedTensors",
-    "Precision",
-    "PrecisionPlan",
-    "ReducedParam",
-    "Reducer",
-    "ReplicateOptions",
-    "ReplicateState",
-    "broadcast_params",
-    "check_replicated",
-    "check_steppable",
-    "choose_delay",
-    "choose_device",
-    "find_ignored",
-    "find_tensors",
-    "join_all_reduces",
-    "moment",
-    "ms_apart",
-    "plan_precision",
-    "replicate_state_of",
-]

@@ -12,23 +12,3 @@ from composable.saving.full_values import (
 from composable.saving.loads import register_load_check, register_room, teach_torch_to_load
 from composable.saving.safetensors import load_safetensors, save_safetensors
 from composable.saving.unsharding import unshard_params
-
-__all__ = [
-    "BucketLayout",
-    "ParamBucket",
-    "SaveHandle",
-    "SavedCheckpoint",
-    "find_checkpoint",
-    "full_state_dict",
-    "iter_full_params",
-    "load_checkpoint",
-    "load_full_params",
-    "load_full_state_dict",
-    "load_safetensors",
-    "register_load_check",
-    "register_room",
-    "save_checkpoint",
-    "save_safetensors",
-    "teach_torch_to_load",
-    "unshard_params",
-]

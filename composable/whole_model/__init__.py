@@ -14,22 +14,3 @@ from composable.whole_model.backward_steps import (
 from composable.whole_model.join import JoinSteps, Owner, connect
 from composable.whole_model.kept import KeptGradients
 from composable.whole_model.step_times import Timeline, TimelineEvent, timeline
-
-__all__ = [
-    "BackwardSteps",
-    "JoinSteps",
-    "KeptGradients",
-    "Owner",
-    "ReducingUnit",
-    "State",
-    "Timeline",
-    "TimelineEvent",
-    "check_ranks_below",
-    "connect",
-    "nothing_annotated",
-    "params_of",
-    "states_of",
-    "step_in_backward",
-    "timeline",
-    "units_of",
-]
