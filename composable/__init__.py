@@ -42,8 +42,6 @@ from composable.replicate_module import (
     update_process_group,
 )
 from composable.saving import (
-    BucketLayout,
-    ParamBucket,
     SavedCheckpoint,
     SaveHandle,
     find_checkpoint,
@@ -64,7 +62,6 @@ from composable.whole_model import BackwardSteps, Timeline, TimelineEvent, step_
 
 __all__ = [
     "BackwardSteps",
-    "BucketLayout",
     "CPUOffloadPolicy",
     "CommHookHandle",
     "ComposableError",
@@ -81,7 +78,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
-    "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",
     "ReductionStats",

@@ -153,9 +153,8 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "full_state_dict": (lambda: {"model": sharded()}, "model dst device: ; dtype: None"),
     "iter_full_params": (
         lambda: {"model": sharded()},
-        "model: ; bucket_bytes: None 3; dtype device: None; rank0_only: True",
+        "model: ; dtype device: None; rank0_only: True",
     ),
-    "BucketLayout": (dict, "buffer:"),
     "load_full_params": (
         lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
         "model pairs src: ; strict: True",
@@ -252,7 +251,6 @@ SPECIAL = {
     "HandleOptions": lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
     "iter_full_params": lambda **arguments: list(composable.iter_full_params(**arguments)),
     "save_checkpoint": save_anew,
-    "BucketLayout": composable.BucketLayout((), 2).views,
     "no_sync": enter(composable.no_sync),
     "timeline": enter(composable.timeline),
     "unshard_params": enter(composable.unshard_params),
@@ -274,7 +272,7 @@ def taken_by(name: str) -> dict[str, set[str]]:
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
-    *("BackwardSteps", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle", "ParamBucket"),
+    *("BackwardSteps", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle"),
     *("PlanEstimate", "RaggedDTensor", "ReductionStats", "SaveHandle", "UnevenInputs"),
     *("Timeline", "TimelineEvent"),  # tests/test_timeline.py
     "ReplicateModule",  # tests/test_replicate_module.py

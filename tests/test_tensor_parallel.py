@@ -387,9 +387,6 @@ def test_values_are_iterated_over_as_wholes() -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), seeded(Model, 0)
     torch.testing.assert_close(dict(iter_full_params(model)), dict(plain.named_parameters()))
-    for bucket in iter_full_params(model, bucket_bytes=200):
-        for fqn, value in bucket.tensors().items():
-            torch.testing.assert_close(value, plain.get_parameter(fqn).detach())
 
 
 @pytest.mark.parametrize("keeps", [True, False])

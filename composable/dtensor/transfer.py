@@ -105,13 +105,11 @@ def collect_blocks(
     taker: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
     """Return the blocks of ``tensors`` on one rank, or on every rank; other ranks get ``None``.
 
     Collective: all ranks of the shard group, with the same tensors, none on the meta device, in the same order.
-    ``taker`` is a global rank; nothing happens if it is in another copy of the shards. ``dtype`` is for floats. On
-    ranks that get blocks, ``out`` has contiguous tensors to fill, whose own dtypes and devices count.
+    ``taker`` is a global rank; nothing happens if it is in another copy of the shards. ``dtype`` is for floats.
     """
     ranks = tensors[0]._spec.layout.ranks if tensors else None
     if ranks is None or taker not in (None, *ranks.numbers):
@@ -119,17 +117,10 @@ def collect_blocks(
     takers = range(ranks.size) if taker is None else (ranks.numbers.index(taker),)
     fulls: list[torch.Tensor] | None = None
     if ranks.rank in takers:
-        if out is None:
-            fulls = [
-                tensor._spec.layout.empty_block(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
-                for tensor in tensors
-            ]
-        else:
-            # A tensor that is cut in another order of its dims arrives in that order first.
-            fulls = [
-                tensor._spec.layout.empty_block(full.dtype, full.device) if tensor._spec.layout.order else full
-                for tensor, full in zip(tensors, out, strict=True)
-            ]
+        fulls = [
+            tensor._spec.layout.empty_block(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
+            for tensor in tensors
+        ]
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
             own.flat(full)[own.lo : own.hi].copy_(values_of(tensor._local_tensor).detach().reshape(-1))
@@ -145,12 +136,7 @@ def collect_blocks(
                 pieces = _pieces_of(owner, tensors, flat)
                 exchange.receive(pieces, [tensor.dtype for tensor in tensors], owner)
     exchange.run()
-    if fulls is None or out is None:
-        return fulls
-    for target, full in zip(out, fulls, strict=True):
-        if full is not target:
-            target.copy_(full)
-    return list(out)
+    return fulls
 
 
 def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor] | None, *, src: int) -> None:

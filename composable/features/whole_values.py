@@ -52,7 +52,6 @@ def collect_whole(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
     """Return the whole values of ``tensors`` on rank ``dst``, or on every rank; others get ``None``. Collective.
 
@@ -61,15 +60,13 @@ def collect_whole(
     head = None if dst is None else ranks.in_column(dst)
     taker = None if head is None else ranks.everyone.numbers[head]
     if not ranks.others:
-        return collect_blocks(tensors, taker=taker, dtype=dtype, device=device, out=out)
+        return collect_blocks(tensors, taker=taker, dtype=dtype, device=device)
     # This column gathers only the tensors of which it gives the blocks to ``dst``.
     given = [
         index for index, tensor in enumerate(tensors) if dst is None or head in _givers(tensor, ranks, dst).values()
     ]
-    # For ``out`` the last copy casts the values.
-    early, place = (dtype, device) if out is None else (None, None)
     own = [tensors[index] for index in given]
-    blocks = dict(zip(given, collect_blocks(own, taker=taker, dtype=early, device=place) or ()))
+    blocks = dict(zip(given, collect_blocks(own, taker=taker, dtype=dtype, device=device) or ()))
     takers = ranks.team_of(ranks.rank) if dst is None else [dst]
     arrived = _exchange_blocks(tensors, blocks, ranks, takers)
     if ranks.rank not in takers:
@@ -77,10 +74,10 @@ def collect_whole(
     fulls = []
     for index, block in blocks.items():
         layout = tensors[index]._spec.layout
-        if out is None and not layout.splits:
+        if not layout.splits:
             fulls.append(block)
             continue
-        full = layout.empty_full(block.dtype, block.device) if out is None else out[index]
+        full = layout.empty_full(block.dtype, block.device)
         layout.block_of(full).copy_(block)
         for places, other in arrived[index].items():
             _part_of(full, layout, places).copy_(other)

@@ -2,8 +2,6 @@
 
 from composable.saving.checkpoint import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.full_values import (
-    BucketLayout,
-    ParamBucket,
     full_state_dict,
     iter_full_params,
     load_full_params,

@@ -1,14 +1,13 @@
 """Full values, out of a model and into it.
 
 One rank, or all, get full values one handle at a time; one rank sends them, batch by batch, into the shards of all.
-Small parameters share one exchange. Trainers that send weights to other processes pack several into one message: here
-they are gathered into the message's buffer. Sharded state dicts are torch's own ``model.state_dict()``.
+Small parameters share one exchange. Sharded state dicts are torch's own ``model.state_dict()``.
 """
 
 import io
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +25,11 @@ from composable.saving.entries import (
     Entries,
     Names,
     batches,
-    check_bytes,
     check_float,
     entries_for,
     entries_now,
 )
 from composable.saving.loads import Differences, find_differences, make_room
-
-# A cache line; vector loads and NCCL's fast path need less.
-_ALIGN_BYTES = 64
 
 
 class IncompatibleKeys(NamedTuple):
@@ -213,27 +208,21 @@ def gather_values(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return full values on rank ``dst``, or on every rank if it is ``None``, in new tensors or ``out``. Collective.
+    """Return full values on rank ``dst``, or on every rank if it is ``None``, in new tensors. Collective.
 
-    Tensors may be sharded in any way; of a plain tensor each rank takes its own values. ``dtype`` is for floats; values
-    in ``out`` have its dtypes and devices.
+    Tensors may be sharded in any way; of a plain tensor each rank takes its own values. ``dtype`` is for floats.
     """
-    into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
     whole: dict[int, torch.Tensor] = {}
     for _, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
-        targets = [into[id(tensor)] for tensor in alike] if out is not None else None
-        fulls = collect_whole(alike, ranks, dst, dtype=dtype, device=device, out=targets)
+        fulls = collect_whole(alike, ranks, dst, dtype=dtype, device=device)
         whole.update(zip(map(id, alike), fulls or ()))
     has_values = dst in (None, ranks.rank)
     for tensor in tensors:
         if isinstance(tensor, RaggedDTensor):
             continue
         value = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-        if out is not None:
-            whole[id(tensor)] = into[id(tensor)].copy_(value)
-        elif has_values:
+        if has_values:
             # Strides are not preserved: a copy of a view would keep gaps of the view's memory alive.
             whole[id(tensor)] = value.to(
                 device or value.device, cast_dtype(value, dtype), copy=True, memory_format=torch.contiguous_format
@@ -293,50 +282,35 @@ def iter_full_params(
     device: torch.device | str | None = None,
     rank0_only: bool = False,
     names: Names | None = None,
-    bucket_bytes: int | None = None,
-) -> Iterator[Any]:
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every parameter of the state dict by FQN, in full, in the order of the plain ``named_parameters()``.
 
     Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop early, all
     at the same parameter; if one stops alone, the others get an error when it waits for them elsewhere. Between steps
     of the iteration the model may be used; a value is from the time when its batch was gathered. Besides values that
-    the caller keeps, and the bucket being filled, at most twice the bytes of the largest handle are allocated.
+    the caller keeps, at most twice the bytes of the largest handle are allocated.
 
     Args:
         model: As for ``full_state_dict``.
         dtype: The dtype of floating-point values; default: each parameter's own.
-        device: The device of values; default: each parameter's own, for buckets the mesh's.
-        rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or buckets whose buffer is
-            ``None``.
+        device: The device of values; default: each parameter's own.
+        rank0_only: Only the first rank gets values; the others get ``None`` with each FQN.
         names: Which parameters, as for ``full_state_dict``. A function runs at the call, before anything is gathered.
-        bucket_bytes: Yield buckets of at most this many bytes; a larger parameter, which is never split, gets a bucket
-            of its own. The variable of a ``for`` loop keeps a bucket until the next one is there, unless it is deleted.
 
     Yields:
         FQN, as in ``state_dict()``, and a new tensor of the parameter's shape that only the caller holds. A tied
-        parameter comes once, under the first of its FQNs that ``names`` picks. With ``bucket_bytes`` a ``ParamBucket``
-        of parameters, in the same order.
+        parameter comes once, under the first of its FQNs that ``names`` picks.
 
     Raises:
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``, all of them at the call.
     """
-    options = ("iter_full_params", dtype, rank0_only, bucket_bytes)
-    with entries_for(model, names, *options) as (ranks, entries):
+    with entries_for(model, names, "iter_full_params", dtype, rank0_only) as (ranks, entries):
         check_float(dtype)
-        if bucket_bytes is not None:
-            check_bytes("bucket_bytes", bucket_bytes)
         check_bool("rank0_only", rank0_only)
         check_device("device", device, or_none=True)
-    limit = entries.batch_bytes()
     target = None if device is None else torch.device(device)
     dst = 0 if rank0_only else None
-    params = _named_params(model, entries)
-    if bucket_bytes is None:
-        return _iterate(params, ranks, limit, dtype, target, dst)
-    layouts = plan_buckets([(fqn, cast_dtype(param, dtype), param.shape) for fqn, param in params], bucket_bytes)
-    device_of_buckets = target or ranks.everyone.device
-    # No reference to a bucket that was yielded is kept here.
-    return (_fill_bucket(layout, dict(params), ranks, limit, device_of_buckets, dst) for layout in layouts)
+    return _iterate(_named_params(model, entries), ranks, entries.batch_bytes(), dtype, target, dst)
 
 
 def _named_params(model: nn.Module, entries: Entries) -> list[tuple[str, torch.Tensor]]:
@@ -425,103 +399,3 @@ def _checked_pairs(
             yield key, value
         else:
             unexpected.append(key)
-
-
-# -- packed in buckets
-
-
-class BucketSlot(NamedTuple):
-    """The place of one tensor in a bucket: in row-major order from byte ``offset``, a multiple of 64."""
-
-    fqn: str
-    dtype: torch.dtype
-    shape: torch.Size
-    offset: int
-
-    @property
-    def stop(self) -> int:
-        """The byte after the last one."""
-        return self.offset + self.shape.numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """The place of each tensor in a flat buffer of bytes; gaps are zeros. Plain data, which can be pickled.
-
-    Attributes:
-        slots: The tensors, in order of their offsets: ``fqn``, ``dtype``, ``shape`` and ``offset`` of each.
-        nbytes: Bytes of the buffer.
-    """
-
-    slots: tuple[BucketSlot, ...]
-    nbytes: int
-
-    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors by FQN, as views of ``buffer`` in their dtypes and shapes. Not collective.
-
-        Args:
-            buffer: Bytes as ``ParamBucket.buffer`` has them: ``[nbytes]``, uint8, contiguous, on any device. A slice
-                of a larger buffer will do, if it starts at a multiple of 16 elements.
-
-        Raises:
-            ConfigError: ``buffer`` is something else.
-        """
-        is_fit = isinstance(buffer, torch.Tensor) and buffer.dtype == torch.uint8 and buffer.shape == (self.nbytes,)
-        if not is_fit or not buffer.is_contiguous() or buffer.storage_offset() % 16:
-            raise ConfigError(
-                f"buffer is not the {self.nbytes} bytes of the bucket, but {described(buffer)}",
-                at=place_of_rank(),
-                fix="pass a contiguous uint8 tensor of the layout's nbytes, cut at a multiple of 16",
-            )
-        return {slot.fqn: buffer[slot.offset : slot.stop].view(slot.dtype).view(slot.shape) for slot in self.slots}
-
-
-@dataclass(frozen=True)
-class ParamBucket:
-    """Several parameters of a model in one buffer, as ``iter_full_params(bucket_bytes=...)`` yields them.
-
-    Attributes:
-        layout: The place of each parameter in the buffer; on every rank.
-        buffer: ``[layout.nbytes]`` uint8, which only the caller holds; ``None`` on ranks that get no values.
-    """
-
-    layout: BucketLayout
-    buffer: torch.Tensor | None
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters in full shape by FQN, views of the buffer; empty on ranks without values. Local."""
-        return {} if self.buffer is None else self.layout.views(self.buffer)
-
-
-def plan_buckets(tensors: Iterable[tuple[str, torch.dtype, torch.Size]], bucket_bytes: int) -> list[BucketLayout]:
-    """Pack tensors in order into buckets of at most ``bucket_bytes``, or of one tensor that is larger."""
-    buckets: list[list[BucketSlot]] = []
-    for fqn, dtype, shape in tensors:
-        stop = buckets[-1][-1].stop if buckets else 0
-        slot = BucketSlot(fqn, dtype, shape, -(-stop // _ALIGN_BYTES) * _ALIGN_BYTES)
-        if not buckets or slot.stop > bucket_bytes:
-            buckets.append([slot._replace(offset=0)])
-        else:
-            buckets[-1].append(slot)
-    return [BucketLayout(tuple(slots), slots[-1].stop) for slots in buckets]
-
-
-@torch.no_grad()
-def _fill_bucket(
-    layout: BucketLayout,
-    params: Mapping[str, torch.Tensor],
-    ranks: ModelRanks,
-    max_bytes: int,
-    device: torch.device,
-    dst: int | None,
-) -> ParamBucket:
-    buffer: torch.Tensor | None = None
-    views: dict[str, torch.Tensor] = {}
-    if dst in (None, ranks.rank):
-        # Zeros between tensors: the same bytes on every rank, and no old contents of the memory.
-        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        views = layout.views(buffer)
-    for batch in batches([(slot.fqn, params[slot.fqn]) for slot in layout.slots], max_bytes):
-        out = None if buffer is None else [views[fqn] for fqn, _ in batch]
-        gather_values([param for _, param in batch], ranks, dst, out=out)
-    return ParamBucket(layout, buffer)

@@ -65,7 +65,7 @@ html_sidebars = {"docs/README": []}
 NAMES = {name: f"{group.module}.{name}" for group in GROUPS for name in group.names}
 # What functions return or modules are: nobody calls these classes.
 NOT_CALLED = {
-    *("BackwardSteps", "BucketLayout", "CommHookHandle", "DDPView", "Difference", "FSDPModule", "ParamBucket"),
+    *("BackwardSteps", "CommHookHandle", "DDPView", "Difference", "FSDPModule"),
     *("GradientReductionHandle", "RaggedDTensor", "ReductionStats", "ReplicateModule", "SaveHandle", "ShardPlan"),
     *("SavedCheckpoint", "UnevenInputs", "UnshardHandle"),
 }

@@ -290,9 +290,6 @@ GROUPS: tuple[Group, ...] = (
                 {
                     "iter_full_params": "Full parameters one after the other, in bounded memory, for export.",
                     "load_full_params": "Loads such parameters, one after the other.",
-                    "ParamBucket": "Some parameters in one flat buffer, as `iter_full_params(bucket_bytes=)` yields "
-                    "them: see [recipes](../docs/recipes.md).",
-                    "BucketLayout": "What a receiver needs to read such a buffer.",
                 },
             ),
             Topic(

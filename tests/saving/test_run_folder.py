@@ -400,8 +400,8 @@ def misuse(run: Path) -> None:
         assert said.startswith("ConfigError: optimizer is or holds 3"), said
     for said in told(lambda: full_state_dict(model, dst=7 if wrong else 0)):
         assert said.startswith("ConfigError: dst is 7"), said
-    for said in told(lambda: iter_full_params(model, bucket_bytes=0 if wrong else 100)):
-        assert said.startswith("ConfigError: bucket_bytes is 0"), said
+    for said in told(lambda: iter_full_params(model, dtype=torch.int8 if wrong else None)):
+        assert said.startswith("ConfigError: dtype is torch.int8"), said
     for said in told(lambda: save_safetensors(model, run, dtype="bf16" if wrong else None)):  # type: ignore[arg-type]
         assert said.startswith("ConfigError: dtype is 'bf16'"), said
     for said in told(lambda: load_safetensors(model, run, strict=True if wrong else "no")):  # type: ignore[arg-type]
