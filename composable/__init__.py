@@ -37,7 +37,6 @@ from composable.replicate import replicate
 from composable.replicate_module import (
     ReductionStats,
     ReplicateModule,
-    bucketing_backend,
     reduction_stats,
     update_process_group,
 )
@@ -98,7 +97,6 @@ __all__ = [
     "as_ddp",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
-    "bucketing_backend",
     "checkpoint",
     "clip_grad_norm_",
     "contract",

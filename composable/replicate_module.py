@@ -5,12 +5,11 @@ look for them on the model find them.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,18 +22,13 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
 from composable.ground.names import check_bool, check_number, describe_module, described
-from composable.ground.torch_private import find_backend
 from composable.replication import (
-    FORMS,
     BackwardTiming,
     Reducer,
     check_replicated,
-    join_all_reduces,
     replicate_state_of,
 )
 from composable.whole_model import KeptGradients, states_of, units_of
-
-_Backend: TypeAlias = Callable[..., Any]
 
 
 class ReplicateModule(AnnotatedModule):
@@ -261,45 +255,3 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
         fix="replicate the same model with the same arguments on every rank of the group, and register the same hook",
     )
     state.move_to(Grid.whole(ranks))
-
-
-def bucketing_backend(
-    backend: str | _Backend = "inductor", *, bucket_cap_mb: float = 25, form: str = "concatenated"
-) -> _Backend:
-    """Return a backend that averages gradients in buckets and leaves the rest to ``backend``.
-
-    For compiled autograd, where ``replicate`` puts one all-reduce for each gradient into the graph of backward::
-
-        with torch._dynamo.config.patch(compiled_autograd=True):
-            torch.compile(step, backend=bucketing_backend())(batch)
-
-    Gradients that follow each other travel together if they have the same group, dtype and device. Other collectives
-    in the graph stay as they are. Not collective; every rank passes the same arguments.
-
-    Args:
-        backend: A backend of ``torch.compile``: its name, or a function of a graph and example inputs.
-        bucket_cap_mb: Most MiB of gradients in a bucket that holds more than one.
-        form: ``"concatenated"``: gradients are copied into one tensor, for one scaling and one all-reduce.
-            ``"coalesced"``: gradients stay where they are; one call scales them, one collective sends them.
-
-    Raises:
-        ConfigError: An argument is wrong.
-    """
-    if not isinstance(form, str) or form not in FORMS:
-        raise ConfigError(f"form is {described(form)}", at=place_of_rank(), fix=f"pass {' or '.join(map(repr, FORMS))}")
-    fix = "pass a number of MiB above zero"
-    cap_bytes = int(min(check_number("bucket_cap_mb", bucket_cap_mb, above=0, fix=fix), 2**40) * 2**20)
-    compile_rest = find_backend(backend) if isinstance(backend, str) else backend
-    if not callable(compile_rest):
-        raise ConfigError(
-            f"backend is {described(backend)}",
-            at=place_of_rank(),
-            fix="pass a name of torch.compiler.list_backends(), or a function of a graph and example inputs",
-        )
-
-    def compile_joined(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if join_all_reduces(graph.graph, cap_bytes, form):
-            graph.recompile()
-        return compile_rest(graph, inputs)
-
-    return compile_joined

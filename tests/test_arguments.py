@@ -191,10 +191,6 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
         f"module: ; hook: {FUNCTION}",
     ),
-    "bucketing_backend": (
-        lambda: {"backend": "eager"},
-        f"backend: {FUNCTION}; bucket_cap_mb: {NUMBER}; form:",
-    ),
     "DataParallelMeshDims": (lambda: {"shard": "a", "replicate": "b"}, "shard: text; replicate: None text"),
     "DefaultState": (dict, "process_group:"),
     "LowPrecisionState": (

@@ -37,12 +37,6 @@ PAIRS = proved(
 SLOW = frozenset(
     (
         *proved(
-            "test_compiled_autograd.py",
-            "test_inductor_compiles_joined_all_reduces",
-            "test_joining_changes_no_value_of_random_graphs",
-            "test_all_reduces_are_joined_up_to_the_size_of_a_bucket_also_across_nested_annotations",
-        ),
-        *proved(
             "test_two_hosts.py",
             "test_two_hosts_train_as_one_until_the_wire_is_cut_and_one_host_goes_on",
             "test_when_a_host_is_killed_every_rank_of_the_other_says_so",

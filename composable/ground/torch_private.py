@@ -32,7 +32,6 @@ try:
 
     # -- ragged parameters: composable/dtensor/
     from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
-    from torch import _foreach_mul as foreach_mul  # scales many gradients in a graph
     from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
     from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
     from torch._C import _disabled_torch_function_impl as disabled_torch_function  # every DTensor has it
@@ -177,14 +176,6 @@ def opaque(fn: _FunctionT, *, traced: Callable[..., Any] | None = None) -> _Func
     if traced is not None:
         function._torchdynamo_inline = traced  # the compiler looks at it first
     return fn
-
-
-def find_backend(name: str) -> Callable[..., Any] | None:
-    """Return the backend of ``torch.compile`` of this name, if there is one."""
-    # The caller compiles, so it imports the compiler anyway.
-    from torch._dynamo import list_backends, lookup_backend
-
-    return lookup_backend(name) if name in list_backends(exclude_tags=()) else None
 
 
 # -- hooks on gradients: composable/ground/torch_hooks.py

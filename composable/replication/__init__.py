@@ -1,6 +1,6 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
-from composable.replication.outside_buckets import FORMS, BufferSync, broadcast_params, join_all_reduces
+from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
 from composable.replication.rounds import BackwardTiming, moment, ms_apart

@@ -1,28 +1,20 @@
 """Messages outside of buckets: broadcasts, and averages in a compiled backward.
 
 Under compiled autograd a backward is a graph, at whose end no callback runs. So there are no rounds: a gradient is
-averaged where it is accumulated, and a backend of the compiler may join the all-reduces. The backend finds them by
-their form: a scaled gradient is summed over a group, and the sum is copied back to it. Other collectives, such as those
-of tensor parallelism, stay as they are.
-The wait for a bucket goes to the end of the graph, or before the first node that reads one of its gradients.
-Every rank must run the same graph.
-
-Source: bucketing, PyTorch Distributed, arXiv 2006.15704.
+averaged where it is accumulated, and the compiler may join the all-reduces. Every rank must run the same graph.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Ranks, Transport
 from composable.errors import UsageError, place_of_rank
-from composable.ground.torch_private import foreach_copy_, foreach_mul, graph_collectives, opaque
+from composable.ground.torch_private import foreach_copy_, graph_collectives, opaque
 from composable.replication.tensors import local_of
 
 
@@ -102,7 +94,7 @@ def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch
 
 
 def _average_in_graph(grad: torch.Tensor, scale: float, group_name: str) -> None:
-    """Make ``grad`` its mean over the ranks of a group; ``join_all_reduces`` looks for these operations."""
+    """Make ``grad`` its mean over the ranks of a group, by operations that a graph can hold."""
     real = torch.view_as_real(grad) if grad.is_complex() else grad
     real.copy_(graph_collectives.wait_tensor(graph_collectives.all_reduce(real * scale, "sum", group_name)))
 
@@ -136,160 +128,3 @@ def _refuse(why: str, fqn: str) -> None:
         at=f"{place_of_rank()}, parameter {fqn!r}",
         fix="leave compiled autograd off: compiled models do not need it",
     )
-
-
-@dataclass(frozen=True)
-class _Average:
-    """One gradient's average: ``grad.copy_(wait(all_reduce(grad * scale)))``, as nodes of a graph."""
-
-    grad: fx.Node
-    scaled: fx.Node
-    reduced: fx.Node
-    waited: fx.Node
-    copied: fx.Node
-
-    @property
-    def key(self) -> object:
-        """Group, scale, dtype and device, which are equal for all averages of one bucket."""
-        return self.reduced.args[2], self.scaled.args[1], self._like.dtype, self._like.device
-
-    @property
-    def numel_bytes(self) -> int:
-        return self._like.nbytes
-
-    @property
-    def _like(self) -> torch.Tensor:
-        example: torch.Tensor = self.grad.meta["example_value"]
-        return example
-
-    @property
-    def gives(self) -> set[fx.Node]:
-        """Nodes whose value is the average."""
-        viewed = _made_by(self.grad, torch.view_as_real)
-        return {self.grad, self.copied, *(viewed.all_input_nodes if viewed is not None else ())}
-
-
-@dataclass
-class _Bucket:
-    """Averages that are sent together."""
-
-    averages: list[_Average] = field(default_factory=list)
-    numel_bytes: int = 0
-    gives: set[fx.Node] = field(default_factory=set)
-
-    def add(self, average: _Average) -> None:
-        self.averages.append(average)
-        self.numel_bytes += average.numel_bytes
-        self.gives |= average.gives
-
-
-def join_all_reduces(graph: fx.Graph, cap_bytes: int, form: str) -> int:
-    """Join the averages of gradients in ``graph``; returns how many all-reduces the graph has now.
-
-    Args:
-        graph: As the compiler hands it to a backend.
-        cap_bytes: The most bytes of gradients in a bucket that holds more than one gradient.
-        form: A key of ``FORMS``.
-    """
-    averages = {average.copied: average for average in _averages(graph)}
-    own = {node for average in averages.values() for node in (average.scaled, average.copied)}
-    buckets: list[_Bucket] = []
-    filling: dict[object, _Bucket] = {}
-    for node in graph.nodes:
-        if node not in own:
-            # A node that reads an average waits for its bucket: later averages cannot be in that bucket.
-            filling = {key: one for key, one in filling.items() if one.gives.isdisjoint(node.all_input_nodes)}
-        average = averages.get(node)
-        if average is not None:
-            bucket = filling.get(average.key)
-            if bucket is None or bucket.numel_bytes + average.numel_bytes > cap_bytes:
-                bucket = filling[average.key] = _Bucket()
-                buckets.append(bucket)
-            bucket.add(average)
-    for bucket in buckets:
-        _join(graph, bucket, *FORMS[form])
-    graph.lint()
-    return len(buckets)
-
-
-def _averages(graph: fx.Graph) -> list[_Average]:
-    """Return the averages in ``graph``, in order."""
-    found = []
-    for copied in graph.nodes:
-        if not (copied.op == "call_method" and copied.target == "copy_" and len(copied.args) == 2):
-            continue
-        waited = _made_by(copied.args[1], graph_collectives.wait_tensor)
-        reduced = waited and _made_by(waited.args[0], graph_collectives.all_reduce)
-        scaled = reduced and _made_by(reduced.args[0], operator.mul)
-        if not (waited and reduced and scaled) or reduced.args[1] != "sum":
-            continue
-        grad = copied.args[0]
-        if (
-            scaled.args[0] is grad
-            and isinstance(grad, fx.Node)
-            and all(len(one.users) == 1 for one in (waited, reduced, scaled))
-        ):
-            found.append(_Average(grad, scaled, reduced, waited, copied))
-    return found
-
-
-def _made_by(node: Any, target: object) -> fx.Node | None:
-    if isinstance(node, fx.Node) and node.op == "call_function" and node.target is target and node.args:
-        return node
-    return None
-
-
-_Start = Callable[..., Any]
-_End = Callable[..., None]
-
-
-def _join(graph: fx.Graph, bucket: _Bucket, start: _Start, end: _End) -> None:
-    last = bucket.averages[-1]
-    grads = [average.grad for average in bucket.averages]
-    with graph.inserting_before(last.scaled):
-        started = graph.call_function(start, (grads, last.scaled.args[1], last.reduced.args[2]))
-    # The first node after the last of the gradients that reads an average, or the end.
-    reader = last.copied.next
-    while reader.op != "output" and bucket.gives.isdisjoint(reader.all_input_nodes):
-        reader = reader.next
-    with graph.inserting_before(reader):
-        graph.call_function(end, (grads, started))
-    for average in bucket.averages:
-        # Nodes that read the result of the copy read the gradient now.
-        average.copied.replace_all_uses_with(average.grad)
-        for node in (average.copied, average.waited, average.reduced, average.scaled):
-            graph.erase_node(node)
-
-
-# The forms of a bucket, as functions, which the compiler traces in turn.
-
-
-def _sum_of_concatenated(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> torch.Tensor:
-    flat = torch.cat([grad.reshape(-1) for grad in grads]) if len(grads) > 1 else grads[0].reshape(-1)
-    summed: torch.Tensor = graph_collectives.all_reduce(flat * scale, "sum", group_name)
-    return summed
-
-
-def _take_apart(grads: Sequence[torch.Tensor], summed: torch.Tensor) -> None:
-    parts = graph_collectives.wait_tensor(summed).split([grad.numel() for grad in grads])
-    for grad, part in zip(grads, parts, strict=True):
-        grad.copy_(part.view(grad.shape))
-
-
-def _sums_of_coalesced(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> list[torch.Tensor]:
-    summed: list[torch.Tensor] = graph_collectives.all_reduce_coalesced(
-        foreach_mul(list(grads), scale), "sum", group_name
-    )
-    return summed
-
-
-def _take_each(grads: Sequence[torch.Tensor], summed: Sequence[torch.Tensor]) -> None:
-    for grad, part in zip(grads, summed, strict=True):
-        grad.copy_(graph_collectives.wait_tensor(part))
-
-
-# For each form of a bucket: the function that starts its all-reduce, and the function that ends it.
-FORMS: dict[str, tuple[_Start, _End]] = {
-    "concatenated": (_sum_of_concatenated, _take_apart),
-    "coalesced": (_sums_of_coalesced, _take_each),
-}

@@ -264,13 +264,6 @@ GROUPS: tuple[Group, ...] = (
                     "DDPView": "The result of `as_ddp`.",
                 },
             ),
-            Topic(
-                "bucketing",
-                {
-                    "bucketing_backend": "A backend of `torch.compile` that joins the all-reduces of replicated "
-                    "modules under compiled autograd."
-                },
-            ),
         ),
     ),
     Group(
