@@ -5,6 +5,7 @@ tree; a deep copy has them too, and ``unannotate`` drops them. Every rank must m
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -395,7 +396,8 @@ def _set(module: nn.Module, recurse: bool, *fields: str, **argument: bool) -> li
 
 def _set_prefetch(module: nn.Module, field: str, modules: object) -> None:
     sharded = _fully_sharded(modules, f"set_modules_to_{field}")
-    ahead = tuple(handle for other in sharded for handle in handles_of(other, recurse=False))
+    # Weak references: two handles may be ahead of each other.
+    ahead = tuple(weakref.ref(handle) for other in sharded for handle in handles_of(other, recurse=False))
     for handle in handles_of(module, recurse=False):
         setattr(handle.settings, field, ahead)
 

@@ -6,6 +6,7 @@ leaves the module as it was.
 Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -204,7 +205,7 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     state = next(found for one in modules if (found := fully_shard.state(one)) is not None)
-    state.modules = tuple(modules)
+    state.modules = modules
     check_not_joined(modules, "fully_shard")
     params = [param for one in modules for param in one.parameters()]
     state.mesh, state.grid = resolve_grid(
@@ -247,9 +248,12 @@ def fully_shard(
         state.ignored_modules = frozenset(ignored_modules or ())
         state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
         ignored = set(map(id, ignored_params or ()))
-        state.ignored_slots = [
-            (one, name) for one in _managed(state) for name, own in one._parameters.items() if id(own) in ignored
-        ]
+        state.ignored_slots = frozenset(
+            (weakref.ref(one), name)
+            for one in _managed(state)
+            for name, own in one._parameters.items()
+            if id(own) in ignored
+        )
         _check_meshes(members, state.mesh)
         _check_params(members, is_synced=sync_module_states)
         return members
@@ -459,7 +463,7 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
         state.hook_handles += register_room(module)
         add_mixin(module)
-    for module in dict.fromkeys(state.skipped_modules.values()):
+    for module in dict.fromkeys(skipped_modules(_managed(state), state.plan.mp_policy).values()):
         state.hook_handles += keep_dtype(module)
     mark_managed(_managed(state))
     if state.mesh.device_type != "cpu":

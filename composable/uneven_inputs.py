@@ -42,7 +42,7 @@ def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> 
     check_module("module", module)
     if step is not None and not callable(step):
         raise ConfigError(f"step is {described(step)}", fix="pass a function that takes no arguments")
-    return UnevenInputs(module, step)
+    return UnevenInputs(lambda: module, step)
 
 
 def as_ddp(module: nn.Module) -> "DDPView":
@@ -75,17 +75,24 @@ class UnevenInputs(Joinable):
     """The result of ``joinable``; a ``Joinable`` for ``torch.distributed.algorithms.join.Join``.
 
     Attributes:
-        module: The model.
         step_alone: Function that a rank without inputs calls after each averaging backward of the others; or ``None``.
     """
 
-    def __init__(self, module: nn.Module, step: Callable[[], object] | None) -> None:
+    def __init__(self, find_module: Callable[[], nn.Module | None], step: Callable[[], object] | None) -> None:
         super().__init__()
-        self.module = module
+        self._find_module = find_module
         self.step_alone = step
-        self._ranks = _ranks_of(module)
+        self._ranks = _ranks_of(self.module)
         self._steps: JoinSteps | None = None
         self._hook: weakref.ref[JoinHook] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        module = self._find_module()
+        if module is None:
+            raise UsageError("the module of this as_ddp is gone", at=place_of_rank(), fix="keep the module as well")
+        return module
 
     @property
     def join_device(self) -> torch.device:
@@ -162,15 +169,11 @@ class UnevenInputs(Joinable):
 
 
 class DDPView(UnevenInputs):
-    """The result of ``as_ddp``; a ``Joinable`` for ``torch.distributed.algorithms.Join``.
-
-    Attributes:
-        module: The replicated module.
-    """
+    """The result of ``as_ddp``, a ``Joinable`` for torch's ``Join``; it is held by its module, not the other way."""
 
     def __init__(self, module: nn.Module, state: ReplicateState) -> None:
-        super().__init__(module, None)
-        self._state = state
+        super().__init__(weakref.ref(module), None)
+        self._state: ReplicateState = weakref.proxy(state)
 
     @property
     def device(self) -> torch.device:

@@ -653,7 +653,8 @@ HELD = (
 def settings_of(model: nn.Module) -> list[Any]:
     root = root_of(model)
     held = [tuple(getattr(handle.settings, name) for name in HELD) for handle in root.handles]
-    return [*held, root.state.settings.is_last_backward, root.state.settings.finalizes_by_hand]
+    settings = root.scheduler.step.settings
+    return [*held, settings.is_last_backward, settings.finalizes_by_hand]
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ Modules that an annotation ignores are not checked. A frozen parameter may be ad
 holds it whole.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,11 +46,18 @@ from composable.planning import managed_modules, name_modules
 class AnnotatedState(Protocol):
     """The attributes of an annotation's state that the checks read."""
 
-    modules: tuple[nn.Module, ...]
+    @property
+    def modules(self) -> tuple[nn.Module, ...]: ...
+
     ignored_modules: frozenset[nn.Module]
-    ignored_slots: list[tuple[nn.Module, str]]
+    ignored_slots: frozenset[tuple[weakref.ref[nn.Module], str]]
     grid: Grid
     _handles: list[Handle]
+
+
+class _AnnotatedTree(Protocol):
+    @property
+    def states(self) -> Sequence[AnnotatedState]: ...
 
 
 @torch.no_grad()
@@ -140,32 +148,36 @@ def _name_in(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> st
 
 
 class Additions:
-    """Checks a tree of annotated modules for added parameters, when something in the tree has changed."""
+    """Checks a module and all below it for added parameters, when something there has changed. The module owns it."""
 
-    __slots__ = ("_looks",)
+    __slots__ = ("_look",)
 
     def __init__(self) -> None:
-        # For each module that ran: the counts, the contents, and the added parameters, which are frozen.
-        self._looks: dict[nn.Module, tuple[tuple[int, int], Contents, list[nn.Parameter]]] = {}
+        # The tree and the counts, the contents, and the added parameters, which are frozen.
+        self._look: tuple[object, Contents | None, list[nn.Parameter]] = None, None, []
 
-    def check(self, module: nn.Module, states: Collection[AnnotatedState]) -> None:
+    def __deepcopy__(self, memo: object) -> "Additions":
+        return Additions()
+
+    def check(self, module: nn.Module, tree: _AnnotatedTree) -> None:
         """Raise if ``module``, whose forward begins, has parameters that no annotation manages or ignores.
 
         Args:
             module: The outermost fully sharded module that runs.
-            states: Every state of the tree.
+            tree: The tree of annotated modules that it is in.
 
         Raises:
             UsageError: It has; or two things average gradients; or an optimizer in backward has a communication hook.
         """
-        counts = (CHANGES.registrations, len(optimizers_in_backward()))
-        seen, contents, frozen = self._looks.get(module, (None, None, ()))
+        counts = (tree, CHANGES.registrations, len(optimizers_in_backward()))
+        seen, contents, frozen = self._look
         is_as_before = seen == counts and contents is not None and not contents.have_changed()
         if is_as_before and not (frozen and any(param.requires_grad for param in frozen)):
             return
         if is_functional_call():
             return  # Parameters that are lent for one call were not added.
         check_callers()
+        states = tree.states
         for state in states:
             for handle in state._handles:
                 attach(handle)  # A tensor assigned in the place of a sharded parameter is a value for it.
@@ -180,8 +192,8 @@ class Additions:
             )
         modules = list(_traversal_utils._get_modules(module))
         watch_registrations(modules)
-        counts = (counts[0], len(optimizers_in_backward()))
-        self._looks[module] = counts, Contents(modules, dict.keys), list(added.values())
+        counts = (*counts[:2], len(optimizers_in_backward()))
+        self._look = counts, Contents(modules, dict.keys, owner=module), list(added.values())
 
 
 def _take_over_optimizers(handle: Handle) -> None:
@@ -201,7 +213,8 @@ def _unmanaged(root: nn.Module, states: Collection[AnnotatedState]) -> Iterator[
     left = {id(param) for module in names if module not in entered for param in module._parameters.values()}
     for module in entered:
         for name, param in () if is_left_alone(module) else module._parameters.items():
-            if param is not None and id(param) not in left and (module, name) not in slots and not is_managed(param):
+            is_known = param is None or id(param) in left or (weakref.ref(module), name) in slots
+            if param is not None and not is_known and not is_managed(param):
                 yield join_fqn(names[module], name), param
 
 

@@ -96,7 +96,7 @@ def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any,
     session: _Session | None = memo.get(_SESSION)
     if session is None or module not in session.part.modules:
         session = memo[_SESSION] = _Session(module, memo)
-    return session.copy_of(module)
+    return session.copy_of(module, memo)
 
 
 def _check(module: nn.Module, plain_class: type[nn.Module]) -> None:
@@ -124,7 +124,7 @@ def _refused(module: nn.Module, what: str, fix: str) -> UsageError:
 
 
 class _Session:
-    """The copies of one root's states and handles in one ``copy.deepcopy``."""
+    """The copies of one root's states and handles in one ``copy.deepcopy``, whose memo holds this object."""
 
     def __init__(self, module: nn.Module, memo: dict[Any, Any]) -> None:
         state = sharded_state_of(module)
@@ -138,7 +138,6 @@ class _Session:
         # A root inside of this one, below a replicated module, may have been copied already: one copy is enough.
         self.part.handles = [handle for handle in self.part.handles if id(handle) not in memo]
         self.part.states = [state for state in self.part.states if id(state) not in memo]
-        self._memo = memo
         self._depth = 0
         self._is_complete = False
         with torch.no_grad():
@@ -151,8 +150,7 @@ class _Session:
             twin.root = twin.kept_with = None
             twin.settings = state.settings.copied()
 
-    def copy_of(self, module: nn.Module) -> nn.Module:
-        memo = self._memo
+    def copy_of(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         twin: nn.Module = object.__new__(type(module))
         memo[id(module)] = twin
         self._depth += 1
@@ -162,26 +160,21 @@ class _Session:
         self._depth -= 1
         if not self._depth and not self._is_complete:
             self._is_complete = True
-            self._complete()
+            self._complete(memo)
         return twin
 
-    def _complete(self) -> None:
+    def _complete(self, memo: dict[Any, Any]) -> None:
         """Put the copied modules into states and handles, also modules that the walk has not reached yet."""
-        memo = self._memo
         for handle in self.part.handles:
             _adopt_modules(memo[id(handle)], memo)
         leave_alone(copy.deepcopy(module, memo) for module in self.part.modules if is_left_alone(module))
         for state in self.part.states:
             twin = memo[id(state)]
-            for name in (
-                "modules",
-                "_handles",
-                "_module_to_handle",
-                "skipped_modules",
-                "ignored_slots",
-                "hook_handles",
-            ):
+            for name in ("modules", "_handles", "skipped_modules", "hook_handles"):
                 setattr(twin, name, copy.deepcopy(getattr(state, name), memo))
+            twin._module_to_handle = weakref.WeakKeyDictionary(copy.deepcopy(dict(state._module_to_handle), memo))
+            slots = [(module, name) for find, name in state.ignored_slots if (module := find()) is not None]
+            twin.ignored_slots = frozenset((weakref.ref(memo[id(module)]), name) for module, name in slots)
             # The user may have named modules of other models as well.
             ignored = [module for module in state.ignored_modules if module in self.part.modules]
             twin.ignored_modules = frozenset(copy.deepcopy(ignored, memo))
@@ -220,4 +213,4 @@ def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
     for name in ("forward_prefetch", "backward_prefetch"):
         chosen = getattr(settings, name)
         if chosen is not None:
-            setattr(settings, name, tuple(memo[id(one)] for one in chosen if id(one) in memo))
+            setattr(settings, name, tuple(weakref.ref(memo[id(one())]) for one in chosen if id(one()) in memo))

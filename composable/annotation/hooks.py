@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.annotation.checks import check_views
+from composable.annotation.checks import Additions, check_views
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.engine import (
     Handle,
@@ -83,11 +83,12 @@ def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[A
 class _ModuleHooks:
     """The hooks of one module. A deep copy refers to the copied state and handle; a closure would not."""
 
-    __slots__ = ("_handle", "_state")
+    __slots__ = ("_additions", "_handle", "_state")
 
     def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
         self._state = state
         self._handle = handle
+        self._additions = Additions()
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ class _ModuleHooks:
                 if not _is_in_place(follower.handle):
                     _put_right(follower.handle, scheduler)
         if is_outermost and torch.is_grad_enabled():
-            root.additions.check(module, root.states)
+            self._additions.check(module, root)
         forwards.enter_forward(module)
         if handle is not None:
             forwards.pre_forward(handle)
@@ -153,20 +154,21 @@ class _ModuleHooks:
         forwards.exit_forward(has_failed=has_failed)
         if not (root.has_looked_at_views or running or has_failed):
             root.has_looked_at_views = True
-            check_views(root.state.modules)
+            check_views(root.modules)
         return changed
 
 
 class _CastingHooks(_ModuleHooks):
     """The hooks of one module that has a mixed precision policy."""
 
-    __slots__ = ("_buffers", "_inputs", "_modules")
+    __slots__ = ("_buffers", "_inputs", "_is_annotated", "_owners")
 
-    def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
+    def __init__(self, state: FullyShardState, handle: Handle | None, *, is_annotated: bool) -> None:
         super().__init__(state, handle)
+        self._is_annotated = is_annotated  # itself, not picked by a policy
         dtype = state.plan.mp_policy.buffer_dtype
         self._buffers = None if dtype is None else CastBuffers(dtype)
-        self._modules: list[nn.Module] | None = None
+        self._owners: list[dict[str, Any]] | None = None
         self._inputs = CastInputs()
 
     @opaque
@@ -176,18 +178,18 @@ class _CastingHooks(_ModuleHooks):
             return changed
         state = self._state
         root = state.lazy_init()  # Decided above.
-        is_root = root.state is state and module in state.modules
+        is_root = self._is_annotated and root.find_state() is state
         dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
         if dtype is not None:
             args, kwargs = (args, kwargs) if changed is None else changed
             self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)  # Of calls that were cut short.
             changed = self._inputs.enter(args, kwargs, dtype)
         if self._buffers is not None:
-            if self._modules is None:
-                self._modules = state.modules_around(module)
+            if self._owners is None:
+                self._owners = [one._buffers for one in state.modules_around(module)]
             is_outermost = root.scheduler.step.running.count(module) == 1
             self._buffers.take_from(root.lent_buffers)
-            self._buffers.enter(self._modules, is_outermost=is_outermost)
+            self._buffers.enter(self._owners, is_outermost=is_outermost)
         return changed
 
     @opaque
@@ -200,7 +202,7 @@ class _CastingHooks(_ModuleHooks):
             self._buffers.leave()
         # Modules that a policy has picked hand their outputs on to modules that compute in `param_dtype`.
         dtype, cast = self._state.plan.mp_policy.output_dtype, output
-        if dtype is not None and output is not None and module in self._state.modules:
+        if dtype is not None and output is not None and self._is_annotated:
             try:
                 cast = cast_floats(output, dtype)
             except BaseException:
@@ -208,8 +210,8 @@ class _CastingHooks(_ModuleHooks):
                 raise
         changed = super().post_forward(module, args, cast)
         found = cast if changed is None else changed
-        if self._buffers is not None and self._modules is not None and torch.is_grad_enabled():
-            hook = LendHook(self._buffers, self._modules)
+        if self._buffers is not None and self._owners is not None and torch.is_grad_enabled():
+            hook = LendHook(self._buffers, self._owners)
             for tensor in differentiable_tensors(found):
                 if tensor.grad_fn is not None:
                     on_gradient(tensor, hook)
@@ -228,8 +230,9 @@ class _CastingHooks(_ModuleHooks):
 
 
 def _hooks_of(module: nn.Module, state: FullyShardState, handle: Handle | None) -> _ModuleHooks:
-    is_plain = not str(state.plan.mp_policy) or module in state.skipped_modules
-    return (_ModuleHooks if is_plain else _CastingHooks)(state, handle)
+    if not str(state.plan.mp_policy) or module in state.skipped_modules:
+        return _ModuleHooks(state, handle)
+    return _CastingHooks(state, handle, is_annotated=module in state.modules)
 
 
 class _OutputHook(GradientHook):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.annotation.checks import Additions, check_on_device, check_values
+from composable.annotation.checks import check_on_device, check_values
 from composable.comm import (
     AnnotationStatus,
     Grid,
@@ -48,6 +48,7 @@ from composable.features import move_buffers
 from composable.ground.casts import LentBuffers
 from composable.ground.contract import annotated_below, get_registry, managing_state
 from composable.ground.names import class_name, module_text
+from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import at_end_of_backward, put_outermost
 from composable.planning import ShardPlan, managed_modules, name_modules
 
@@ -75,8 +76,8 @@ class FullyShardState:
         grid: The ranks of the mesh, and those of its replicas.
         transport_choice: The transport of the handles that the user chose.
         ignored_modules: Modules that the annotation ignores, with all modules below.
-        ignored_slots: (module, name) of the ignored parameters in other modules.
-        skipped_modules: Modules that keep their dtype under the mixed precision policy, each with the outermost around.
+        ignored_slots: (module, held weakly, and name) of the ignored parameters in other modules.
+        skipped_modules: Modules that keep their dtype under the mixed precision policy.
         follows_parent: Handles follow the handle around them; ``None``: if they are on fewer ranks than the root.
         _handles: Handles of this annotation, left to right, depth first.
         hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
@@ -86,18 +87,20 @@ class FullyShardState:
         around: States of modules annotated around these modules: a later one is further out.
     """
 
+    modules = HeldWeakly[nn.Module]()
+    skipped_modules = HeldWeakly[nn.Module]()
+
     def __init__(self) -> None:
-        self.modules: tuple[nn.Module, ...] = ()
+        self.modules = self.skipped_modules = ()
         self.plan: ShardPlan
         self.mesh: DeviceMesh
         self.grid: Grid
         self.transport_choice = "auto"
         self.ignored_modules: frozenset[nn.Module] = frozenset()
-        self.ignored_slots: list[tuple[nn.Module, str]] = []
-        self.skipped_modules: dict[nn.Module, nn.Module] = {}
+        self.ignored_slots: frozenset[tuple[weakref.ref[nn.Module], str]] = frozenset()
         self.follows_parent: bool | None = None
         self._handles: list[Handle] = []
-        self._module_to_handle: dict[nn.Module, Handle] = {}
+        self._module_to_handle: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
         self.hook_handles: list[RemovableHandle] = []
         self.settings = RootSettings()
         self.root: Root | None = None
@@ -107,12 +110,12 @@ class FullyShardState:
     @property
     def _is_root(self) -> bool | None:
         """Whether this is the outermost annotation; ``None`` until lazy init."""
-        return None if self.root is None else self.root.state is self
+        return None if self.root is None else self.root.find_state() is self
 
     @property
     def is_joined(self) -> bool:
         """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
-        return self.root is not None and self.root.join is not None and self.root.join.is_live()
+        return self.root is not None and self.root.is_joined
 
     @property
     def _all_handles(self) -> list[Handle]:
@@ -120,12 +123,12 @@ class FullyShardState:
         return self._as_root().handles
 
     @property
-    def _all_states(self) -> "list[FullyShardState]":
+    def _all_states(self) -> "Sequence[FullyShardState]":
         """Every state of the tree, in the same order; of a root state only."""
         return self._as_root().states
 
     def _as_root(self) -> "Root":
-        if self.root is None or self.root.state is not self:
+        if self.root is None or self.root.find_state() is not self:
             raise AttributeError("only the outermost module's state knows the tree, and only after a forward")
         return self.root
 
@@ -168,7 +171,7 @@ class FullyShardState:
         """
         root = self.lazy_init()
         if not root.has_begun and all(handle.held_with is None for handle in root.handles):
-            check_values(root.states, name_modules(root.state.modules), root.models)
+            check_values(root.states, name_modules(root.modules), root.models)
             root.has_begun = True
         return root
 
@@ -181,10 +184,10 @@ class FullyShardState:
     def outermost(self) -> "FullyShardState":
         """Return the state of the root, or the state that will be the root's if nothing changes. Not collective."""
         if self.root is not None:
-            return self.root.state
+            return self.root.find_state() or self
         for around in reversed(self.around):
             state = around()
-            if state is not None and state.grid.everyone == self.grid.everyone:
+            if state is not None and state.modules and state.grid.everyone == self.grid.everyone:
                 below = _states_below(state.modules)
                 # Modules may have been moved away since, and annotations undone.
                 if state in below and self in below:
@@ -223,11 +226,11 @@ class Root:
     """A tree of annotated modules, with the scheduler that runs its handles.
 
     Attributes:
-        state: The state of the outermost annotation.
+        find_state: Gives the outermost annotation's state; ``None``: users let go of its modules, and kept inner ones.
         handles: Every handle of the tree, left to right, depth first.
         states: Every state of the tree, in the same order.
+        grid: The ranks of the outermost annotation.
         scheduler: Runs the handles.
-        additions: Notices parameters that are added after the annotation.
         lent_buffers: The copies that modules hold in place of their buffers while they run.
         has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
         join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
@@ -235,14 +238,17 @@ class Root:
         has_begun: All has values, and copies of shards are equal.
     """
 
+    states = HeldWeakly[FullyShardState]()
+
     def __init__(
         self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
     ) -> None:
-        self.state = state
+        self.find_state = weakref.ref(state)
+        self.grid = state.grid
+        self._class_name = state.plan.class_names[0]
         self.handles = handles
         self.states = states
         self.scheduler = scheduler
-        self.additions = Additions()
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
         self.has_looked_at_views = False
@@ -252,18 +258,30 @@ class Root:
         self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
         notice_tree(self)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The outermost modules."""
+        return () if (state := self.find_state()) is None else state.modules
+
+    @property
+    def is_joined(self) -> bool:
+        """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
+        return self.join is not None and self.join.is_live()
+
     @staticmethod
     @calling(_COMPARISON)
     def adopt(state: FullyShardState) -> "Root":
         """Make ``state`` the root of everything below its modules. Collective; see ``lazy_init``."""
-        modules = state.modules
+        # Users may have let go of the outermost modules, and kept some that a policy has picked.
+        modules = state.modules or tuple(state._module_to_handle)
         names = name_modules(modules)
-        states = _states_below(modules)
+        states = list(dict.fromkeys([state, *_states_below(modules)]))
         found_handles = (one for module in modules for one in _traversal_utils._get_fsdp_handles(module))
         handles: list[Handle] = list(dict.fromkeys(found_handles))
         for handle in handles:
-            known = zip(handle.modules, handle.module_fqns, strict=True)
-            handle.module_fqns = tuple(names.get(module, fqn) for module, fqn in known)
+            known = list(zip(handle.modules, handle.module_fqns, strict=False))
+            if len(known) == len(handle.module_fqns):  # Of several, users may have let go of some.
+                handle.module_fqns = tuple(names.get(module, fqn) for module, fqn in known)
         models = model_ranks_of(handles)
         _compare_plans(states, models, _find_failure(state, states, names))
         _note_parts(state, handles)
@@ -272,7 +290,7 @@ class Root:
                 found.root.scheduler.let_go(found._handles)
                 for handle in found._handles:
                     # Graphs of forwards below either root may read the parameters: the last graph's end is unknown.
-                    handle.is_shared |= found.root.state not in states
+                    handle.is_shared |= found.root.find_state() not in states
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
             found.connect(replicas)
@@ -324,7 +342,7 @@ class Root:
         is_backward = step.is_backward
         is_last = is_backward or step.backward_id > step.backwards_before
         tree = Tree(
-            class_name(self.state.modules[0]),
+            self._class_name,
             step.forward_id,
             step.backward_id,
             is_inside=bool(step.running) or (is_last and in_backward),

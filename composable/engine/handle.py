@@ -24,7 +24,7 @@ from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out, will_get_gradient
 from composable.ground.names import join_fqn, module_text
-from composable.ground.ownership import CHANGES
+from composable.ground.ownership import CHANGES, HeldWeakly
 from composable.ground.torch_private import set_versions
 from composable.planning import HandlePlan
 
@@ -88,8 +88,8 @@ class HandleSettings:
     unshard_in_backward: bool = True
     keeps_storage: bool = False
     gradient_buffers: int = GRADIENT_BUFFERS
-    forward_prefetch: "tuple[Handle, ...] | None" = None
-    backward_prefetch: "tuple[Handle, ...] | None" = None
+    forward_prefetch: "tuple[weakref.ref[Handle], ...] | None" = None
+    backward_prefetch: "tuple[weakref.ref[Handle], ...] | None" = None
 
     @property
     def keeps_secondary(self) -> bool:
@@ -122,13 +122,15 @@ class Handle:
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
 
+    modules = HeldWeakly[nn.Module]()
+
     def __init__(
         self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer], grid: Grid
     ) -> None:
         self.plan = plan
         self.grid = grid
         self.module_fqns = tuple(plan.module_fqns)
-        self.modules = tuple(modules)
+        self.modules = modules
         self.buffers = tuple(buffers)
         self.settings = HandleSettings(plan.reshard_after_forward, plan.unused_gradients == "zero")
         self.requires_gradient_sync = True
@@ -489,8 +491,8 @@ class HandleStep:
         completed_in: Number of the last backward that completed the handle: reduced its gradients, or kept them.
         kept_in: Number of the last forward that left secondary shards.
         is_late: Gradients are still coming in the backward that completed the handle.
-        modules_left: Of several modules that share the handle, the modules still to run in this forward.
-        next_forward: The handle that ran next in the latest forward, a hint for prefetch.
+        modules_left: Of several modules that share the handle, the ids of those still to run in this forward.
+        next_forward: The handle (as below, not its step: no cycles) that ran next in the latest forward, for prefetch.
         previous_forward: The handle that ran before it in the latest forward, also a hint.
         next_backward: The handle that came next in the latest backward, also a hint.
         checksum: Number of the last forward that compares values, and the sum of the parameters before the first call.
@@ -503,11 +505,11 @@ class HandleStep:
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
-        self.modules_left: set[nn.Module] = set()
+        self.modules_left: set[int] = set()
         self.is_waiting = False
         self.checksum = 0, 0
         self.output: Callable[[], object] = _is_there
-        self.leaders: tuple[HandleStep, ...] = ()
+        self.leaders: tuple[Handle, ...] = ()
         self.followers: tuple[HandleStep, ...] = ()
         self.forget()
 
@@ -525,9 +527,9 @@ class HandleStep:
 
     def forget_order(self) -> None:
         """Forget the hints for prefetch."""
-        self.next_forward: HandleStep | None = None
-        self.previous_forward: HandleStep | None = None
-        self.next_backward: HandleStep | None = None
+        self.next_forward: Handle | None = None
+        self.previous_forward: Handle | None = None
+        self.next_backward: Handle | None = None
 
     def end_step(self) -> None:
         """Forget a step that was cut short; the hints stay."""

@@ -9,6 +9,7 @@ annotation; only the entry in ``module._parameters`` changes.
 
 import copy
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,6 +38,16 @@ from composable.planning import Form, SplitNode, mark_replaced
 Owner = tuple[nn.Module, str]
 
 
+class _HeldOwners:
+    """The attribute ``owners``: modules own the parameter, which holds them weakly; without those that are gone."""
+
+    def __get__(self, param: Any, cls: object = None) -> tuple[Owner, ...]:
+        return tuple([(module, name) for find, name in param._owners if (module := find()) is not None])
+
+    def __set__(self, param: Any, owners: Sequence[Owner]) -> None:
+        param._owners = tuple([(weakref.ref(module), name) for module, name in owners])
+
+
 class ShardedParam:
     """One unique parameter and every place that holds it.
 
@@ -58,6 +69,8 @@ class ShardedParam:
         placeholder: The zero gradient of ``sharded`` while the leaf keeps a gradient to be reduced later.
     """
 
+    owners = _HeldOwners()
+
     def __init__(
         self,
         fqn: str,
@@ -74,7 +87,7 @@ class ShardedParam:
     ) -> None:
         self.fqn = fqn
         self.home = home
-        self.owners = tuple(owners)
+        self.owners = owners
         self.form = form
         self.is_split = form is not None and isinstance(form.node, SplitNode)
         self.shape = spec.layout.block_shape
@@ -456,7 +469,10 @@ class Misplaced(NamedTuple):
 
 
 class Faces:
-    """The places of a handle's parameters in modules; the constructor puts the sharded faces there."""
+    """The places of a handle's parameters in modules; the constructor puts the sharded faces there.
+
+    A place is a module's dict of parameters, and a name in it: modules own handles, which hold no module.
+    """
 
     __slots__ = ("_places", "_plain_places", "_swaps", "_watched")
 
@@ -465,36 +481,36 @@ class Faces:
             param.place(param.sharded)
         # Modules with a ``__setattr__`` of their own get parameters through it.
         self._watched = [param for param in params if any(has_own_setattr(module) for module, _ in param.owners)]
-        self._places = [(module, name, param) for param in params for module, name in param.owners]
+        self._places = [(module._parameters, name, param) for param in params for module, name in param.owners]
         self._plain_places = [place for place in self._places if place[2] not in self._watched]
-        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+        self._swaps: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] | None = None
 
     def are_sharded(self) -> bool:
         """Say whether every module holds the sharded parameters."""
         # Runs before each gather: a generator would double the cost.
-        for module, name, param in self._places:  # noqa: SIM110
-            if module._parameters.get(name) is not param.sharded:
+        for params, name, param in self._places:  # noqa: SIM110
+            if params.get(name) is not param.sharded:
                 return False
         return True
 
     def misplaced(self, view: ParamView) -> list[Misplaced]:
         """Return the places where modules do not hold the face that they were given."""
         found = []
-        for module, name, param in self._places:
-            held = module._parameters.get(name)
+        for params, name, param in self._places:
+            held = params.get(name)
             if held is not (param.unsharded if view is ParamView.UNSHARDED else param.sharded):
-                found.append(Misplaced(module, name, param, held))
+                owners = [module for module, _ in param.owners if module._parameters is params]
+                found += [Misplaced(module, name, param, held) for module in owners]
         return found
 
     def show_unsharded(self, refuse: Callable[[], None]) -> None:
         """Make modules hold the unsharded parameters, which are full; call ``refuse`` where one holds neither face."""
         if self._swaps is None:
-            self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_places]
-        for module, name, sharded, leaf in self._swaps:
+            self._swaps = [(params, name, param.sharded, param.leaf()) for params, name, param in self._plain_places]
+        for params, name, sharded, leaf in self._swaps:
             trainable = sharded.requires_grad
             if leaf.requires_grad is not trainable:
                 leaf.requires_grad_(trainable)
-            params = module._parameters
             held = params.get(name)
             if held is not sharded and held is not leaf:
                 refuse()
@@ -507,7 +523,7 @@ class Faces:
 
     def show_sharded(self) -> None:
         """Make the modules hold the sharded parameters."""
-        for module, name, param in self._plain_places:
-            module._parameters[name] = param.sharded
+        for params, name, param in self._plain_places:
+            params[name] = param.sharded
         for param in self._watched:
             param.place(param.sharded)

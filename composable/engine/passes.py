@@ -224,15 +224,16 @@ class Backwards:
         """Start to gather the handle that is likely next after the first gradient of ``own``, or the users' choice."""
         last, self._last = self._last, own
         if last is not None:
-            last.next_backward = own
+            last.next_backward = own.handle
         steps, prefetch = self._step.steps, own.handle.settings.backward_prefetch
         if prefetch is not None:
-            for ahead in prefetch:
+            for find in prefetch:
                 # Handles of another root are gathered by that root, on streams of its own.
-                if ahead in steps:
+                if (ahead := find()) in steps:
                     self._begin_unshard(steps[ahead])
             return
-        following = own.next_backward or own.previous_forward
+        hint = own.next_backward or own.previous_forward
+        following = None if hint is None else steps[hint]
         # A handle that is not armed takes no part in this backward.
         if following is not None and following.is_armed and following.completed_in != self._step.backward_id:
             if following.followers:
@@ -481,8 +482,8 @@ class Forwards:
             # Gathered already by the leader: each rank runs followers in an order of its own.
             step.unsharded.unshard(handle)
             return
-        if len(handle.modules) > 1 and not own.modules_left:
-            own.modules_left.update(handle.modules)
+        if len(handle.module_fqns) > 1 and not own.modules_left:
+            own.modules_left.update(map(id, handle.modules))
         if step.first_nodes[-1] < 0:
             # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
             self._backwards.begin_backward(runs_again=True)
@@ -495,8 +496,8 @@ class Forwards:
         last = self._last
         if last is not own:
             if last is not None:
-                last.next_forward = own
-            own.previous_forward = last
+                last.next_forward = handle
+            own.previous_forward = None if last is None else last.handle
             self._last = own
         if own.followers:
             step.begin_unshard(own)
@@ -512,12 +513,12 @@ class Forwards:
             own.checksum = step.forward_id, checksum_of(handle)
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
-            for ahead in handle.settings.forward_prefetch:
+            for find in handle.settings.forward_prefetch:
                 # Handles of another root are gathered by that root, on streams of its own.
-                if ahead in step.steps:
+                if (ahead := find()) in step.steps:
                     step.begin_unshard(step.steps[ahead])
-        elif following is not None and following is not own:
-            step.begin_unshard(following)
+        elif following is not None and following is not handle:
+            step.begin_unshard(step.steps[following])
 
     def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> float:
         """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
@@ -533,7 +534,7 @@ class Forwards:
         if handle.lent is not None:
             return self._clock
         is_led = bool(own.leaders) and self._is_led(own)
-        own.modules_left.discard(module)
+        own.modules_left.discard(id(module))
         if step.first_nodes[-1] < 0:
             if is_differentiable and not is_led:
                 # Reentrant checkpointing: the first forward ran without grad, so the call is noted only now.
@@ -561,7 +562,7 @@ class Forwards:
         # Activation checkpointing may run a part again, without the modules around it.
         is_again = step.first_nodes[-1] < 0
         return any(
-            step.is_around(leader.handle) or (is_again and leader.queued_in == step.backward_id)
+            step.is_around(leader) or (is_again and step.steps[leader].queued_in == step.backward_id)
             for leader in own.leaders
         )
 

@@ -58,9 +58,9 @@ class Scheduler:
         steps = self.step.steps
         for handle, ahead in leaders.items():
             own = steps[handle]
-            own.leaders = tuple(steps[one] for one in ahead)
-            for leader in own.leaders:
-                leader.followers = (*leader.followers, own)
+            own.leaders = tuple(ahead)
+            for leader in ahead:
+                steps[leader].followers = (*steps[leader].followers, own)
 
     @property
     def is_deferred(self) -> bool:

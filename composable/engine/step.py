@@ -236,7 +236,7 @@ class Step:
 
     def is_around(self, handle: Handle) -> bool:
         """Say whether a module of ``handle`` is running."""
-        return any(module in handle.modules for module in self.running)
+        return not set(handle.modules).isdisjoint(self.running)
 
     def takes_secondary(self, handle: Handle) -> bool:
         """Say whether a gather that starts now may read secondary shards, which have the values of a forward.
@@ -267,7 +267,7 @@ class Step:
 
     def is_in_use(self, handle: Handle) -> bool:
         """Say whether a module of ``handle``, or of its leaders, is running."""
-        return self.is_around(handle) or any(self.is_around(one.handle) for one in self.steps[handle].leaders)
+        return self.is_around(handle) or any(map(self.is_around, self.steps[handle].leaders))
 
     def drop_secondaries(self) -> None:
         """Forget the secondary shards that a forward has left."""

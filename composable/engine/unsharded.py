@@ -241,11 +241,12 @@ class Unsharded:
         on_gather: Callable[[Handle], None],
     ) -> None:
         self.hears = False
-        self._on_gather = on_gather
+        # Weak references: the root's step holds this object.
+        self._on_gather = weakref.WeakMethod(on_gather)
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._handles = tuple(handles)
-        self._takes_secondary = takes_secondary
+        self._takes_secondary = weakref.WeakMethod(takes_secondary)
         self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, None] = {}
         self._graphs: dict[Handle, Callable[[], bool]] = {}
@@ -273,9 +274,11 @@ class Unsharded:
             return
         secondary = handle.secondary
         if secondary is not None:
-            secondary.are_source = self._takes_secondary(handle) if takes_secondary is None else takes_secondary
-        if self.hears:
-            self._on_gather(handle)
+            if takes_secondary is None:
+                takes_secondary = (takes := self._takes_secondary()) is not None and takes(handle)
+            secondary.are_source = takes_secondary
+        if self.hears and (tell := self._on_gather()) is not None:
+            tell(handle)
         is_in_use = handle in self._retained  # a graph may read the memory, which gets the same values again
         if handle.bring_back() or is_in_use:
             self.streams.shards_written()

@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -246,6 +246,9 @@ def _nothing() -> None:
     return None
 
 
+Owners: TypeAlias = Sequence[dict[str, Any]]
+
+
 class Lending(ABC):
     """Puts other tensors into modules while one of the modules runs, forward or backward; else they hold their own.
 
@@ -262,18 +265,18 @@ class Lending(ABC):
         self._depth = 0
         self._end: Callable[[], object] = _nothing
 
-    def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
-        """Put the other tensors into ``modules`` for a call.
+    def enter(self, owners: Owners, *, is_outermost: bool) -> None:
+        """Put the other tensors into modules for a call.
 
         Args:
-            modules: The modules that own the tensors.
+            owners: The dicts of buffers of the modules: modules own this object, which holds none.
             is_outermost: No other call of the modules is running; an interrupted call is over.
         """
         if is_outermost:
             self._depth = 0
             self._restore_idle()
         self._depth += 1
-        self._lend(modules)
+        self._lend(owners)
 
     def leave(self) -> None:
         """Undo ``enter``."""
@@ -281,12 +284,12 @@ class Lending(ABC):
         self._depth = max(self._depth - 1, 0)
         self._restore_idle()
 
-    def enter_backward(self, modules: Sequence[nn.Module]) -> None:
+    def enter_backward(self, owners: Owners) -> None:
         """Lend until the running backward ends, also by an exception: checkpointing runs parts of forward in it."""
         if self._end() is None:
             # No local variable holds the callback that autograd holds: the traceback of Ctrl-C keeps frames alive.
             self._end = weakref.ref(at_end_of_backward(self), self._leave_backward)
-            self._lend(modules)
+            self._lend(owners)
 
     def put_back(self) -> None:
         """Put the modules' own tensors back after an interrupted call; while a backward runs, the others stay."""
@@ -310,8 +313,8 @@ class Lending(ABC):
             self._restore()
 
     @abstractmethod
-    def _lend(self, modules: Sequence[nn.Module]) -> None:
-        """Put the other tensors into ``modules``; do nothing if they are there already."""
+    def _lend(self, owners: Owners) -> None:
+        """Put the other tensors into modules; do nothing if they are there already."""
 
     @abstractmethod
     def _restore(self) -> None:
@@ -334,42 +337,43 @@ class CastBuffers(Lending):
         super().__init__()
         self._dtype = dtype
         self._lender = LentBuffers()
-        self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        self._lent: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
 
     def take_from(self, lender: LentBuffers) -> None:
         """Take the copies from ``lender``, which serves all modules of a tree."""
         if not self._lent:
             self._lender = lender
 
-    def _lend(self, modules: Sequence[nn.Module]) -> None:
+    def _lend(self, owners: Owners) -> None:
         if self._lent:
             return
-        for module in modules:
-            for name, own in module._buffers.items():
+        for buffers in owners:
+            for name, own in buffers.items():
                 if own is None or isinstance(own, DTensor) or is_lazy(own):
                     continue
                 if own.is_floating_point() and own.dtype is not self._dtype:
-                    self._lent.append((module, name, own, self._lender.lend(own, self._dtype, self)))
-        for module, name, _, lent in self._lent:
-            module._buffers[name] = lent
+                    self._lent.append((buffers, name, own, self._lender.lend(own, self._dtype, self)))
+        for buffers, name, _, lent in self._lent:
+            buffers[name] = lent
 
     def _restore(self) -> None:
         own_of = {id(lent): own for _, _, own, lent in self._lent}
-        for module, name, own, _ in self._lent:
-            held = module._buffers.get(name)
+        for buffers, name, own, _ in self._lent:
+            held = buffers.get(name)
             if held is not None and id(held) not in own_of and held.dtype is self._dtype:
                 # A new tensor, computed from the copy and assigned: cast it to the dtype of the buffer it replaces.
                 own_of[id(held)] = held.to(own.dtype)
             if held is not None:
-                module._buffers[name] = own_of.get(id(held), held)
+                buffers[name] = own_of.get(id(held), held)
             self._lender.take_back(own, self._dtype, self)
         self._lent = []
 
 
 class ParamSlot(NamedTuple):
-    """The place of a parameter, a module and a name in it, and the dtype of the copies that are put there."""
+    """The place of a parameter and the dtype of the copies that are put there: a module, its parameters, a name."""
 
-    module: nn.Module
+    find_module: weakref.ref[nn.Module]
+    params: dict[str, Any]
     name: str
     dtype: torch.dtype
 
@@ -390,22 +394,25 @@ class LowPrecisionParams(Lending):
         slots: All places of the parameters, also of tied ones. A parameter that has the dtype already stays.
     """
 
-    __slots__ = ("_copies", "_is_lent", "_slots")
+    __slots__ = ("_copies", "_is_lent", "_recurrent", "_slots")
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         super().__init__()
         self._slots = tuple(slots)
+        # Recurrent modules keep parameters in lists too, beside their dicts.
+        modules = [one.find_module for one in slots]
+        self._recurrent = [find for find in dict.fromkeys(modules) if isinstance(find(), nn.RNNBase)]
         self._copies: list[_Copy] = []
         self._is_lent = False
 
-    def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
+    def enter(self, owners: Owners, *, is_outermost: bool) -> None:
         """Lend copies, made anew if this is the outermost call and no backward runs it again."""
         if is_outermost and self._end() is None:
             self._depth = 0
             self._restore()
             # Optimizers may write in ways that raise no version, so nothing shows that a step has run.
             self._copies = []
-        super().enter(modules, is_outermost=is_outermost)
+        super().enter(owners, is_outermost=is_outermost)
 
     def forget(self) -> None:
         """Drop the copies that were kept for backward, if they are not in use."""
@@ -425,7 +432,7 @@ class LowPrecisionParams(Lending):
         super()._leave_backward(held)
         self.forget()
 
-    def _lend(self, modules: Sequence[nn.Module]) -> None:
+    def _lend(self, owners: Owners) -> None:
         if self._is_lent:
             return
         # Set first, so that `_restore` removes all copies also after an exception on the way.
@@ -433,27 +440,25 @@ class LowPrecisionParams(Lending):
         if not self._copies:
             self._copies = _copies_of(self._slots)
         for slot, own, copied, _ in self._copies:
-            params: dict[str, Any] = slot.module._parameters
             # A module that holds another parameter by now, for example in backward, keeps it.
-            if params.get(slot.name) is own:
-                params[slot.name] = copied
+            if slot.params.get(slot.name) is own:
+                slot.params[slot.name] = copied
         self._replace_flat_weights({id(own): copied for _, own, copied, _ in self._copies})
 
     def _restore(self) -> None:
         if not self._is_lent:
             return
         for slot, own, copied, _ in self._copies:
-            params = slot.module._parameters
             # A parameter that was assigned meanwhile is the user's, and stays.
-            if params.get(slot.name) is copied:
-                params[slot.name] = own
+            if slot.params.get(slot.name) is copied:
+                slot.params[slot.name] = own
         self._replace_flat_weights({id(copied): own for _, own, copied, _ in self._copies})
         self._is_lent = False
 
     def _replace_flat_weights(self, others: dict[int, Any]) -> None:
-        """Replace parameters in the lists that recurrent modules keep beside their dicts."""
-        for module in {slot.module: None for slot in self._slots if isinstance(slot.module, nn.RNNBase)}:
-            replace_flat_weights(module, others)
+        for find in self._recurrent:
+            if (module := find()) is not None:
+                replace_flat_weights(module, others)
 
 
 def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
@@ -465,7 +470,7 @@ def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
     # A forward without gradients may have a part with gradients inside.
     with torch.inference_mode(mode=False), torch.enable_grad():
         for slot in slots:
-            own, dtype = slot.module._parameters.get(slot.name), slot.dtype
+            own, dtype = slot.params.get(slot.name), slot.dtype
             if own is None or own.dtype is dtype or not own.is_floating_point():
                 continue
             found.append((slot, own))
@@ -492,15 +497,15 @@ def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
 class LendHook(GradientHook):
     """A hook on the gradient of an output: it lends for the rest of the backward."""
 
-    __slots__ = ("_lending", "_modules")
+    __slots__ = ("_lending", "_owners")
 
-    def __init__(self, lending: Lending, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, lending: Lending, owners: Owners) -> None:
         self._lending = lending
-        self._modules = modules
+        self._owners = owners
 
     @opaque
     def __call__(self, grad: torch.Tensor) -> None:
-        self._lending.enter_backward(self._modules)
+        self._lending.enter_backward(self._owners)
 
 
 def keep_dtype(module: nn.Module) -> list[RemovableHandle]:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +24,23 @@ from composable.ground.torch_private import opaque
 
 _AVERAGED = "_composable_averaged"
 _SHARDED = "_composable_managed"  # set in engine/handle.py
+_T = TypeVar("_T")
+
+
+class HeldWeakly(Generic[_T]):
+    """An attribute with objects that own its holder, such as modules: the tuple of those that are not gone.
+
+    Without a cycle, all is freed as soon as users let go of their modules, and not in a later collection.
+    """
+
+    def __set_name__(self, cls: type, name: str) -> None:
+        self._key = f"{name}, held weakly"
+
+    def __get__(self, holder: object, cls: object = None) -> tuple[_T, ...]:
+        return tuple([one for find in vars(holder)[self._key] if (one := find()) is not None])
+
+    def __set__(self, holder: object, values: Iterable[_T]) -> None:
+        vars(holder)[self._key] = tuple(map(weakref.ref, values))
 
 
 class Claim:

@@ -1,6 +1,7 @@
 """Mixed precision of a replicated module."""
 
 import copy
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,11 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
-from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, ParamSlot
+from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, Owners, ParamSlot
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text, join_fqn
-from composable.ground.ownership import claim_of
+from composable.ground.ownership import HeldWeakly, claim_of
 from composable.planning import (
     MixedPrecisionPolicy,
     ParamDtypes,
@@ -78,12 +79,16 @@ def plan_precision(
 class Precision:
     """The mixed precision of one annotation: the copies that modules are lent, and the dtypes of gradients.
 
+    Modules own it, and it holds them weakly.
+
     Args:
         policy: The user's policy.
         skipped: The outermost modules that keep their dtype.
         parts: The tensors to lend, for each annotated module.
         params: The parameters whose gradients are averaged.
     """
+
+    skipped = HeldWeakly[nn.Module]()
 
     def __init__(
         self,
@@ -133,8 +138,8 @@ def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module]
                 dtype = plan.params[param].compute
                 # A parameter that has the dtype now is cast after `module.to(dtype)` gives it another one.
                 if dtype is not param.dtype or dtype is plan.policy.param_dtype:
-                    slots.append(ParamSlot(module, name, dtype))
-    return LentPart(root, modules, slots, plan.policy.buffer_dtype)
+                    slots.append(ParamSlot(weakref.ref(module), module._parameters, name, dtype))
+    return LentPart(root, [module._buffers for module in modules], slots, plan.policy.buffer_dtype)
 
 
 class LentPart:
@@ -142,7 +147,7 @@ class LentPart:
 
     Args:
         root: The annotated module.
-        modules: The modules in it that are lent buffers.
+        owners: The buffers of the modules in it that are lent buffers.
         slots: The places of the parameters that are lent copies.
         buffer_dtype: The dtype of buffers while the module runs; ``None``: their own.
 
@@ -154,12 +159,12 @@ class LentPart:
     def __init__(
         self,
         root: nn.Module,
-        modules: Sequence[nn.Module],
+        owners: Owners,
         slots: Sequence[ParamSlot],
         buffer_dtype: torch.dtype | None,
     ) -> None:
-        self._module = root
-        self._modules = modules
+        self._find_module = weakref.ref(root)
+        self._owners = owners
         self._slots = slots
         self._buffer_dtype = buffer_dtype
         self.params = LowPrecisionParams(slots)
@@ -169,22 +174,24 @@ class LentPart:
 
     def copied(self, memo: dict[int, Any]) -> "LentPart":
         """Return the part of a deep copy of the annotated module."""
-        slots = [ParamSlot(copy.deepcopy(module, memo), name, dtype) for module, name, dtype in self._slots]
-        modules = [copy.deepcopy(module, memo) for module in self._modules]
-        return LentPart(copy.deepcopy(self._module, memo), modules, slots, self._buffer_dtype)
+        slots = []
+        for find, params, name, dtype in self._slots:
+            module: Any = copy.deepcopy(find(), memo)  # may have no attributes yet
+            slots.append(ParamSlot(weakref.ref(module), copy.deepcopy(params, memo), name, dtype))
+        root: Any = copy.deepcopy(self._find_module(), memo)
+        return LentPart(root, copy.deepcopy(self._owners, memo), slots, self._buffer_dtype)
 
-    @property
-    def is_root(self) -> bool:
-        """The module's running call is not inside the call of another annotated module."""
-        return not any(get_registry(other) for other in modules_in_call() if other is not self._module)
+    def is_root(self, module: nn.Module) -> bool:
+        """Say whether the running call of the module is not inside the call of another annotated module."""
+        return not any(get_registry(other) for other in modules_in_call() if other is not module)
 
-    def enter(self) -> None:
+    def enter(self, module: nn.Module) -> None:
         """Lend the cast tensors for one call of the module."""
-        is_outermost = not self._calls or not is_called_again(self._module)
+        is_outermost = not self._calls or not is_called_again(module)
         self._calls = 1 if is_outermost else self._calls + 1
         self.inputs.leave(keeps=self._calls - 1)
         for lending in self._lendings:
-            lending.enter(self._modules, is_outermost=is_outermost)
+            lending.enter(self._owners, is_outermost=is_outermost)
 
     def leave(self) -> None:
         """Undo ``enter``."""
@@ -201,21 +208,21 @@ class LentPart:
             UsageError: A forward did; the values would be lost.
         """
         slot = self.params.written()
-        if slot is not None:
+        if slot is not None and (module := slot.find_module()) is not None:
             raise UsageError(
                 f"a forward wrote to a parameter of which it held a copy in {dtype_text(slot.dtype)}: it would be lost",
-                at=f"{place_of_rank()}, parameter {slot.name!r} of {describe_module(slot.module)}",
+                at=f"{place_of_rank()}, parameter {slot.name!r} of {describe_module(module)}",
                 fix="write to it between two steps, or add the class of its module to skipped_module_classes",
             )
 
     def enter_backward(self) -> None:
         """Lend the cast tensors for the running backward, in which parts of forward may run again."""
         for lending in self._lendings:
-            lending.enter_backward(self._modules)
+            lending.enter_backward(self._owners)
 
     def put_back(self) -> None:
         """Give the modules their own tensors back, unless the annotated module is running."""
-        if self._module not in modules_in_call():
+        if self._find_module() not in modules_in_call():
             self._calls = 0
             self.inputs.leave(keeps=0)
             for lending in self._lendings:

@@ -172,9 +172,9 @@ class ReplicateState:
         # Buffers are broadcast before they are cast.
         self.pre_forward(module)
         part = precision.parts[index]
-        part.enter()
+        part.enter(module)
         policy = precision.policy
-        dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root)
+        dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root(module))
         return (args, kwargs) if dtype is None else part.inputs.enter(args, kwargs, dtype)
 
     @opaque

@@ -212,8 +212,8 @@ def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for param in handle.params if handle is not None else ():
         if handle is None or param.form is None or param.form.kind != "bytes":
             continue
-        position, _, fqn = param.fqn.partition(".") if len(handle.modules) > 1 else ("0", "", param.fqn)
-        if handle.modules[int(position)] is module:
+        fqn = param.fqn.partition(".")[2] if len(handle.module_fqns) > 1 else param.fqn
+        if param.owners[0][0] in module.modules():
             for path, tensor in param.form.state.items():
                 yield f"{fqn}.{path}", tensor
 

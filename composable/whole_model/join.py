@@ -277,7 +277,7 @@ class _ShardedPart:
         if StepEvent[what] in _OF_HANDLES:
             handle: Handle = self._root.handles[args[0]]
             return handle.described
-        return " and ".join(map(describe_module, self._root.state.modules))
+        return " and ".join(map(describe_module, self._root.modules))
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
         """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""

@@ -14,6 +14,7 @@ from composable.annotation import FullyShardState, Root
 from composable.comm import Ranks
 from composable.engine import StepEvent
 from composable.ground.frames import in_backward
+from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import in_backward_of_nothing
 from composable.replication import ReplicateState
 from composable.whole_model.backward_steps import State
@@ -26,9 +27,12 @@ class KeptGradients:
     ranks may have called different modules before.
     """
 
+    _sharded = HeldWeakly[FullyShardState]()
+    _replicated = HeldWeakly[ReplicateState]()
+
     def __init__(self, sharded: Iterable[FullyShardState], replicated: Iterable[ReplicateState]) -> None:
-        self._sharded = tuple(sharded)
-        self._replicated = tuple(replicated)
+        self._sharded = sharded
+        self._replicated = replicated
         for state in self._sharded:
             state.kept_with = self
         for root in self._roots():
@@ -83,14 +87,14 @@ class KeptGradients:
         self._forget()
         groups: dict[Ranks, list[Root | ReplicateState]] = {}
         for root in self._roots():
-            groups.setdefault(root.state.grid.everyone, []).append(root)
+            groups.setdefault(root.grid.everyone, []).append(root)
         for one in self._replicated:
             groups.setdefault(one.grid.everyone, []).append(one)
         kept: list[Root | ReplicateState] = []
         for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
             keeps = [_keeps(member) for member in members]
             # Under Join, all ranks with inputs do the same, and the ranks without inputs follow them.
-            if not ranks.is_alone and not any(_is_joined(member) for member in members):
+            if not ranks.is_alone and not any(member.is_joined for member in members):
                 with torch.inference_mode(mode=False):
                     told = torch.tensor(keeps, dtype=torch.int32)
                 keeps = ranks.reduce(told, ReduceOp.MAX).tolist()
@@ -98,10 +102,6 @@ class KeptGradients:
         if kept:
             # A root that the user finalizes by hand sends its event outside of any backward.
             _end(kept) if in_backward() else in_backward_of_nothing(partial(_end, kept))
-
-
-def _is_joined(member: Root | ReplicateState) -> bool:
-    return member.is_joined if isinstance(member, ReplicateState) else member.state.is_joined
 
 
 def _keeps(member: Root | ReplicateState) -> bool:

@@ -5,13 +5,14 @@ import gc
 import os
 import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import no_sync
+from composable import MixedPrecisionPolicy, as_ddp, no_sync
 from composable.replicate import replicate
 from composable.replication import replicate_state_of
 from tests.world import on_ranks, run_ranks
@@ -22,8 +23,8 @@ def count_of_process() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def make_trained() -> nn.Module:
-    model = replicate(nn.Linear(4, 4))
+def make_trained(**options: Any) -> nn.Module:
+    model = replicate(nn.Linear(4, 4), **options)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
     return model
@@ -98,15 +99,21 @@ def test_what_is_dropped_is_freed_at_once(kind: str) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
+@pytest.mark.parametrize("kind", ["plain", "casts", "as_ddp"])
 @on_ranks(2, run=run_ranks)
-def test_copies_that_are_thrown_away_use_one_group_in_turn() -> None:
-    model = make_trained()
+def test_copies_that_are_thrown_away_use_one_group_in_turn(kind: str) -> None:
+    casts = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if kind == "casts" else {}
+    model = make_trained(find_unused_parameters=True, **casts)
+    model.bias.requires_grad_(False)
     gc.collect()
     gc.disable()
     counts = []
     try:
         for _ in range(20):
             twin = copy.deepcopy(model)
+            if kind == "as_ddp":
+                as_ddp(model)
+                as_ddp(twin)
             twin(torch.ones(2, 4)).sum().backward()
             del twin
             counts.append(count_of_process())

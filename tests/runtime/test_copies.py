@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import _traversal_utils
 from composable import (
     FSDPModule,
+    MixedPrecisionPolicy,
     ModuleWrapPolicy,
     RaggedDTensor,
     UsageError,
+    as_ddp,
     fully_shard,
     no_sync,
     reduce_gradients,
@@ -163,7 +166,7 @@ def test_a_copy_shares_the_mesh_and_nothing_else() -> None:
     assert type(twin) is type(model) and isinstance(twin.blocks[0], FSDPModule)
     assert own is not state and own.mesh is state.mesh and own.plan == state.plan and own.root is None
     handles = _traversal_utils._get_fsdp_handles(twin)
-    assert handles[0].settings.forward_prefetch == (own._module_to_handle[twin.blocks[2]],)
+    assert [find() for find in handles[0].settings.forward_prefetch] == [own._module_to_handle[twin.blocks[2]]]
     for param in twin.parameters():
         assert isinstance(param, RaggedDTensor) and isinstance(param, nn.Parameter)
     mark = next(iter(twin.blocks[0].parameters())).tag
@@ -193,10 +196,11 @@ def test_a_part_of_a_model_is_not_copied_alone() -> None:
     copy.deepcopy(replicated)
     # An optimizer is no part of a model.
     copy.deepcopy({"optimizer": torch.optim.SGD(model.parameters()), "other": nn.Linear(2, 2)})
+    other = fully_shard(make_model("mlp"))
     both = "module 'inp' (Linear) and module 'out' (Linear)"
     for part, text in (
         (model.blocks[0], "fix: deep-copy the whole model, module MLP"),
-        (fully_shard(make_model("mlp")).blocks[0], "handle owns parameters inside and outside"),
+        (other.blocks[0], "handle owns parameters inside and outside"),
         (pair.inp, f"fix: deep-copy the whole model, {both}"),
         (model.out, "module MLP"),
         (replicated.out, f"fix: deep-copy {both}"),
@@ -315,3 +319,37 @@ def test_a_root_inside_of_a_replicated_module_is_copied_once(outer: Callable[...
         handles = {handle_of_module(module) for module in one.modules()}
         assert {handle_of(param) for param in one.parameters() if isinstance(param, RaggedDTensor)} == handles - {None}
         one(torch.ones(1, 2)).sum().backward()
+
+
+FROZEN_SINCE: dict[str, dict[str, Any]] = {
+    "unused": {"find_unused_parameters": True},
+    "casts": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "find_unused_parameters": True},
+    "skips": {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, skipped_module_classes={nn.Linear}),
+        "find_unused_parameters": True,
+    },
+    "as_ddp": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("way", FROZEN_SINCE)
+@on_ranks(2)
+def test_a_copy_of_a_replicated_model_with_parameters_frozen_since_trains(way: str) -> None:
+    """The right gradients are those of the original, whose deep copy has none for what is frozen."""
+    draw = random.Random(way)
+    model = replicate(make_model("mlp"), **FROZEN_SINCE[way])
+    view = as_ddp(model) if way == "as_ddp" else None
+    for number in range(3):
+        for param in model.parameters():
+            param.requires_grad_(draw.random() < 0.7)
+        next(model.parameters()).requires_grad_(True)
+        twin = copy.deepcopy(model)
+        assert view is None or as_ddp(twin) is not view
+        args, _ = inputs_of(model, number, dist.get_rank())
+        for one in (model, twin):
+            loss_of(one(*args)).backward()
+        for param, copied in zip(model.parameters(), twin.parameters(), strict=True):
+            assert copied.requires_grad is param.requires_grad
+            assert (copied.grad is None) is (param.grad is None)
+            assert param.grad is None or torch.equal(copied.grad, param.grad)
+        model.zero_grad()
