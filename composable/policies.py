@@ -75,8 +75,8 @@ class ModuleWrapPolicy(Policy):
         classes = frozenset(module_classes) if isinstance(module_classes, Iterable) else frozenset({None})
         if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
             raise ConfigError(
-                f"module_classes is {described(module_classes) if classes else 'empty'}, not a set of module classes",
-                fix="pass classes in a set, such as {Block}; or no policy",
+                f"module_classes is {described(module_classes) if classes else 'empty'}, not a set of classes alone",
+                fix="pass classes in a set, such as {Block}; for single modules: lambda module: module is model.head",
             )
         object.__setattr__(self, "module_classes", classes)
 
@@ -204,7 +204,7 @@ def resolve_policy(policy: PolicyLike) -> Policy:
         return _AutoWrapPolicy(policy) if _asks_as_torch(policy) else CustomPolicy(policy)
     raise ConfigError(
         f"policy is {described(policy)}",
-        fix="pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, "
+        fix="pass a set of classes, such as {Block}, a function of one module that returns a bool, ModuleWrapPolicy, "
         "CustomPolicy, SizePolicy, or an auto_wrap_policy of torch; for torch's CustomPolicy pass its function",
     )
 

@@ -114,6 +114,12 @@ def replace_late(_: str) -> None:
     model(inputs())
 
 
+def write_rows_by_a_list(_: str) -> None:
+    model = fully_shard(make_model())
+    with torch.no_grad():
+        model[0].weight[[2, 3]] = 0
+
+
 def write_between_forward_and_backward(_: str) -> None:
     model = fully_shard(make_model(), policy={nn.Linear})
     loss = model(inputs()).sum()

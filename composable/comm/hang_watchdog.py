@@ -64,7 +64,8 @@ _MIN_PATIENCE_S = 2.0
 # The tag of the message that nobody sends.
 _NO_TAG = 2**31 - 1
 _FIX = (
-    "run the same modules in the same order on every rank, and let every rank raise, or none; "
+    "run the same modules in the same order on every rank, and let every rank raise, or none (fewer batches on a rank: "
+    "docs/uneven_inputs.md; layers that some ranks skip, as experts: HandleOptions(follows_parent=True)); "
     "the process groups are closed: start again from a checkpoint"
 )
 _LOG = logging.getLogger("composable")
@@ -149,7 +150,7 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
         f"the wait for {what} has ended by an error of the process group: {first_line}",
         at=at,
         fix="read the errors of the other ranks first: one has ended, cannot be reached, or kept this one waiting "
-        "longer than the group permits; docs/cluster.md says what to do next",
+        "longer than the group permits (docs/cluster.md), or had fewer batches (docs/uneven_inputs.md)",
     )
 
 

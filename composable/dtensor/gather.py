@@ -256,7 +256,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
         if isinstance(tensor, DTensor):
             _check_operand(cls, op, tensor, layout, is_written=is_written)
         elif tensor.dim() > 0 and not is_written and not takes_plain:
-            raise _refuse_plain(op, tensor, bases)
+            raise _refuse_plain(op, tensor, bases, is_write=any(id(one) in changed_ids for one in ragged))
     if ragged:
         count_fallback(str(op), layout)
 
@@ -316,10 +316,17 @@ def _check_operand(cls: Any, op: OpOverload, tensor: Any, layout: RaggedLayout, 
         raise _refusal(op, layout, what, "use full_tensor()")
 
 
-def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any]) -> UsageError:
+def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any], *, is_write: bool) -> UsageError:
     """Return the error of an operation on a ragged tensor and a plain one, which may differ between ranks."""
     ragged = next(filter(is_parameter, bases), bases[0])
     layout: RaggedLayout = ragged._spec.layout
+    if is_write and op.overloadpacket is not aten.copy_:
+        what = f"would write to a ragged tensor by a plain one of shape {list(plain.shape)}, which ranks may differ in"
+        fix = (
+            "with torch.no_grad(): full = tensor.full_tensor(); change full, alike on every rank; tensor.copy_(full); "
+            "or, for a parameter, with unshard_params(module), torch.no_grad(): change it, alike on every rank"
+        )
+        return _refusal(op, layout, what, fix)
     if not is_parameter(ragged) or layout.label is None:
         return _refusal(
             op,
@@ -416,6 +423,9 @@ class GatheredView(DTensor):
         views[0].check_fresh()
         if torch.Tag.inplace_view in op.tags:
             raise UsageError(f"{op} would change the shape of a view of a ragged tensor", fix="use what returns a view")
+        if op is aten.new_empty.default:
+            # Plain, as initialisers of slices want it: torch's DTensor has no rule for what `orthogonal_` does to it.
+            return op(views[0]._local_tensor, *args[1:], **(kwargs or {}))
         if op is aten.as_strided.default and len(args) > 3 and args[3] is not None:
             # torch counts this offset in the storage that the view shows; the local tensor begins elsewhere in its own.
             args = (*args[:3], args[3] - views[0].storage_offset() + views[0]._local_tensor.storage_offset())

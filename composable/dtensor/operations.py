@@ -163,7 +163,7 @@ def _forbidden(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
         f"{op} would change the shape or storage of a ragged tensor",
         at=f"ragged tensor of shape {list(args[0].shape)}",
         fix="work on a plain tensor (an initialiser: on torch.empty(parameter.shape)), "
-        "then, under torch.no_grad(), parameter.copy_(plain)",
+        "then, under torch.no_grad(), parameter.copy_(plain); for another shape: unannotate(model) first",
     )
 
 

@@ -174,7 +174,8 @@ class RaggedDTensor(DTensor):
 
     def _set_data(self, value: torch.Tensor) -> None:
         if type(value) is not RaggedDTensor or not value._spec.layout.matches(self._spec.layout):
-            other, fix = _name(value), "with torch.no_grad(): tensor.copy_(value), which takes plain full tensors too"
+            fix = "with torch.no_grad(): tensor.copy_(value), also a full one; another shape: unannotate(model) first"
+            other = _name(value)
         elif (value.dtype, value.device) != (self.dtype, self.device):
             other, fix = f"{value.dtype} on {value.device}", "use module.to(dtype) or module.to(device)"
         elif value._local_tensor is self._local_tensor:

@@ -90,6 +90,7 @@ def check_held(handle: Handle) -> None:
             what, fix = f"tied to {names[0]!r}", "tie them before fully_shard, by one call for both or a policy"
         elif held is not None:
             what, fix = "replaced", "change its values: with torch.no_grad(): parameter.copy_(full), or load them"
+            fix = "change its shape before fully_shard" if held.shape != param.shape else fix
         raise UsageError(
             f"a parameter was {what} after fully_shard was called, and optimizers and gradients would not follow",
             at=at,

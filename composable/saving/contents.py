@@ -336,7 +336,7 @@ def check_fit(
     groups = nested.get("param_groups", [])
     if len(groups) != sum(len(one.groups) for one in saved) or not all(isinstance(one, dict) for one in groups):
         lines.append(f"{METADATA} describes {len(groups)} param groups, {MANIFEST} others")
-    replace(found, unfit=(*found.unfit, *lines)).check(strict=True)
+    replace(found, unfit=(*found.unfit, *lines)).check(strict=True, is_checkpoint=True)
 
 
 def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

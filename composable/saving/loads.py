@@ -5,7 +5,7 @@ first, and one error lists every key that is missing, unexpected or of another s
 state dicts, such as ``set_model_state_dict``, are taught to check too, and to cut values like our parameters.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -42,7 +42,7 @@ class Differences:
     unexpected: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
 
-    def check(self, *, strict: bool, loaded: str = "nothing was loaded") -> None:
+    def check(self, *, strict: bool, loaded: str = "nothing was loaded", is_checkpoint: bool = False) -> None:
         """Raise one error that lists all differences; without ``strict`` only ``unfit`` counts."""
         lists = {"Not alike": self.unfit}
         if strict:
@@ -51,11 +51,28 @@ class Differences:
             lists = {name: tuple(f'"{key}"' for key in keys) for name, keys in names.items()} | lists
         lines = [f"\n    {name}: {list_text(keys, _MAX_SHOWN, write=str)}" for name, keys in lists.items() if keys]
         if lines:
-            raise StateDictError(
-                f"the state dict does not fit the model, and {loaded}{''.join(lines)}",
-                at=place_of_rank(),
-                fix="give each key its full tensor; strict=False permits missing and unexpected keys",
-            )
+            name, fix = ("checkpoint", _CHECKPOINT_FIX) if is_checkpoint else ("state dict", _FIX)
+            if prefix := _prefix(self.unexpected, self.missing):
+                fix = f"remove {prefix!r}: {{key.removeprefix({prefix!r}): value for key, value in state_dict.items()}}"
+                if is_checkpoint:
+                    fix = f"load_checkpoint(path, nn.ModuleDict({{{prefix[:-1]!r}: model}}), optimizer)"
+            elif prefix := _prefix(self.missing, self.unexpected):
+                fix = f"load into the part of the model that was saved: model.get_submodule({prefix[:-1]!r})"
+            what = f"the {name} does not fit the model, and {loaded}{''.join(lines)}"
+            raise StateDictError(what, at=place_of_rank(), fix=fix)
+
+
+_FIX = "give each key its full tensor; strict=False permits missing and unexpected keys"
+_CHECKPOINT_FIX = (
+    "build the model and its optimizers as the run that saved did; load_checkpoint(path, model) loads the model alone; "
+    "for another model, load the saved one, then load_full_state_dict(other, full_state_dict(saved), strict=False)"
+)
+
+
+def _prefix(longer: Sequence[str], keys: Sequence[str]) -> str:
+    """Return the prefix, as of a wrapper, with which ``longer`` has all ``keys``; empty if there is none."""
+    found = (key.removesuffix(keys[0]) for key in longer if keys and key.endswith(f".{keys[0]}"))
+    return next((one for one in found if set(longer).issuperset(one + key for key in keys)), "")
 
 
 def find_differences(
@@ -257,6 +274,9 @@ def _with_check(original: Any) -> Any:
 
     @wraps(original)
     def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        if info.broadcast_from_rank0 and any(map(get_registry, model.modules())):
+            # torch takes the `{}` of the other ranks for a call about the optimizer alone: the first would wait.
+            info.handle_model = Ranks.of_world().object_of(0, info.handle_model)
         is_given = bool(state_dict) or info.broadcast_from_rank0
         if info.handle_model and is_given and (info.full_state_dict or info.broadcast_from_rank0):
             named, opaque = _entries_to_load(model)

@@ -168,7 +168,9 @@ def find_folder(path: Path) -> Path:
     # Also by a name that a kill between two renames leaves. A damaged checkpoint is never skipped for an older one.
     whole = [*_named(path, "step"), *_named(path, "replaced")]
     if not whole:
-        raise ConfigError(f"no checkpoint in {path}", fix="pass a run's folder or one of its step-NNNNNN folders")
+        of_file = "pass a file to load_full_state_dict(model, torch.load(path)), or to load_safetensors(model, path)"
+        fix = of_file if path.is_file() else "pass a run's folder or one of its step-NNNNNN folders"
+        raise ConfigError(f"no checkpoint in {path}", fix=fix)
     return max(whole, key=_step_of)
 
 

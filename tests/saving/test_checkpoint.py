@@ -451,7 +451,7 @@ def shapes_differ(run: Path) -> list[str]:
 def test_all_differences_are_in_one_message(tmp_path: Path) -> None:
     for said in run_threads(shapes_differ, 2, tmp_path)[0]:
         assert said.splitlines()[:4] == [
-            "StateDictError: the state dict does not fit the model, and nothing was loaded",
+            "StateDictError: the checkpoint does not fit the model, and nothing was loaded",
             '    Missing key(s) in state_dict: "blocks.1.extra"',
             '    Unexpected key(s) in state_dict: "unused"',
             "    Not alike: blocks.0.up.weight has shape [7, 5], not [9, 5], blocks.0.up.bias has shape [7], not [9], "

@@ -226,7 +226,8 @@ def test_a_wrong_global_shape_is_named_on_every_rank_and_nothing_is_loaded(call:
     save_checkpoint(tmp_path, 1, smaller)
     texts = run_threads(load_misfit, 4, tmp_path, call)
     assert texts == [
-        "the state dict does not fit the model, and nothing was loaded\n"
+        f"the {'checkpoint' if call == 'load_checkpoint' else 'state dict'} does not fit the model, and nothing was "
+        "loaded\n"
         "    Not alike: blocks.1.up.weight has shape [4, 6], not [7, 6]"
     ] * len(texts)
 
