@@ -242,7 +242,7 @@ class _OutputHook(GradientHook):
     only the first gradient in a backward counts.
     """
 
-    __slots__ = ("__weakref__", "_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_step", "_version")
+    __slots__ = ("__weakref__", "_backwards", "_clock", "_gathers", "_handle", "_met_in", "_step", "_version", "first")
 
     def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
         self._backwards = scheduler.backwards
@@ -252,7 +252,11 @@ class _OutputHook(GradientHook):
         # The setting of the forward counts: autograd may have saved parameters since then.
         self._gathers = handle.settings.unshard_in_backward
         self._version = handle.version
-        self._backward_id = -1
+        self._met_in = -1
+        own = scheduler.step.steps[handle]
+        first = own.output()
+        # The hook of the step's first call lives as long as that of any later one.
+        self.first = first if isinstance(first, _OutputHook) and first._clock > own.first_forward else None
 
     @opaque
     def __call__(self, grad: torch.Tensor) -> None:
@@ -261,8 +265,8 @@ class _OutputHook(GradientHook):
                 self(grad)
             return
         step = self._step
-        if not (step.is_backward and step.backward_id == self._backward_id):
-            self._backward_id = self._backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
+        if not (step.is_backward and step.backward_id == self._met_in):
+            self._met_in = self._backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
             if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
                 raise written_too_early(self._handle)
 
@@ -346,7 +350,7 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
         if tensor.grad_fn is None:
             on_gradient(tensor, _LeafHook(scheduler, handle))
         else:
-            own.output = weakref.ref(hook)
+            own.output = weakref.ref(hook.first or hook)
             on_gradient(tensor, hook)
 
 

@@ -65,7 +65,8 @@ _MIN_PATIENCE_S = 2.0
 _NO_TAG = 2**31 - 1
 _FIX = (
     "run the same modules in the same order on every rank, and let every rank raise, or none (fewer batches on a rank: "
-    "docs/uneven_inputs.md; layers that some ranks skip, as experts: HandleOptions(follows_parent=True)); "
+    "docs/uneven_inputs.md; layers that some ranks skip, as experts: HandleOptions(follows_parent=True); a loss that "
+    "leaves out what activation checkpointing computes: add 0 * output.sum()); "
     "the process groups are closed: start again from a checkpoint"
 )
 _LOG = logging.getLogger("composable")

@@ -485,9 +485,11 @@ class HandleStep:
     Attributes:
         is_armed: A differentiable forward has run since the last backward: the next backward reduces the handle.
         first_forward: Clock at the start of the first such forward; 0: before all others.
+        last_forward: Clock at the end of the handle's last differentiable call in the forward that armed it.
+        armed_at: Clock at the start of the forward that armed it.
         entered_at: Clock at the start of a forward that has not ended; -1: there is none.
         queued_in: Number of the last backward that has or had to complete the handle.
-        met_in: Number of the last backward in which a gradient of an output arrived.
+        met_in: Number of the last backward that gathered the handle, as an output's gradient arrived or should have.
         completed_in: Number of the last backward that completed the handle: reduced its gradients, or kept them.
         kept_in: Number of the last forward that left secondary shards.
         is_late: Gradients are still coming in the backward that completed the handle.
@@ -496,7 +498,7 @@ class HandleStep:
         previous_forward: The handle that ran before it in the latest forward, also a hint.
         next_backward: The handle that came next in the latest backward, also a hint.
         checksum: Number of the last forward that compares values, and the sum of the parameters before the first call.
-        output: Gives the hook of the outputs of the last call; ``None`` once all graphs with these outputs are gone.
+        output: Gives a hook of the outputs of its calls; ``None`` once all graphs with these outputs are gone.
         is_waiting: It is noted for users that gradients wait for a later backward, or an all-reduce over copies.
         leaders: Handles that it is gathered, resharded and reduced with, whether its own modules run or not.
         followers: Handles that are gathered, resharded and reduced with it.
@@ -534,7 +536,7 @@ class HandleStep:
     def end_step(self) -> None:
         """Forget a step that was cut short; the hints stay."""
         self.is_armed = False
-        self.first_forward = 0
+        self.first_forward = self.last_forward = self.armed_at = 0
         self.entered_at = -1
         self.is_late = False
         self.modules_left.clear()

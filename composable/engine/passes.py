@@ -88,7 +88,9 @@ class Backwards:
             return
         self.begin_backward()
         for own in waiting:
-            is_frozen = not all(param.sharded.requires_grad for param in own.handle.params)
+            # It is not known what reads frozen parameters alone; this rank's loss may just leave an output out.
+            count = [param.sharded.requires_grad for param in own.handle.params].count(False)
+            is_frozen = count > 0 if self._is_beside else count == len(own.handle.params)
             if (self._is_beside or own.output() is None) and (is_frozen or own in reached):
                 if own.handle.settings.unshard_in_backward and not own.leaders:
                     self.unshard(own.handle)
@@ -195,7 +197,7 @@ class Backwards:
             self.begin_backward()
         if step.makes_graph:
             step.unsharded.watch_call(handle)
-        completion.complete_after(clock)
+        completion.complete_after(clock, self._gather)
         backward_id, own = step.backward_id, step.steps[handle]
         if clock == LED and own.leaders:
             if gathers:
@@ -213,6 +215,14 @@ class Backwards:
             own.met_in = backward_id
             self._prefetch_after(own)
         return backward_id
+
+    def _gather(self, own: HandleStep) -> None:
+        """Gather a handle that this rank's loss may leave out, and its followers, in the order of all ranks."""
+        own.met_in = self._step.backward_id
+        if own.handle.settings.unshard_in_backward:
+            self.unshard(own.handle)
+        self._begin_followers(own)
+        self._prefetch_after(own)
 
     def unshard(self, handle: Handle) -> None:
         """Make the parameters usable until the backward ends with them. Collective unless they are unsharded."""
@@ -263,7 +273,7 @@ class Backwards:
         if not step.is_backward:
             return
         with torch.no_grad():
-            self._completion.complete_the_rest()
+            self._completion.complete_the_rest(self._gather)
         ends = step.settings.ends_backward
         for listener in step.listeners:
             listener.on(StepEvent.TELL, None, ends)
@@ -542,7 +552,7 @@ class Forwards:
             return self._clock
         self._clock += 1
         if is_differentiable and not is_led:
-            self._completion.arm(own)
+            self._completion.arm(own, self._clock, self._started_at)
         if leaks:
             step.unsharded.retain_until_backward(handle, with_graph=True)
             step.unsharded.notice_backward([handle], self._backwards.begin_backward)

@@ -18,10 +18,10 @@ the handle of the module around it, its *leader*: its own calls start no collect
 import enum
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -283,14 +283,16 @@ class Step:
             self.streams.shards_written_at(written)
 
 
-_first_forward = attrgetter("first_forward")
+_clock = itemgetter(0)
 _NOTHING: Any = nullcontext()
 
 
 class Completion:
     """The handles that the next backward completes, or that the running one has still to complete.
 
-    A forward arms handles. When a backward begins they are queued, in the order of their first forwards.
+    A forward arms handles. A backward goes through the clock of their forwards from the end: at the end of a handle's
+    last call it gathers the handle, at the start of the first call it completes it. Ranks whose losses leave out other
+    outputs do both in the same order, since they have the same clock.
     """
 
     def __init__(self, step: Step) -> None:
@@ -298,17 +300,26 @@ class Completion:
         self._armed: list[HandleStep] = []
         # Handles of the last backward: it may run once more through the same graph.
         self._last_armed: list[HandleStep] = []
-        self._queue: list[HandleStep] = []
+        # Clock, handle, and whether to gather it or to complete it; the last ones come first.
+        self._queue: list[tuple[int, HandleStep, bool]] = []
 
     # Before backward
 
-    def arm(self, own: HandleStep) -> None:
-        """Note that a differentiable call of ``own`` has ended: the next backward completes it and its followers."""
+    def arm(self, own: HandleStep, clock: int, started_at: int) -> None:
+        """Note that a differentiable call of ``own`` has ended: the next backward completes it and its followers.
+
+        Args:
+            own: The handle.
+            clock: End of the call.
+            started_at: Start of the forward that contains the call.
+        """
         for one in (own, *own.followers):
             if not one.is_armed:
                 one.is_armed = True
-                one.first_forward = own.entered_at
+                one.first_forward, one.armed_at = own.entered_at, started_at
                 self._armed.append(one)
+        if own.armed_at == started_at:
+            own.last_forward = clock
 
     @property
     def waiting(self) -> list[HandleStep]:
@@ -352,6 +363,7 @@ class Completion:
         step = self._step
         armed = self.waiting
         is_again = not self._armed
+        gathered = [(own.last_forward, own, True) for own in armed if not own.leaders]
         for handle, own in step.steps.items():
             if handle.accumulated.is_kept:
                 self._drop_zeroed_gradients(handle)
@@ -361,7 +373,7 @@ class Completion:
                 own.is_armed, own.first_forward = True, 0
                 if not (is_again and own in self._last_armed):
                     armed = [*armed, own]
-        self._queue = sorted(armed, key=_first_forward)
+        self._queue = sorted([*((own.first_forward, own, False) for own in armed), *gathered], key=_clock)
         for own in armed:
             own.queued_in = step.backward_id
         self._last_armed, self._armed = armed, []
@@ -385,27 +397,39 @@ class Completion:
             # It ran before the previous backward, or its first forward had no grad.
             own.queued_in = backward_id
             own.is_armed, own.first_forward = True, 0
-            self._queue.insert(0, own)
+            self._queue.insert(0, (0, own, False))
             self._last_armed.append(own)
 
-    def complete_after(self, clock: float) -> None:
-        """Complete handles whose first call began after ``clock``: the gradient of an output made then has arrived."""
+    def complete_after(self, clock: float, gather: Callable[[HandleStep], object]) -> None:
+        """Complete handles whose first call began after ``clock``: the gradient of an output made then has arrived.
+
+        ``gather`` those first that no gradient has reached here: other ranks have gathered them.
+        """
         queue, step = self._queue, self._step
-        if not queue or queue[-1].first_forward <= clock or step.is_threaded:
+        if not queue or queue[-1][0] <= clock or step.is_threaded:
             return
         # In a backward that makes no graph, gradients are disabled anyway.
         with torch.no_grad() if step.makes_graph else _NOTHING:
-            while queue and queue[-1].first_forward > clock:
-                self._complete(queue.pop(), is_early=True)
+            while queue and queue[-1][0] > clock:
+                _, own, is_gather = queue.pop()
+                if not is_gather:
+                    self._complete(own, is_early=True)
+                # A later forward than that of the output waits for a backward of its own.
+                elif own.met_in != step.backward_id and own.armed_at <= clock:
+                    gather(own)
 
-    def complete_the_rest(self) -> None:
-        """Complete the handles that are left when a backward ends.
+    def complete_the_rest(self, gather: Callable[[HandleStep], object]) -> None:
+        """Complete the handles that are left when a backward ends; see ``complete_after``.
 
         Raises:
             UsageError: A gradient grew after an optimizer in backward had stepped on it.
         """
         while self._queue:
-            self._complete(self._queue.pop(), is_early=False)
+            _, own, is_gather = self._queue.pop()
+            if not is_gather:
+                self._complete(own, is_early=False)
+            elif own.met_in != self._step.backward_id:
+                gather(own)
         for own in self._step.steps.values():
             if own.is_late:
                 own.is_late = False

@@ -181,5 +181,5 @@ def test_a_hidden_loss_has_the_gradients_of_one_process_or_an_error(world_size: 
         results = run_threads(tell, world_size, seed)
         assert len(set(results)) == 1, seed
         told[results[0]] += 1
-    assert told.keys() <= {"right", "backward reads a parameter whose memory is f"}, told
+    assert told.keys() <= {"right", "backward reads a parameter whose memory "}, told
     assert told["right"] >= 0.9 * told.total(), told

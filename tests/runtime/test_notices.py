@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import fully_shard, plan
+from composable import HandleOptions, fully_shard, plan
 from tests.world import on_ranks, run_ranks
 
 
@@ -63,7 +63,7 @@ def test_the_warning_of_a_plan_is_logged_once_on_the_first_rank_and_not_of_parts
         run_steps(model)
         run_steps(fully_shard(Whole()))
         assert fully_shard.state(model).plan.warnings
-        assert texts == ([text] if dist.get_rank() == 0 else [])
+        assert texts == ([text] if dist.get_rank() == 0 else []), texts
         texts.clear()
         parts = nn.Sequential(Part(), Part())
         for block in parts:
@@ -83,3 +83,27 @@ def test_one_rank_alone_is_not_warned() -> None:
     with recorded() as texts:
         run_steps(fully_shard(Alone()))
     assert not texts
+
+
+@on_ranks(2, run=run_ranks)
+def test_following_no_module_is_logged_on_the_first_rank() -> None:
+    class Follower(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Sequential(Follower(4, 4)), nn.Linear(4, 4))
+    fully_shard(model[0][0], options=HandleOptions(follows_parent=True))  # type: ignore[index]
+    fully_shard(model)
+    with recorded() as texts:
+        run_steps(model)
+    assert not texts  # It follows the model.
+    model = nn.Sequential(nn.Sequential(Follower(4, 4)), nn.Linear(4, 4))
+    fully_shard(model[0][0], options=HandleOptions(follows_parent=True))  # type: ignore[index]
+    fully_shard(model[1])
+    fully_shard(model)
+    with recorded() as texts:
+        run_steps(model)
+    text = (
+        "follows_parent=True has no effect on module '0.0' (Follower): no module around has parameters that it "
+        "gathers itself, so it is gathered when it is called, on every rank; annotate the module around it"
+    )
+    assert texts == ([text] if dist.get_rank() == 0 else []), texts
