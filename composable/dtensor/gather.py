@@ -23,10 +23,13 @@ from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_in_model_averager
 from composable.ground.names import check_bool
 from composable.ground.ownership import mark_of
+from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
+    Placement,
+    disabled_torch_function,
     dtensor_new,
     is_tracing,
     traceable_collectives,
@@ -225,7 +228,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
     views = [tensor for tensor in tensors if isinstance(tensor, GatheredView)]
-    bases = [*ragged, *(view.source.base for view in views)]
+    bases = [*ragged, *(view.source.base for view in views), *(one.base for one in tensors if type(one) is WholeTerm)]
     layout = widest(base._spec.layout for base in bases)
     if is_in_model_averager():
         raise UsageError(
@@ -255,7 +258,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
         is_written = id(tensor) in changed_ids
         if isinstance(tensor, DTensor):
             _check_operand(cls, op, tensor, layout, is_written=is_written)
-        elif tensor.dim() > 0 and not is_written and not takes_plain:
+        elif has_own_gradient(tensor, tensors) or (tensor.dim() > 0 and not is_written and not takes_plain):
             raise _refuse_plain(op, tensor, bases, is_write=any(id(one) in changed_ids for one in ragged))
     if ragged:
         count_fallback(str(op), layout)
@@ -278,7 +281,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     makes_views = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in op._schema.returns)
     first: Any = tensors[0]
     viewed = None
-    if makes_views:
+    if makes_views and type(first) is not WholeTerm:
         viewed = first.source if isinstance(first, GatheredView) else _Source(bases[0], fulls[id(bases[0])])
 
     def out(result: torch.Tensor) -> Any:
@@ -287,7 +290,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
         spec = replicated_spec(layout.mesh, result)
         return wrap(DTensor, result, spec) if viewed is None else _make_view(result, spec, viewed)
 
-    return tree_map_only(torch.Tensor, out, results)
+    return as_terms(tree_map_only(torch.Tensor, out, results), bases[0])
 
 
 def _full(cls: Any, tensor: Any, layout: RaggedLayout) -> torch.Tensor:
@@ -314,6 +317,13 @@ def _check_operand(cls: Any, op: OpOverload, tensor: Any, layout: RaggedLayout, 
     if is_written and not is_ragged and not is_replicated(tensor, layout):
         what = f"would write a ragged tensor into one placed {tensor.placements}"
         raise _refusal(op, layout, what, "use full_tensor()")
+
+
+def has_own_gradient(tensor: Any, operands: Iterable[Any]) -> bool:
+    """Say whether ``tensor`` is a plain operand that would get, or change, a gradient of this rank alone."""
+    if not torch.is_grad_enabled() or isinstance(tensor, DTensor):
+        return False
+    return tensor.requires_grad or (tensor.dim() > 0 and any(getattr(one, "requires_grad", False) for one in operands))
 
 
 def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any], *, is_write: bool) -> UsageError:
@@ -343,13 +353,63 @@ def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any], *, 
         at=f"{place_of_rank()}, {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
         fix="call the module itself, not its forward; register_fsdp_forward_method(module, name) for another method; "
         "annotate a module around all uses; or module.unshard() before. "
-        "For the value without a gradient: full_tensor() under torch.no_grad()",
+        "In a loss: parameter.full_tensor(), whose gradient is averaged",
     )
 
 
 def _refusal(op: OpOverload, layout: RaggedLayout, what: str, fix: str) -> UsageError:
     cut_as = "" if layout.label is None else f", cut as parameter {str(layout.label)!r}"
     return UsageError(f"{op} {what}", at=f"ragged tensor of shape {list(layout.shape)}{cut_as}", fix=fix)
+
+
+# -- terms of a loss
+
+
+class WholeTerm(DTensor):
+    """A tensor that is whole on every rank, computed from a ragged one; where it meets a plain one, it becomes plain.
+
+    So a penalty can be added to a loss that each rank computes from its own data.
+    """
+
+    base: Any  # the ragged tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        mesh = next(tensor._spec.mesh for tensor in tensors if type(tensor) is cls)
+        if all(isinstance(tensor, DTensor) and tensor._spec.mesh == mesh for tensor in tensors):
+            return disabled_torch_function(func, types, args, kwargs or {})
+        args, kwargs = tree_map_only(cls, cls.to_local, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves the arguments untyped
+        cls, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not {cls, DTensor}.issuperset(types):
+            return NotImplemented  # Ragged tensors have rules.
+        term = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
+        return gather_and_run(type(term.base), op, args, kwargs or {})
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the plain tensor. Its gradient is averaged over ranks, unless ``grad_placements`` are given."""
+        local = super().to_local(grad_placements=grad_placements)
+        if local.requires_grad and grad_placements is None:
+            before_gradients([local], self.base._spec.layout.average)
+        return local
+
+    full_tensor = to_local
+
+
+def as_terms(results: Any, base: Any) -> Any:
+    """Return ``results`` of an operation on the ragged tensor ``base``, in which whole tensors are terms now."""
+    # Not for optimizers, nor in backwards: what they compute meets no loss.
+    if torch.is_grad_enabled() and not is_tracing():
+        for leaf in tree_leaves(results):
+            if type(leaf) is DTensor:
+                leaf.__class__ = WholeTerm
+                leaf.base = base  # type: ignore[attr-defined]  # it is a term now
+    return results
 
 
 # -- views, which look into a gathered copy

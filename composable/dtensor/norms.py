@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
-from composable.dtensor.gather import gather_and_run, replicate, shares_cut, widest
+from composable.dtensor.gather import as_terms, gather_and_run, replicate, shares_cut, widest
 from composable.dtensor.packed import values_of
 from composable.dtensor.spec import RaggedLayout, replicated_spec
 from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
@@ -117,7 +117,7 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
         specs = {kind: replicated_spec(mesh, scalars[0]) for kind, scalars in kinds.items()}
         for position, (index, kind) in enumerate(zip(members, real)):
             found[index] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
-    return found
+    return as_terms(found, tensors[0]) if tensors else found
 
 
 def _norms_of_group(
@@ -160,7 +160,7 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
         kind = summed_in(local.dtype)
         own.copy_(whole.of(torch.linalg.vector_norm(rows, order, dim=list(dims), keepdim=True, dtype=kind)))
     norms = whole.norms(layout.reduce(parts, whole.op)).to(dtype or _real_of(local.dtype))
-    return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
+    return as_terms(replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout), this)  # type: ignore[no-any-return]  # this tensor
 
 
 def _real_of(dtype: torch.dtype) -> torch.dtype:

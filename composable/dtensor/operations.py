@@ -22,6 +22,7 @@ from composable.dtensor.gather import (
     count_fallback,
     gather_and_run,
     gather_full,
+    has_own_gradient,
     is_replicated,
     note_written,
     replicate,
@@ -231,7 +232,7 @@ def _local_operands(cls: Any, values: Sequence[Any], spec: RaggedSpec) -> list[A
             # Scalars of two dtypes promote on equal terms; the local piece of a scalar is 1-D, and its dtype would win.
             return None
         else:
-            operand = _piece(value, spec.layout)
+            operand = None if has_own_gradient(value, values) else _piece(value, spec.layout)
             if operand is None:
                 return None
             found.append(operand)

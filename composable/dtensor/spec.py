@@ -183,6 +183,12 @@ class RaggedLayout:
             tensor = ranks.reduce(tensor, op)
         return tensor
 
+    def average(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the mean of ``grad`` [any] over all ranks whose gradients are averaged. Collective."""
+        ranks = (self.label and self.label.everyone) or self.ranks
+        # A new tensor: the incoming gradient may have other readers.
+        return ranks.reduce(grad.contiguous() / ranks.size, ReduceOp.SUM)
+
     def shares_ranks(self, other: "RaggedLayout") -> bool:
         """Say whether two tensors are cut, and split, over the same dims of the same mesh."""
         return self.cut_dims == other.cut_dims and (self.mesh is other.mesh or self.mesh == other.mesh)

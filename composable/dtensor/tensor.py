@@ -21,6 +21,7 @@ from composable.comm import Ranks
 from composable.dtensor.gather import (
     RECORD,
     GatheredView,
+    WholeTerm,
     gather_block,
     gather_full,
     is_replicated,
@@ -37,7 +38,7 @@ from composable.dtensor.spec import (
     write_items_of,
 )
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.frames import in_torch_save
+from composable.ground.frames import in_backward, in_torch_save
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import (
     DeviceMesh,
@@ -105,8 +106,9 @@ class RaggedDTensor(DTensor):
         Collective: all ranks of the mesh, same order.
 
         Args:
-            grad_placements: How gradients of the result are spread over the mesh: replicated by default
-                (every rank computes the same), or ``Partial()`` where they have to be summed.
+            grad_placements: How gradients of the result are spread over the mesh: ``Replicate()`` where every rank
+                surely has the same, ``Partial()`` where they have to be summed. By default they are averaged over all
+                ranks of the data, as those of a forward are.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             full: torch.Tensor = _Gather.apply(self, grad_placements)  # type: ignore[no-untyped-call]
@@ -150,7 +152,7 @@ class RaggedDTensor(DTensor):
             same: RaggedDTensor = source
             return same
         replicas = [Replicate()] * layout.mesh.ndim
-        full = source.full_tensor()
+        full = source.full_tensor(grad_placements=replicas)
         whole = DTensor.from_local(full, layout.mesh, replicas, run_check=False)
         return whole if list(placements) == replicas else whole.redistribute(placements=placements)
 
@@ -309,6 +311,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout: RaggedLayout = ctx.spec.layout
+        if ctx.grad_placements is None:
+            grad = layout.average(grad)
         for dim, placement in enumerate(ctx.grad_placements or ()):
             if placement.is_partial():
                 # A copy: the incoming gradient may have other readers.
@@ -409,6 +413,8 @@ def _check_operands(op: OpOverload, args: Sequence[Any]) -> None:
     """Refuse an operation that takes norms of incomplete gradients, or changes them; raises as ``check_finished``."""
     name = op._schema.name.removeprefix("aten::")
     first = op._schema.arguments[0] if op._schema.arguments else None
+    if name == "add_" and in_backward():
+        return  # autograd itself adds to a gradient, of a loss that uses the parameter outside of its module
     if first is not None and (name in _NORMS or (first.alias_info is not None and first.alias_info.is_write)):
         owners = _owners_of_params(leaves_droppable=name in _ZEROING)
         _refuse(name.strip("_"), tree_leaves(args[0]), _by_gradient(owners))
@@ -454,7 +460,9 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> Non
 def register_ragged() -> None:
     """Let torch run operations and optimizers on ``RaggedDTensor``; a second call changes nothing."""
     if not _is_dispatched_here():
-        _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
+        _dispatch_every_op(
+            {cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView, WholeTerm)}
+        )
         if not _is_dispatched_here():
             raise UsageError(
                 f"torch {torch.__version__} does not call a DTensor subclass for its own operations",

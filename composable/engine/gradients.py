@@ -437,9 +437,9 @@ class Gradients:
             grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
             if with_hooks:
                 grad = _run_hooks(param, grad)
-            held = sharded.grad
-            if held is None or held is param.placeholder:
-                param.placeholder = None
+            held, placeholder, param.placeholder = sharded.grad, param.placeholder, None
+            # A version: in a backward without a reduction, autograd has added a gradient from outside of the forward.
+            if held is None or (held is placeholder and not placeholder._local_tensor._version):
                 assign_grad(sharded, grad)
             elif isinstance(held, RaggedDTensor) and held._spec is param.grad_spec:
                 if index is not None:

@@ -363,7 +363,7 @@ def in_backward_of_nothing(call: Callable[[], None]) -> None:
     root.backward()
 
 
-def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Tensor], Any]) -> list[RemovableHandle]:
     """Call ``arrive`` whenever a backward reaches a leaf [any], before it adds the gradient to the leaf's ``grad``."""
     return [leaf.register_hook(arrive) for leaf in leaves]
 
