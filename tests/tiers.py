@@ -36,6 +36,7 @@ PAIRS = proved(
 # Left to the others though a row names it: what compiles for a minute, or waits that long. The rows name others too.
 SLOW = frozenset(
     (
+        *proved("test_compiled_autograd.py", "test_inductor_joins_all_reduces_where_it_is_asked_to"),
         *proved(
             "test_two_hosts.py",
             "test_two_hosts_train_as_one_until_the_wire_is_cut_and_one_host_goes_on",
