@@ -284,7 +284,10 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 
     place, content = _on_first(ranks, find, f"cannot read {path}")
     folder, manifest = Path(place), run_folder.read_manifest(Path(place), content)
-    _verify(ranks, folder, manifest)
+    # All files are read, each on one rank.
+    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
+    damage = ranks.objects(run_folder.find_damage(folder, mine))
+    _check_undamaged(folder, [line for lines in damage for line in lines])
     failure = f"{folder} was not loaded to its end"
     names, elsewhere = names_on_all(ranks, model, optimizers)
     with ranks.agreed(), _as_ours(failure):
@@ -381,13 +384,6 @@ def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
 
 
 # -- reading
-
-
-def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
-    """Read all files, each on one rank, and raise on every rank if one differs from what was written."""
-    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    damage = ranks.objects(run_folder.find_damage(folder, mine))
-    _check_undamaged(folder, [line for lines in damage for line in lines])
 
 
 def _check_undamaged(folder: Path, damage: list[str]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
 from composable.comm import ModelRanks, Ranks
-from composable.dtensor import RaggedDTensor
+from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.engine import META_FIX, handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry, managing_state
@@ -347,12 +347,17 @@ def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return max(sizes, default=0)
 
 
-def batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Split named tensors, in order, into lists of at most ``max_bytes`` of full values, or of one tensor."""
+def batches(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: float, dtype: torch.dtype | None = None
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Split named tensors, in order, into lists of at most ``max_bytes`` of full values, or of one tensor.
+
+    ``dtype`` is that of floating-point values; default: their own.
+    """
     batch: list[tuple[str, torch.Tensor]] = []
     total = 0
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.dtype.itemsize
+        size = tensor.numel() * cast_dtype(tensor, dtype).itemsize
         if batch and total + size > max_bytes:
             yield batch
             batch, total = [], 0

@@ -84,11 +84,7 @@ def full_state_dict(
     if ranks.rank != dst:
         return OrderedDict()
     whole = {id(tensor): fulls[key] for key, tensor in unique.items()}
-    return _as_state_dict(((key, whole.get(id(value), value)) for key, value in entries.values.items()), entries)
-
-
-def _as_state_dict(values: Iterable[tuple[str, Any]], entries: Entries) -> "OrderedDict[str, Any]":
-    state = OrderedDict(values)
+    state = OrderedDict((key, whole.get(id(value), value)) for key, value in entries.values.items())
     if entries.metadata is not None:
         state._metadata = entries.metadata  # type: ignore[attr-defined]  # where torch keeps it
     return state

@@ -9,6 +9,7 @@ Source: format and layout of several files, https://huggingface.co/docs/safetens
 import ctypes
 import importlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -101,7 +102,7 @@ def save_safetensors(
             _check_entries(entries, dtype)
             if ranks.rank == 0:
                 target = as_path("path", path)
-                limit = None if target.suffix == ".safetensors" else max_shard_bytes
+                limit = math.inf if target.suffix == ".safetensors" else max_shard_bytes
                 writer = _Writer(target, _plan_files(values, aliases, dtype, limit))
                 stack.callback(writer.close)
                 writer.begin()
@@ -166,18 +167,10 @@ class _File:
 
 
 def _plan_files(
-    values: Mapping[str, torch.Tensor], aliases: Mapping[str, str], dtype: torch.dtype | None, max_bytes: int | None
+    values: Mapping[str, torch.Tensor], aliases: Mapping[str, str], dtype: torch.dtype | None, max_bytes: float
 ) -> list[_File]:
-    """Return the files, with the place of each value; ``max_bytes`` of ``None``: one file for all."""
-    groups: list[list[str]] = [[]]
-    total = 0
-    for key, tensor in values.items():
-        size = tensor.numel() * cast_dtype(tensor, dtype).itemsize
-        if max_bytes is not None and groups[-1] and total + size > max_bytes:
-            groups.append([])
-            total = 0
-        groups[-1].append(key)
-        total += size
+    """Return the files, of at most ``max_bytes`` each, with the place of each value."""
+    groups = [[key for key, _ in batch] for batch in batches(values.items(), max_bytes, dtype)] or [[]]
     count = len(groups)
     names = [_SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     files = []
