@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Grid, Ranks, annotating, resolve_ranks
+from composable.annotation import has_parts
+from composable.comm import Grid, annotating, resolve_ranks
 from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
 from composable.features import follow_inputs
-from composable.ground.contract import annotated_below, check_not_joined, contract
+from composable.ground.contract import check_not_joined, contract
 from composable.ground.names import check_outside_inference, describe_module, readable_twice
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
@@ -191,7 +192,7 @@ def replicate(
 
     planned = made_alike(make_plan, compare)
     state.compared = planned.text
-    state.has_parts = _has_parts(modules, ranks)
+    state.has_parts = has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
     follow_inputs()
     if static_graph and _LOG.isEnabledFor(logging.INFO):
@@ -220,13 +221,6 @@ class _Planned(NamedTuple):
         """The text that must be equal on all ranks."""
         precision = [] if self.precision is None else self.precision.lines
         return "\n".join([*self.options.lines, *self.managed.lines, *precision])
-
-
-def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
-    """Say whether, on any of ``ranks``, a module below is annotated on a part of them. Collective."""
-    grids = (getattr(state, "grid", None) for _, state in annotated_below(modules))
-    own = any(isinstance(grid, Grid) and grid.everyone.size < ranks.size for grid in grids)
-    return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), dist.ReduceOp.MAX))
 
 
 def _execute(state: ReplicateState, planned: _Planned) -> None:

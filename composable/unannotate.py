@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import forward_in_place
-from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of
+from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of, sharded_state_of
 from composable.comm import Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
 from composable.engine import Handle, attach, handle_of, waits_for_copies
@@ -194,7 +194,7 @@ class _Removal:
             remove_annotation(forward.module, "checkpoint")
 
     def _take_off(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
-        modules = self._part.managed_by(state)
+        modules = [module for module in self._part.modules if sharded_state_of(module) is state]
         own_dicts = {id(value) for module in modules for value in vars(module).values()}
         kept_hooks = []
         for hook in state.hook_handles:

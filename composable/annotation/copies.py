@@ -72,10 +72,6 @@ class AnnotatedPart:
         inside = set(self.handles)
         return [handle for handle in state._handles if handle in inside]
 
-    def managed_by(self, state: FullyShardState) -> list[nn.Module]:
-        """Return the modules of the part that ``state`` manages."""
-        return [module for module in self.modules if sharded_state_of(module) is state]
-
 
 _SESSION = "composable copies"
 

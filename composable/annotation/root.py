@@ -284,7 +284,9 @@ class Root:
                 handle.module_fqns = tuple(names.get(module, fqn) for module, fqn in known)
         models = model_ranks_of(handles)
         _compare_plans(states, models, _find_failure(state, states, names))
-        _note_parts(state, handles)
+        parted = has_parts(modules, state.grid.everyone)
+        for handle in handles:
+            handle.has_parts = parted and handle.grid.everyone == state.grid.everyone
         for found in states:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
@@ -373,15 +375,12 @@ class Root:
             state.root = None
 
 
-def _note_parts(root: FullyShardState, handles: Sequence[Handle]) -> None:
-    """Set ``has_parts`` of handles on all the root's ranks: if some rank has modules on a part of these. Collective."""
-    everyone = root.grid.everyone
-    grids = {getattr(state, "grid", root.grid) for _, state in annotated_below(root.modules)}
-    own = any(grid.everyone.size < everyone.size for grid in grids)
+def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
+    """Say whether, on any of ``ranks``, a module at or below ``modules`` is annotated on a part of them. Collective."""
+    grids = (getattr(state, "grid", None) for _, state in annotated_below(modules))
+    own = any(isinstance(grid, Grid) and grid.everyone.size < ranks.size for grid in grids)
     with torch.inference_mode(mode=False):
-        has_parts = bool(everyone.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
-    for handle in handles:
-        handle.has_parts = has_parts and handle.grid.everyone == everyone
+        return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
 
 
 def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
