@@ -56,8 +56,7 @@ class Canvas:
     Readers who cannot see it hear its title and its description. Lengths are in pixels.
     """
 
-    def __init__(self, title: str, description: str, width: int = _WIDTH) -> None:
-        self.width = width
+    def __init__(self, title: str, description: str) -> None:
         self._elements = [f"<title>{escape(title)}</title>", f"<desc>{escape(description)}</desc>"]
 
     def add(self, tag: str, text: str = "", tip: str = "", **attributes: str | float) -> None:
@@ -69,7 +68,7 @@ class Canvas:
 
     def text(self, x: float, y: float, text: str, size: float = 12, fill: str = _INK, weight: str = "normal") -> None:
         """Add a line of text from ``x`` on, with its baseline at ``y``; a text that would leave the picture is cut."""
-        self.add("text", shortened(text, self.width - x, size), x=x, y=y, font_size=size, fill=fill, font_weight=weight)
+        self.add("text", shortened(text, _WIDTH - x, size), x=x, y=y, font_size=size, fill=fill, font_weight=weight)
 
     def bar(self, x: float, y: float, pixels: float, parts: Iterable[tuple[int, str]]) -> None:
         """Add a bar of parts in a row, each with an amount and a colour; an amount of 1 is ``pixels`` wide."""
@@ -79,8 +78,8 @@ class Canvas:
 
     def document(self, height: float) -> str:
         """Return the whole document."""
-        size = f'width="{self.width}" height="{height:g}"'
-        first = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {self.width} {height:g}" role="img"'
+        size = f'width="{_WIDTH}" height="{height:g}"'
+        first = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {_WIDTH} {height:g}" role="img"'
         lines = [f'{first} font-family="Helvetica, Arial, sans-serif">', *self._elements, "</svg>\n"]
         return "\n".join([*lines[:3], f'<rect {size} rx="8" fill="{_PAPER}"/>', *lines[3:]])
 

@@ -127,7 +127,8 @@ def make_plan(
         module, options.policy, options.ignored_params, options.ignored_modules
     )
     params = [found for handle in handles for found in handle.params]
-    cuts = _choose_cuts(params, options)
+    wishes = _wishes(params, options.align)
+    cuts = {one: _cut_of(one, wishes.get(one), _ask_dim(options.shard_placement_fn, one)) for one in params}
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
     scripted = [class_name(root) for root in roots if isinstance(root, torch.jit.ScriptModule)]
@@ -236,17 +237,6 @@ def _plan_buffers(
         )
         plain.append(BufferPlan(dtype, requires_grad, *used, layout))
     return (*plain, *gathered)
-
-
-def _choose_cuts(params: Sequence[FoundParam], options: ShardOptions) -> dict[FoundParam, _Cut]:
-    """Return where each parameter may be cut; calls each user's function once a parameter.
-
-    Raises:
-        ConfigError: ``align`` names a parameter that is not among ``params``, or a value or a placement is not
-            possible, or the two contradict each other, or a function raised.
-    """
-    wishes = _wishes(params, options.align)
-    return {found: _cut_of(found, wishes.get(found), _ask_dim(options.shard_placement_fn, found)) for found in params}
 
 
 def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
