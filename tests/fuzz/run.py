@@ -5,8 +5,10 @@
     python -m tests.fuzz.run --seeds 0-500 --hybrid --world-size 4
     python -m tests.fuzz.run --seeds 0-200 --ranks processes
     python -m tests.fuzz.run --seeds 1234 --shrink
+    python -m tests.fuzz.run --stories --seeds 0-300 --world-size 2 --shrink
 
-One tree is described, and each that hangs. ``--shrink`` looks for the simplest one that ends in the same way.
+One tree is described, and each that hangs. ``--shrink`` looks for the simplest one that ends in the same way. Of stories
+(tests/fuzz/stories.py) ``--only 3,17`` runs some operations alone.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from tests.fuzz.cases import HOOKS, Case, draw, draw_hybrid, draw_replicated, ki
 from tests.fuzz.nodes import KINDS
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.runner import OUTCOMES, TIMEOUT_S, Outcome, run_case, shrink
+from tests.fuzz.stories import draw_story, run_story, shrink_story
 
 __all__ = ["main", "table"]
 
@@ -31,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return 1 if anything was wrong, hung or raised."""
     options = _options(arguments)
     torch.set_num_threads(1)
+    if options.stories:
+        return _tell(options)
     started = time.monotonic()
     ended: list[tuple[Case, Outcome]] = []
     is_single = len(options.seeds) * len(options.world_size) == 1
@@ -53,6 +58,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if seeds:
             print(f"{kind} (seed/ranks): {' '.join(seeds)}")
     return int(any(outcome.kind in ("wrong", "hang", "error") for _, outcome in ended))
+
+
+def _tell(options: argparse.Namespace) -> int:
+    """Run stories; show what is wrong, and how often each operation was done, skipped, or refused and why."""
+    counts: Counter[tuple[str, str]] = Counter()
+    failed = []
+    is_single = len(options.seeds) * len(options.world_size) == 1
+    for seed in options.seeds:
+        for size in options.world_size:
+            story = draw_story(seed, size)
+            story = story if options.only is None else story.only(options.only)
+            outcome, ended = run_story(story)
+            counts.update((op.name, how.splitlines()[0]) for op, how in ended)
+            if outcome.kind != "right":
+                failed.append(f"{seed}/{size}")
+                print(f"{outcome.kind:<10} seed {seed}, {size} ranks: {outcome.text}", flush=True)
+            if is_single:
+                print(story, outcome.details, *(f"{op}: {how}" for op, how in ended), sep="\n", flush=True)
+            if options.shrink and outcome.kind not in ("right", "refused"):
+                shrunk = [(story, outcome), *shrink_story(story, outcome)][-1]
+                print(*shrunk[:1], shrunk[1].text, shrunk[1].details * is_single, sep="\n", flush=True)
+    if not is_single:
+        print(*(f"{count:>6} {name}: {how}" for (name, how), count in sorted(counts.items())), sep="\n")
+    print(f"not right (seed/ranks): {' '.join(failed) or 'none'}")
+    return int(bool(failed))
 
 
 def table(ended: Iterable[tuple[Case, Outcome]]) -> str:
@@ -80,6 +110,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hybrid", action="store_true", help="shards have copies")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds that a tree may take")
     parser.add_argument("--shrink", action="store_true", help="look for a simpler tree that ends in the same way")
+    parser.add_argument("--stories", action="store_true", help="stories instead of trees")
+    parser.add_argument("--only", type=_numbers, help="the numbers of the operations of a story to run, and no others")
     parser.add_argument("--quiet", action="store_true", help="do not list what is refused")
     return parser.parse_args(arguments)
 

@@ -23,7 +23,8 @@ from tests.fuzz.nodes import Model, kinds_in
 from tests.fuzz.programs import PROGRAMS, Step
 from tests.world import RankErrors, run_ranks, run_threads
 
-__all__ = ["OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "run_case", "shrink"]
+__all__ = ["OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "added", "check", "check_gradients", "check_values"]
+__all__ += ["is_hang", "line_of", "make_optimizer", "outcome_of", "run_case", "shrink"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
 LR = 0.05
@@ -59,15 +60,15 @@ def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = TIMEO
     try:
         expected = _in_one_process(case)
     except Exception as error:
-        return Outcome("impossible", _line(error), "".join(traceback.format_exception(error)))
+        return Outcome("impossible", line_of(error), "".join(traceback.format_exception(error)))
     run = run_ranks if in_processes else run_threads
     try:
         with tempfile.TemporaryDirectory() as folder:
             run(_on_a_rank, case.world_size, case, expected, folder, timeout_s=timeout_s)
     except RankErrors as errors:
-        return _outcome_of(errors, case)
+        return outcome_of(errors, case)
     except TimeoutError as error:
-        return Outcome("hang", _line(error), str(error))
+        return Outcome("hang", line_of(error), str(error))
     finally:
         torch.set_default_dtype(before)
         if "compiled" in case.tags:
@@ -89,7 +90,8 @@ def shrink(case: Case, outcome: Outcome, tries: int = 300) -> Iterator[tuple[Cas
             yield found
 
 
-def _outcome_of(errors: RankErrors, case: Case) -> Outcome:
+def outcome_of(errors: RankErrors, case: Any) -> Outcome:
+    """Return how a case, or a story, ended whose ranks raised."""
     details = str(errors)
     found = list(errors.errors.values())
     count = sum(isinstance(error, Refused) for error in found)
@@ -97,22 +99,22 @@ def _outcome_of(errors: RankErrors, case: Case) -> Outcome:
         return Outcome("wrong", "refused on some ranks only", details)
     for error in found:
         if isinstance(error, Refused):
-            return Outcome("refused", _line(error), details)
+            return Outcome("refused", line_of(error), details)
     for error in found:
         if isinstance(error, Wrong):
-            return Outcome("wrong", _line(error), details)
+            return Outcome("wrong", line_of(error), details)
     first = found[0]
-    if isinstance(first, TimeoutError) or _is_hang(first):
-        return Outcome("hang", _line(first), details)
-    return Outcome("error", _line(first), details)
+    if isinstance(first, TimeoutError) or is_hang(first):
+        return Outcome("hang", line_of(first), details)
+    return Outcome("error", line_of(first), details)
 
 
-def _is_hang(error: BaseException) -> bool:
+def is_hang(error: BaseException) -> bool:
     """Say whether it is the simulation that says that no rank can go on."""
     return isinstance(error, DesyncError) and str(error.fix).startswith(("make ", "send and receive"))
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     name = "" if isinstance(error, (Wrong, Refused)) else f"{type(error).__name__}: "
     return (name + str(error)).splitlines()[0][:200] if str(error) else name
 
@@ -169,15 +171,16 @@ def _add_up(case: Case, model: Model, number: int, name: str) -> frozenset[str]:
         if step.has_dropped:
             before = [None] * len(params)
         missing |= {name for name, param in model.named_parameters() if param.requires_grad and param.grad is None}
-        totals = [_sum(total, param.grad) for total, param in zip(totals, params, strict=True)]
+        totals = [added(total, param.grad) for total, param in zip(totals, params, strict=True)]
     if case.hooks.startswith("tensor"):
         totals = [None if total is None else total / 2 for total in totals]
     for param, old, total in zip(params, before, totals, strict=True):
-        param.grad = _sum(old, total)
+        param.grad = added(old, total)
     return frozenset(missing)
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Add gradients, of which either may be missing."""
     if a is None or b is None:
         return b if a is None else a
     return a + b
@@ -219,16 +222,16 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
         _run_program(case, model, number, record)
         place = f"step {number} ({name})"
         grads = dict.fromkeys(record.grads) if case.copies.steps else record.grads
-        _check_gradients(params, grads, place)
+        check_gradients(params, grads, place)
         if not case.steps_inside:
             _clip(case, params.values(), is_plain=False)
             optimizer.step()
-        _check_values(params, record.values, place)
+        check_values(params, record.values, place)
         model, optimizer = _act(case, model, optimizer, number, Path(folder), is_plain=False)
         _zero(case, optimizer, number)
     # What every rank gathers.
     full = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in params.items()}
-    _check_values(full, expected[-1].values, "at the end")
+    check_values(full, expected[-1].values, "at the end")
     return len(expected)
 
 
@@ -285,11 +288,11 @@ def _apply_in_backward(case: Case, model: Model) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its module asks for another one
         from torch.distributed.optim import _apply_optimizer_in_backward
-    kind, options = _optimizer_of(case)
+    kind, options = _optimizer_of(case.optimizer)
     _apply_optimizer_in_backward(kind, [param for param in model.parameters() if param.requires_grad], options)
 
 
-def _check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], place: str) -> None:
+def check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], place: str) -> None:
     """Compare every gradient, and whether there is one."""
     pairs = {}
     for name, param in params.items():
@@ -299,14 +302,14 @@ def _check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, tor
             raise Wrong(f"{has} gradient where one process has {should}: '{name}', {place}")
         if param.grad is not None and want is not None:
             pairs[name] = param.grad, want
-    _check(pairs, "gradient", place)
+    check(pairs, "gradient", place)
 
 
-def _check_values(params: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor], place: str) -> None:
-    _check({name: (one, expected[name]) for name, one in params.items()}, "value", place)
+def check_values(params: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor], place: str) -> None:
+    check({name: (one, expected[name]) for name, one in params.items()}, "value", place)
 
 
-def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place: str) -> None:
+def check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place: str) -> None:
     """Compare this rank's elements."""
     pieces = {}
     for name, (tensor, want) in pairs.items():
@@ -347,12 +350,17 @@ def _act(
 
 
 def _make_optimizer(case: Case, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    kind, options = _optimizer_of(case)
+    return make_optimizer(case.optimizer, params)
+
+
+def make_optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return one of ``OPTIMIZERS``."""
+    kind, options = _optimizer_of(name)
     return kind(params, **options)
 
 
-def _optimizer_of(case: Case) -> tuple[Any, dict[str, Any]]:
-    name, _, how = case.optimizer.partition("-")
+def _optimizer_of(name: str) -> tuple[Any, dict[str, Any]]:
+    name, _, how = name.partition("-")
     if name == "AdamW":
         # A large eps: the last bits of a gradient that is zero but for rounding must not count.
         options: dict[str, Any] = {"foreach": how == "foreach"} if how != "fused" else {"fused": True}

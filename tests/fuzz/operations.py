@@ -1,0 +1,487 @@
+"""What may happen to a model in a story: a table of operations, each for a rank and for one process.
+
+An operation is a function of a ``Side``. It runs on every rank and, unless it is refused there, once in one process. It
+returns what has changed in ``Now``, by the names of the fields. All that it chooses follows from the number of the
+operation, so that the others may be taken out of a story.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from composable import (
+    clip_grad_norm_,
+    full_state_dict,
+    load_checkpoint,
+    load_full_state_dict,
+    load_safetensors,
+    rebind_optimizer,
+    reduce_gradients,
+    save_checkpoint,
+    save_safetensors,
+    step_in_backward,
+    unannotate,
+)
+from tests.fuzz.annotations import COPY_MODES, MODES, Annotation, annotate_again, draw_annotation
+from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.programs import PROGRAMS
+from tests.fuzz.story_parts import Now, Side, StoryStep, annotated_names
+
+__all__ = ["OPERATIONS", "Operation", "Skipped", "draw_way"]
+
+Changes = dict[str, Any]
+SYNCED: Changes = {"is_pending": False}
+SAVES = "checkpoint background safetensors dcp full".split()
+
+
+class Skipped(Exception):  # noqa: N818  # an outcome
+    """The operation would not be legal user code now; nothing has happened."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation."""
+
+    run: Callable[[Side], Changes | None]  # what it does
+    weight: int  # how often it is drawn
+    is_legal: Callable[[Now], bool] = lambda now: True
+    trains: bool = False  # it runs backwards: after an error in it a user drops all gradients
+
+
+OPERATIONS: dict[str, Operation] = {}
+Run = Callable[[Side], Changes | None]
+
+
+def operation(name: str, weight: int = 1, **options: Any) -> Callable[[Run], Run]:
+    def register(run: Run) -> Run:
+        OPERATIONS[name] = Operation(run, weight, **options)
+        return run
+
+    return register
+
+
+def training(name: str, weight: int = 1, **options: Any) -> Callable[[Callable[[StoryStep], None]], None]:
+    """Register a step, the last backward of which synchronises."""
+
+    def register(run: Callable[[StoryStep], None]) -> None:
+        def on_side(side: Side) -> Changes:
+            side.train(run)
+            return SYNCED
+
+        OPERATIONS[f"train: {name}"] = Operation(on_side, weight, trains=True, **options)
+
+    return register
+
+
+def is_sharded(now: Now) -> bool:
+    return now.annotation.mode not in COPY_MODES
+
+
+def is_of_one_root(now: Now) -> bool:
+    return now.annotation.mode not in ("roots", "mixed", "nested", "together")
+
+
+def has_direct_parts(now: Now) -> bool:
+    return {"0", "inp", "head 0", "head 1"} <= set(now.annotated)
+
+
+def is_quiet(now: Now) -> bool:
+    return not now.has_hooks
+
+
+def has_no_hooks(now: Now) -> bool:
+    return not now.has_hooks and not now.has_module_hooks
+
+
+# Training: programs of the random trees, and more of them
+
+_WEIGHTS = {"plain": 6, "no_sync": 3, "any order": 3, "forward raises": 2, "backward raises": 2, "eval between": 2}
+_LEFT_OUT = {"all in a thread", "backward in a thread", "reentrant checkpoint around all", "the second leg waits"}
+
+
+def _take_over(name: str) -> None:
+    program = PROGRAMS[name]
+
+    def run(side: Side) -> Changes:
+        side.train(program.run)
+        return {} if name == "nothing" else SYNCED
+
+    def is_legal(now: Now) -> bool:
+        return (
+            (program.is_single or not now.has_hooks)
+            and (not program.is_of_one_root or is_of_one_root(now))
+            and (not program.needs or has_direct_parts(now))
+        )
+
+    OPERATIONS[f"train: {name}"] = Operation(run, _WEIGHTS.get(name, 1), is_legal, trains=True)
+
+
+for _name, _program in PROGRAMS.items():
+    if _name not in _LEFT_OUT and not _program.copies:
+        _take_over(_name)
+
+
+def draw_ways(step: StoryStep, ways: Sequence[str]) -> dict[int, str]:
+    return {number: step.rng.choice(ways) for number in range(len(step.model.trunk.kids))}
+
+
+def draw_way(rng: random.Random, world_size: int) -> Annotation:
+    """Return a way to annotate a model that has its values."""
+    way = draw_annotation(rng, frozenset(), [*MODES, "nested", "together"])
+    counts = [count for count in range(2, world_size + 1) if world_size % count == 0]
+    is_hybrid = way.mode not in ("replicate", "nested", "together") and rng.random() < 0.3
+    return dataclasses.replace(way, replicas=rng.choice(counts) if is_hybrid and counts else 0)
+
+
+@training("parts are left out", 4, is_legal=is_quiet)
+def leave_parts_out(step: StoryStep) -> None:
+    for _ in range(step.rng.randint(1, 3)):
+        ways = draw_ways(step, ["skip", ""])
+        step.backward(step.forward(call=step.call(ways=ways), head=step.rng.randrange(2)))
+
+
+@training("parts are left out of no_sync", 2, is_legal=lambda now: is_quiet(now) and is_of_one_root(now))
+def leave_parts_out_of_no_sync(step: StoryStep) -> None:
+    with step.no_sync():
+        for _ in range(step.rng.randint(1, 2)):
+            step.backward(step.forward(call=step.call(ways=draw_ways(step, ["skip", ""]))))
+    step.backward(step.forward(call=step.call(ways=draw_ways(step, ["skip", ""]))))
+
+
+@training("side losses", 4, is_legal=is_quiet)
+def side_losses(step: StoryStep) -> None:
+    choices = ["", "skip", "side", step.rng.choice(["drop", "detach"])]
+    for _ in range(step.rng.randint(1, 2)):
+        step.backward(step.forward(call=step.call(ways=draw_ways(step, choices))))
+
+
+@training("a forward writes")
+def forward_writes(step: StoryStep) -> None:
+    writes = step.rng.randrange(len(step.model.trunk.kids))
+    step.backward(step.forward(call=step.call(writes=writes)))
+
+
+@operation("train: no_sync of a part", 3, is_legal=lambda now: bool(now.annotated) and is_quiet(now), trains=True)
+def no_sync_of_a_part(side: Side) -> Changes:
+    part = side.rng.choice(side.now.annotated)
+
+    def run(step: StoryStep) -> None:
+        with step.no_sync_of(part):
+            for _ in range(step.rng.randint(1, 2)):
+                step.backward(step.forward())
+        step.backward(step.forward())
+
+    side.train(run)
+    return SYNCED
+
+
+@operation("train: no_sync and no more", 4, is_legal=is_quiet, trains=True)
+def nothing_but_no_sync(side: Side) -> Changes:
+    def run(step: StoryStep) -> None:
+        with step.no_sync():
+            step.backward(step.forward(head=step.rng.randrange(2)))
+
+    side.train(run)
+    return {"is_pending": True}
+
+
+@operation("train: step inside backward", 2, is_legal=lambda now: is_quiet(now) and not now.is_pending, trains=True)
+def step_inside(side: Side) -> None:
+    side.optimizer.zero_grad()
+    with contextlib.nullcontext() if side.is_plain else step_in_backward(side.optimizer):
+        side.train(lambda step: step.backward(step.forward()))
+    if side.is_plain:
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+
+# Steps and gradients
+
+
+@operation("step", 4)
+def take_step(side: Side) -> Changes:
+    if side.now.is_pending and not side.is_plain:
+        reduce_gradients(side.model)
+    if side.rng.random() < 0.3:
+        (nn.utils.clip_grad_norm_ if side.is_plain else clip_grad_norm_)(list(side.params().values()), 0.5)
+    side.optimizer.step()
+    drop(side, side.rng.choice(["to None", "to None", "to zeros", "keep"]))
+    return SYNCED
+
+
+@operation("drop gradients", 4)
+def drop_gradients(side: Side) -> None:
+    drop(side, side.rng.choice(["to None", "to zeros", "some"]))
+
+
+def drop(side: Side, how: str) -> None:
+    if how == "some":
+        params = side.params()
+        for name in side.rng.sample(sorted(params), len(params) // 2):
+            params[name].grad = None
+    elif how != "keep":
+        owner = side.rng.choice([side.model, side.optimizer])
+        owner.zero_grad(set_to_none=how == "to None")
+
+
+@operation("reduce_gradients", is_legal=lambda now: now.is_pending)
+def reduce_now(side: Side) -> Changes:
+    if not side.is_plain:
+        reduce_gradients(side.model)
+    return SYNCED
+
+
+@operation("freeze or thaw", 4)
+def freeze(side: Side) -> None:
+    parts = [*side.model.trunk.kids, *side.model.heads]
+    names = {param: name for name, param in side.params().items()}
+    for part in side.rng.sample(parts, 2):
+        share = side.rng.choice([0.3, 1.0])  # some of a part, or all
+        for param in list(part.parameters()):
+            is_trained, is_chosen = side.rng.random() < 0.5, side.rng.random() < share
+            # Of a replicated module only what was trained when it was annotated may be.
+            if is_chosen and (is_sharded(side.now) or names.get(param) in side.now.trained):
+                param.requires_grad_(is_trained)
+
+
+# Values
+
+
+@operation("write to parameters", 4)
+def write(side: Side) -> None:
+    params = side.params()
+    ways: list[Callable[[nn.Parameter], object]] = [
+        lambda param: param.mul_(0.9),
+        lambda param: param.clamp_(-0.4, 0.4),
+        lambda param: param.data.clamp_(-0.4, 0.4),
+        lambda param: param.copy_(param * 0.5),
+        lambda param: param.data.add_(param.data, alpha=0.1),
+    ]
+    with torch.no_grad():
+        for name in side.rng.sample(sorted(params), len(params) // 2):
+            side.rng.choice(ways)(params[name])
+
+
+@operation("evaluate", 4)
+def evaluate(side: Side) -> None:
+    step = StoryStep(side.model, side.number, side.rank, side.world_size, side.seed, is_plain=side.is_plain)
+    model = side.rng.choice([side.model, side.twin or side.model])
+    model.eval()
+    with side.rng.choice([torch.no_grad, torch.inference_mode])():
+        side.losses = [model(step.x() * 1, step.call()) for _ in range(side.rng.randint(1, 2))]
+    model.train()
+
+
+@operation("full_state_dict", 2)
+def read_all(side: Side) -> None:
+    state = side.model.state_dict() if side.is_plain else full_state_dict(side.model)
+    if side.rank == 0:
+        side.losses = [value for value in state.values() if value.is_floating_point()]
+
+
+def _act(name: str, weight: int = 1, is_legal: Callable[[Now], bool] = lambda now: True) -> None:
+    OPERATIONS[name] = Operation(functools.partial(_act_on, name=name), weight, is_legal)
+
+
+def _act_on(side: Side, name: str) -> None:
+    now = side.now
+    between = Between(side.model, side.optimizer, side.is_plain, side.rng, side.number, side.folder, now.annotation)
+    ACTIONS[name].run(between)
+    side.model, side.optimizer = between.model, between.optimizer  # type: ignore[assignment]
+
+
+_act("unshard_params, edit", 3)
+_act("load_full_state_dict of other values", 2)
+_act("state_dict, load_state_dict")
+_act("optimizer's state_dict")
+_act("iter_full_params")
+_act("prefetch lists, set_reshard_after_forward", 2)
+_act("move to the same device")
+_act("copies: update_process_group", is_legal=lambda now: now.annotation.mode in ("replicate", "nested", "together"))
+
+
+# Saves and loads
+
+
+@operation("save", 4)
+def save(side: Side) -> Changes:
+    way, folder = side.rng.choice(SAVES), side.folder / str(side.number)
+    if side.is_plain:
+        side.kept[side.number] = side.state()
+    elif way in ("checkpoint", "background"):
+        is_late = way == "background"
+        saving = save_checkpoint(folder, side.number, side.model, side.optimizer, asynchronous=is_late)
+        side.kept[side.number] = saving
+    elif way == "safetensors":
+        save_safetensors(side.model, folder)
+    elif way == "full":
+        side.kept[side.number] = full_state_dict(side.model)
+    else:
+        dcp.save({"model": get_model_state_dict(side.model)}, checkpoint_id=folder)
+    return {"saves": {**side.now.saves, side.number: way}}
+
+
+@operation("load", 6, is_legal=lambda now: bool(now.saves))
+def load(side: Side) -> None:
+    number = side.rng.choice(sorted(side.now.saves))
+    way, folder, kept = side.now.saves[number], side.folder / str(number), side.kept.get(number)
+    if side.is_plain:
+        side.model.load_state_dict(kept[0])
+        if way in ("checkpoint", "background"):
+            side.optimizer.load_state_dict(kept[1])
+    elif way in ("checkpoint", "background"):
+        kept.wait()
+        load_checkpoint(folder, side.model, side.optimizer)
+    elif way == "safetensors":
+        load_safetensors(side.model, folder)
+    elif way == "full":
+        load_full_state_dict(side.model, kept)
+    else:
+        state = {"model": get_model_state_dict(side.model)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(side.model, state["model"])
+
+
+@operation("save and load by torch", is_legal=is_quiet)
+def save_and_load(side: Side) -> None:
+    """Save model and optimizer as torch has it, scale all parameters, load."""
+    # Torch refuses to load where some state is missing, and makes it by a step of zeros where all is.
+    if any(param.requires_grad and not side.optimizer.state.get(param) for param in side.params().values()):
+        raise Skipped
+    if side.is_plain:
+        return
+    model, optimizer = get_state_dict(side.model, side.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=side.folder / str(side.number))
+    with torch.no_grad():
+        for param in side.params().values():
+            param.mul_(0.5)
+    model, optimizer = get_state_dict(side.model, side.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=side.folder / str(side.number))
+    set_state_dict(side.model, side.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+# Copies and averages
+
+
+def _check_copies(side: Side) -> None:
+    """A replicated model with frozen parameters is not copied."""
+    if not is_sharded(side.now) and not all(param.requires_grad for param in side.params().values()):
+        raise Skipped
+
+
+@operation("deepcopy with optimizer", 3, is_legal=has_no_hooks)
+def go_on_with_a_copy(side: Side) -> None:
+    _check_copies(side)
+    _act_on(side, "deepcopy with optimizer")
+
+
+@operation("train a copy and drop it", 2, is_legal=lambda now: is_quiet(now) and not now.is_pending)
+def train_a_copy(side: Side) -> None:
+    _check_copies(side)
+    before = side.model, side.optimizer
+    side.model, side.optimizer = copy.deepcopy(before)
+    side.model.zero_grad()
+    try:
+        for _ in range(2):
+            side.train(lambda step: step.backward(step.forward()))
+            side.optimizer.step()
+    finally:
+        side.model, side.optimizer = before
+
+
+@operation("average: begin", 3, is_legal=is_quiet)
+def begin_average(side: Side) -> Changes:
+    _check_copies(side)
+    side.twin = AveragedModel(side.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    return {"has_twin": True}
+
+
+@operation("average: update", 4, is_legal=lambda now: now.has_twin)
+def update_average(side: Side) -> None:
+    assert side.twin is not None
+    side.twin.update_parameters(side.model)
+
+
+# Hooks of users
+
+
+@operation("hooks on parameters", is_legal=lambda now: has_no_hooks(now) and is_sharded(now))
+def hook_params(side: Side) -> Changes:
+    params = side.params()
+    for name in side.rng.sample(sorted(params), len(params) // 2):
+        if params[name].requires_grad:
+            side.hooks.append(params[name].register_hook(lambda grad: grad / 2))
+    return {"has_hooks": True}
+
+
+@operation("hooks on modules", 2, is_legal=has_no_hooks)
+def hook_modules(side: Side) -> Changes:
+    _hook(side)
+    return {"has_module_hooks": True}
+
+
+def _hook(side: Side) -> None:
+    for module in side.rng.sample([*side.model.trunk.kids, *side.model.heads], 2):
+        hook = side.rng.choice(["before", "after", "backward"])
+        if hook == "before":
+            side.hooks.append(module.register_forward_pre_hook(lambda _, args: (args[0] / 2, *args[1:])))
+        elif hook == "after":
+            side.hooks.append(module.register_forward_hook(lambda _, args, output: output * 2))
+        else:
+            halve = lambda _, grads, outputs: tuple(None if grad is None else grad / 2 for grad in grads)  # noqa: E731
+            side.hooks.append(module.register_full_backward_hook(halve))
+
+
+@operation("hooks go away", 3, is_legal=lambda now: not has_no_hooks(now))
+def unhook(side: Side) -> Changes:
+    while side.hooks:
+        side.hooks.pop().remove()
+    return {"has_hooks": False, "has_module_hooks": False}
+
+
+# Annotations
+
+
+@operation("annotate anew", 4)
+def annotate_anew(side: Side) -> Changes:
+    """Undo the annotation, compare, maybe set hooks on modules, annotate in another way."""
+    unhooked = unhook(side)
+    side.twin = None
+    other = draw_way(side.rng, side.world_size)
+    has_hooks = side.rng.random() < 0.2
+    if not side.is_plain:
+        unannotate(side.model)
+        side.compare(dict(side.model.named_parameters()))
+    side.model.zero_grad()
+    if has_hooks:
+        _hook(side)
+    if side.is_plain:
+        return {}
+    annotate_again(side.model, other)
+    rebind_optimizer(side.optimizer, side.model)
+    return {
+        **unhooked,
+        "annotation": other,
+        "annotated": list(annotated_names(side.model)),
+        "trained": frozenset(name for name, param in side.model.named_parameters() if param.requires_grad),
+        "has_module_hooks": has_hooks,
+        "has_twin": False,
+        "is_pending": False,
+    }
