@@ -17,7 +17,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["KINDS", "WIDTH", "Boom", "Call", "Model", "Spec", "candidates", "grow", "kinds_in", "tags_in"]
+__all__ = [
+    "KINDS",
+    "WIDTH",
+    "Boom",
+    "Call",
+    "Model",
+    "Node",
+    "RaisesInBackward",
+    "Spec",
+    "build",
+    "candidates",
+    "grow",
+    "kinds_in",
+    "tags_in",
+]
 
 WIDTH = 4
 
@@ -595,7 +609,9 @@ class Boom(Exception):  # noqa: N818  # not one of ours
     """Raised on purpose."""
 
 
-class _RaisesInBackward(torch.autograd.Function):
+class RaisesInBackward(torch.autograd.Function):
+    """Passes a tensor on; its backward raises."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -625,7 +641,7 @@ class Model(nn.Module):
         if call.fails == "forward":
             raise Boom
         if call.fails == "backward":
-            x = _RaisesInBackward.apply(x)
+            x = RaisesInBackward.apply(x)
         return x if part == "trunk" else self.heads[head](x)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -26,21 +27,31 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable import (
+    MixedPrecisionPolicy,
+    accelerate_optimizer,
+    checkpoint,
     clip_grad_norm_,
     full_state_dict,
+    fully_shard,
     load_checkpoint,
     load_full_state_dict,
     load_safetensors,
     rebind_optimizer,
     reduce_gradients,
+    replicate,
     save_checkpoint,
     save_safetensors,
     step_in_backward,
     unannotate,
+    unshard_params,
 )
+from composable.fsdp_module import FSDPModule
 from tests.fuzz.annotations import COPY_MODES, MODES, Annotation, annotate_again, draw_annotation
 from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.cases import OPTIMIZERS
+from tests.fuzz.nodes import Boom, candidates
 from tests.fuzz.programs import PROGRAMS
+from tests.fuzz.runner import make_optimizer
 from tests.fuzz.story_parts import Now, Side, StoryStep, annotated_names
 
 __all__ = ["OPERATIONS", "Operation", "Skipped", "draw_way"]
@@ -101,12 +112,21 @@ def has_direct_parts(now: Now) -> bool:
     return {"0", "inp", "head 0", "head 1"} <= set(now.annotated)
 
 
+def is_closed(now: Now) -> bool:
+    """Say whether no graph waits that a write to parameters would spoil."""
+    return not now.is_open
+
+
 def is_quiet(now: Now) -> bool:
     return not now.has_hooks
 
 
 def has_no_hooks(now: Now) -> bool:
     return not now.has_hooks and not now.has_module_hooks
+
+
+def may_copy(now: Now) -> bool:
+    return has_no_hooks(now) and is_closed(now)
 
 
 # Training: programs of the random trees, and more of them
@@ -171,7 +191,57 @@ def side_losses(step: StoryStep) -> None:
         step.backward(step.forward(call=step.call(ways=draw_ways(step, choices))))
 
 
-@training("a forward writes")
+@training("gradient of the input")
+def gradient_of_input(step: StoryStep) -> None:
+    x = step.x(requires_grad=True)
+    step.backward(step.forward(x))
+    assert x.grad is not None
+    step.losses.append(x.grad * step.world_size if step.is_plain else x.grad)
+
+
+@training("one graph twice", is_legal=is_quiet)
+def one_graph_twice(step: StoryStep) -> None:
+    loss = step.forward()
+    with step.no_sync() if step.rng.random() < 0.5 else contextlib.nullcontext():
+        step.backward(loss, retain_graph=True)
+    step.backward(loss)
+
+
+@operation("raise in the middle of a forward", 2)
+def raise_in_forward(side: Side) -> None:
+    def run(step: StoryStep) -> None:
+        ways = {step.rng.randrange(len(step.model.trunk.kids)): "raise"}
+        with pytest.raises(Boom), step.no_sync() if step.rng.random() < 0.5 else contextlib.nullcontext():
+            step.backward(step.forward(call=step.call(ways=ways)))
+
+    side.train(run)
+
+
+@training("raise in the middle of a backward", 3, is_legal=is_quiet)
+def raise_in_backward(step: StoryStep) -> None:
+    ways = {step.rng.randrange(len(step.model.trunk.kids)): "raise later"}
+    with pytest.raises(Boom), step.no_sync() if step.rng.random() < 0.5 else contextlib.nullcontext():
+        step.backward(step.forward(call=step.call(ways=ways)))
+    step.zero_grad()
+
+
+@operation("train: a forward, for later", 4, is_legal=lambda now: is_quiet(now) and not now.is_open, trains=True)
+def forward_for_later(side: Side) -> Changes:
+    def run(step: StoryStep) -> None:
+        side.open.append(step.forward() * step._scale)
+
+    side.train(run)
+    return {"is_open": True}
+
+
+@operation("train: backward of that forward", 6, is_legal=lambda now: now.is_open, trains=True)
+def backward_later(side: Side) -> Changes:
+    while side.open:
+        side.open.pop().backward()
+    return {"is_open": False, **SYNCED}
+
+
+@training("a forward writes", is_legal=is_closed)
 def forward_writes(step: StoryStep) -> None:
     writes = step.rng.randrange(len(step.model.trunk.kids))
     step.backward(step.forward(call=step.call(writes=writes)))
@@ -201,7 +271,12 @@ def nothing_but_no_sync(side: Side) -> Changes:
     return {"is_pending": True}
 
 
-@operation("train: step inside backward", 2, is_legal=lambda now: is_quiet(now) and not now.is_pending, trains=True)
+@operation(
+    "train: step inside backward",
+    2,
+    is_legal=lambda now: is_quiet(now) and is_closed(now) and not now.is_pending,
+    trains=True,
+)
 def step_inside(side: Side) -> None:
     side.optimizer.zero_grad()
     with contextlib.nullcontext() if side.is_plain else step_in_backward(side.optimizer):
@@ -214,7 +289,7 @@ def step_inside(side: Side) -> None:
 # Steps and gradients
 
 
-@operation("step", 4)
+@operation("step", 4, is_legal=is_closed)
 def take_step(side: Side) -> Changes:
     if side.now.is_pending and not side.is_plain:
         reduce_gradients(side.model)
@@ -240,6 +315,28 @@ def drop(side: Side, how: str) -> None:
         owner.zero_grad(set_to_none=how == "to None")
 
 
+@operation("write to gradients", 2, is_legal=lambda now: not now.is_pending)
+def write_gradients(side: Side) -> None:
+    for param in side.params().values():
+        way = side.rng.choice(["scale", "scale a new one", "copy", "nothing"])
+        if param.grad is not None and way == "scale":
+            param.grad.mul_(0.5)
+        elif param.grad is not None and way != "nothing":
+            param.grad = param.grad * 0.5 if way == "scale a new one" else param.grad.clone()
+
+
+@operation("another optimizer")
+def other_optimizer(side: Side) -> None:
+    kind = side.rng.choice(OPTIMIZERS)
+    side.optimizer = make_optimizer(kind, side.params().values())
+
+
+@operation("accelerate_optimizer", 2)
+def accelerate(side: Side) -> None:
+    if not side.is_plain:
+        accelerate_optimizer(side.optimizer, side.model)
+
+
 @operation("reduce_gradients", is_legal=lambda now: now.is_pending)
 def reduce_now(side: Side) -> Changes:
     if not side.is_plain:
@@ -247,7 +344,7 @@ def reduce_now(side: Side) -> Changes:
     return SYNCED
 
 
-@operation("freeze or thaw", 4)
+@operation("freeze or thaw", 4, is_legal=is_closed)
 def freeze(side: Side) -> None:
     parts = [*side.model.trunk.kids, *side.model.heads]
     names = {param: name for name, param in side.params().items()}
@@ -263,7 +360,7 @@ def freeze(side: Side) -> None:
 # Values
 
 
-@operation("write to parameters", 4)
+@operation("write to parameters", 4, is_legal=is_closed)
 def write(side: Side) -> None:
     params = side.params()
     ways: list[Callable[[nn.Parameter], object]] = [
@@ -295,6 +392,25 @@ def read_all(side: Side) -> None:
         side.losses = [value for value in state.values() if value.is_floating_point()]
 
 
+@operation("an edit raises", 1, is_legal=is_closed)
+def edit_raises(side: Side) -> None:
+    """Values are as before it."""
+    if not side.is_plain:
+        with pytest.raises(Boom), unshard_params(side.model), torch.no_grad():
+            for _, param in zip(range(3), side.model.trunk.parameters(), strict=False):
+                param.mul_(0.5)
+            raise Boom
+
+
+@operation("settings of sharded modules", 2)
+def settings(side: Side) -> None:
+    for module in [] if side.is_plain else [one for one in side.model.modules() if isinstance(one, FSDPModule)]:
+        module.set_reshard_after_backward(side.rng.random() < 0.5, recurse=False)
+        module.set_keep_unsharded_storage(side.rng.random() < 0.3, recurse=False)
+        module.set_reduce_scatter_max_input_buffers(side.rng.randint(1, 2), recurse=False)
+        module.set_force_sum_reduction_for_comms(side.rng.random() < 0.3)
+
+
 def _act(name: str, weight: int = 1, is_legal: Callable[[Now], bool] = lambda now: True) -> None:
     OPERATIONS[name] = Operation(functools.partial(_act_on, name=name), weight, is_legal)
 
@@ -306,9 +422,9 @@ def _act_on(side: Side, name: str) -> None:
     side.model, side.optimizer = between.model, between.optimizer  # type: ignore[assignment]
 
 
-_act("unshard_params, edit", 3)
-_act("load_full_state_dict of other values", 2)
-_act("state_dict, load_state_dict")
+_act("unshard_params, edit", 3, is_closed)
+_act("load_full_state_dict of other values", 2, is_closed)
+_act("state_dict, load_state_dict", 1, is_closed)
 _act("optimizer's state_dict")
 _act("iter_full_params")
 _act("prefetch lists, set_reshard_after_forward", 2)
@@ -337,14 +453,14 @@ def save(side: Side) -> Changes:
     return {"saves": {**side.now.saves, side.number: way}}
 
 
-@operation("load", 6, is_legal=lambda now: bool(now.saves))
+@operation("load", 6, is_legal=lambda now: bool(now.saves) and is_closed(now))
 def load(side: Side) -> None:
     number = side.rng.choice(sorted(side.now.saves))
     way, folder, kept = side.now.saves[number], side.folder / str(number), side.kept.get(number)
     if side.is_plain:
         side.model.load_state_dict(kept[0])
         if way in ("checkpoint", "background"):
-            side.optimizer.load_state_dict(kept[1])
+            side.optimizer.load_state_dict(copy.deepcopy(kept[1]))  # which takes tensors as they are
     elif way in ("checkpoint", "background"):
         kept.wait()
         load_checkpoint(folder, side.model, side.optimizer)
@@ -358,7 +474,7 @@ def load(side: Side) -> None:
         set_model_state_dict(side.model, state["model"])
 
 
-@operation("save and load by torch", is_legal=is_quiet)
+@operation("save and load by torch", is_legal=lambda now: is_quiet(now) and is_closed(now))
 def save_and_load(side: Side) -> None:
     """Save model and optimizer as torch has it, scale all parameters, load."""
     # Torch refuses to load where some state is missing, and makes it by a step of zeros where all is.
@@ -386,7 +502,7 @@ def _check_copies(side: Side) -> None:
         raise Skipped
 
 
-@operation("deepcopy with optimizer", 3, is_legal=has_no_hooks)
+@operation("deepcopy with optimizer", 3, is_legal=may_copy)
 def go_on_with_a_copy(side: Side) -> None:
     _check_copies(side)
     _act_on(side, "deepcopy with optimizer")
@@ -459,12 +575,44 @@ def unhook(side: Side) -> Changes:
 # Annotations
 
 
-@operation("annotate anew", 4)
+def draw_policy(rng: random.Random) -> dict[str, Any]:
+    """Return options that annotate in another dtype, now and then."""
+    reduce_dtype = rng.choice([None, torch.float64])
+    return {"mp_policy": MixedPrecisionPolicy(torch.float32, reduce_dtype)} if rng.random() < 0.15 else {}
+
+
+@operation("annotate a part anew", 3, is_legal=lambda now: bool(now.annotated) and has_no_hooks(now) and is_closed(now))
+def annotate_a_part_anew(side: Side) -> Changes:
+    name, api = side.rng.choice(side.now.annotated), side.rng.choice([fully_shard, replicate])
+    if not side.is_plain:
+        part = dict(candidates(side.model))[name]
+        is_trained = any(param.requires_grad for param in part.parameters())
+        unannotate(part)
+        side.compare(dict(side.model.named_parameters()))
+        side.model.zero_grad()
+        options = {"find_unused_parameters": True} if api is replicate else {}
+        (api if is_trained else fully_shard)(part, **options)
+        rebind_optimizer(side.optimizer, side.model)
+    else:
+        side.model.zero_grad()
+    side.twin = None
+    now = side.now
+    trained = [name for name, param in side.model.named_parameters() if param.requires_grad]
+    return {
+        "annotation": dataclasses.replace(now.annotation, mode="mixed"),
+        "annotated": list(annotated_names(side.model)),
+        "trained": frozenset(trained) if is_sharded(now) else now.trained.intersection(trained),
+        "has_twin": False,
+        "is_pending": False,
+    }
+
+
+@operation("annotate anew", 4, is_legal=is_closed)
 def annotate_anew(side: Side) -> Changes:
     """Undo the annotation, compare, maybe set hooks on modules, annotate in another way."""
     unhooked = unhook(side)
     side.twin = None
-    other = draw_way(side.rng, side.world_size)
+    other, options = draw_way(side.rng, side.world_size), draw_policy(side.rng)
     has_hooks = side.rng.random() < 0.2
     if not side.is_plain:
         unannotate(side.model)
@@ -474,7 +622,9 @@ def annotate_anew(side: Side) -> Changes:
         _hook(side)
     if side.is_plain:
         return {}
-    annotate_again(side.model, other)
+    annotate_again(side.model, other, **options)
+    if side.rng.random() < 0.3:
+        checkpoint(side.model.trunk.kids[0])
     rebind_optimizer(side.optimizer, side.model)
     return {
         **unhooked,
@@ -483,5 +633,6 @@ def annotate_anew(side: Side) -> Changes:
         "trained": frozenset(name for name, param in side.model.named_parameters() if param.requires_grad),
         "has_module_hooks": has_hooks,
         "has_twin": False,
+        "is_low": side.now.is_low or bool(options),
         "is_pending": False,
     }

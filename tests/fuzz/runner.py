@@ -23,7 +23,7 @@ from tests.fuzz.nodes import Model, kinds_in
 from tests.fuzz.programs import PROGRAMS, Step
 from tests.world import RankErrors, run_ranks, run_threads
 
-__all__ = ["OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "added", "check", "check_gradients", "check_values"]
+__all__ = ["EXACT", "OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "added", "check", "check_gradients", "check_values"]
 __all__ += ["is_hang", "line_of", "make_optimizer", "outcome_of", "run_case", "shrink"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
@@ -292,7 +292,9 @@ def _apply_in_backward(case: Case, model: Model) -> None:
     _apply_optimizer_in_backward(kind, [param for param in model.parameters() if param.requires_grad], options)
 
 
-def check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], place: str) -> None:
+def check_gradients(
+    params: Mapping[str, nn.Parameter], expected: dict[str, torch.Tensor | None], place: str, exact: float = EXACT
+) -> None:
     """Compare every gradient, and whether there is one."""
     pairs = {}
     for name, param in params.items():
@@ -302,14 +304,17 @@ def check_gradients(params: Mapping[str, nn.Parameter], expected: dict[str, torc
             raise Wrong(f"{has} gradient where one process has {should}: '{name}', {place}")
         if param.grad is not None and want is not None:
             pairs[name] = param.grad, want
-    check(pairs, "gradient", place)
+    check(pairs, "gradient", place, exact)
 
 
-def check_values(params: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor], place: str) -> None:
-    check({name: (one, expected[name]) for name, one in params.items()}, "value", place)
+def check_values(
+    params: Mapping[str, torch.Tensor], expected: dict[str, torch.Tensor], place: str, exact: float = EXACT
+) -> None:
+    """Compare every value."""
+    check({name: (one, expected[name]) for name, one in params.items()}, "value", place, exact)
 
 
-def check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place: str) -> None:
+def check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place: str, exact: float = EXACT) -> None:
     """Compare this rank's elements."""
     pieces = {}
     for name, (tensor, want) in pairs.items():
@@ -326,10 +331,10 @@ def check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], what: str, place:
         pieces[name] = (have.flatten().double(), want.double())
     # One comparison costs as much as that of all together.
     every = [torch.cat(side) for side in zip(*pieces.values(), strict=True)]
-    if not every or torch.allclose(*every, rtol=EXACT, atol=EXACT, equal_nan=True):
+    if not every or torch.allclose(*every, rtol=exact, atol=exact, equal_nan=True):
         return
     for name, (have, want) in pieces.items():
-        if not torch.allclose(have, want, rtol=EXACT, atol=EXACT, equal_nan=True):
+        if not torch.allclose(have, want, rtol=exact, atol=exact, equal_nan=True):
             off, most = (have - want).abs().max().item(), want.abs().max().item()
             raise Wrong(f"{what} differs: '{name}', {place}, off by up to {off:.2g}, right are up to {most:.2g}")
 

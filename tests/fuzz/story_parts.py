@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from composable import no_sync
 from tests.fuzz.annotations import Annotation
-from tests.fuzz.nodes import WIDTH, Call, Model, Node, Spec, build, candidates
+from tests.fuzz.nodes import WIDTH, Boom, Call, Model, Node, RaisesInBackward, Spec, build, candidates
 from tests.fuzz.programs import Step
 from tests.fuzz.runner import added
 
@@ -33,7 +33,8 @@ class StoryCall(Call):
 
     Attributes:
         ways: By the number of a block: "skip": it does not run; "side": it gives a loss too; "drop": only the loss is
-            used; "detach": only the loss has a gradient.
+            used; "detach": only the loss has a gradient; "raise": the forward
+            raises before it; "raise later": the backward does.
         writes: The block whose forward clamps a parameter.
     """
 
@@ -69,7 +70,10 @@ class _Trunk(Node):
             way = call.ways.get(number, "")
             if way == "skip":
                 continue
-            y = block(x, call, bool(way), call.writes == number)
+            if way == "raise":
+                raise Boom
+            y = block(x, call, way in ("side", "drop", "detach"), call.writes == number)
+            y = RaisesInBackward.apply(y) if way == "raise later" else y
             x = x if way == "drop" else x + y.detach() if way == "detach" else y
         return x
 
@@ -126,6 +130,8 @@ class Now:
         is_pending: A ``no_sync`` has kept gradients.
         has_hooks: There are hooks on parameters.
         has_module_hooks: There are hooks on modules.
+        is_open: A forward waits for its backward.
+        is_low: A policy has rounded numbers.
         has_twin: There is an average of the model.
         saves: The saves so far that can be loaded: their kinds and numbers.
     """
@@ -137,6 +143,8 @@ class Now:
     has_hooks: bool = False
     has_module_hooks: bool = False
     has_twin: bool = False
+    is_open: bool = False
+    is_low: bool = False
     saves: dict[int, str] = field(default_factory=dict)
 
 
@@ -156,6 +164,7 @@ class Side:
         rng: Gives the same numbers on every rank, and in one process; new in each operation.
         number: The number of the operation.
         losses: What the operation has computed on the samples of this rank, or the outputs.
+        open: Losses that wait for their backward.
         twin: The average of the model, if there is one.
         hooks: Handles of hooks on parameters and modules.
         kept: What was saved, by number: values of the one process, or the handle of a save.
@@ -173,6 +182,7 @@ class Side:
     rng: Random = field(default_factory=Random)
     number: int = 0
     losses: list[torch.Tensor] = field(default_factory=list)
+    open: list[torch.Tensor] = field(default_factory=list)
     twin: AveragedModel | None = None
     hooks: list[Any] = field(default_factory=list)
     kept: dict[int, Any] = field(default_factory=dict)
