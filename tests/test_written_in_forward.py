@@ -82,6 +82,34 @@ def test_every_way_to_write_a_parameter_in_forward_is_an_error(way: str) -> None
         assert any(one.endswith("by name") for one in results), (choices, results)
 
 
+class WritesBetween(nn.Module):
+    """Writes to a parameter of its second part, before or after the part runs; the third one never does."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.is_late = is_late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0](x)
+        x = self.parts[1](x) if self.is_late else x
+        with torch.no_grad():
+            self.parts[1].weight.fill_(0.5)
+        return x if self.is_late else self.parts[1](x)
+
+
+@pytest.mark.parametrize(("is_late", "reshards", "has_grad"), [*itertools.product((False, True), repeat=3)])
+@on_ranks(2)
+def test_so_it_is_where_not_all_modules_that_share_a_handle_run(is_late: bool, reshards: bool, has_grad: bool) -> None:
+    model = WritesBetween(is_late=is_late)
+    fully_shard(list(model.parts), reshard_after_forward=reshards)
+    fully_shard(model)
+    told = pytest.raises(UsageError, match="an unsharded parameter was written to")
+    with told as caught, torch.set_grad_enabled(has_grad):
+        model(torch.ones(2, DIM))
+    assert "parts.1.weight" in str(caught.value.at) or "of which other ranks hold the part" in str(caught.value.at)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: nn.Embedding(DIM, DIM, max_norm=0.1),
     "bag": lambda: nn.EmbeddingBag(DIM, DIM, max_norm=0.1),

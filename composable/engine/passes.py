@@ -430,12 +430,12 @@ class Forwards:
         step = self._step
         for handle in tuple(step.unsharded.members):
             own = step.steps[handle]
-            is_gathering = handle.view is ParamView.GATHERING
-            if is_gathering or own.modules_left:
-                # A prefetch that nothing used, or a group of modules that did not all run.
+            if handle.view is ParamView.GATHERING:  # A prefetch that nothing used.
                 own.modules_left.clear()
-                if is_gathering or handle.settings.reshard_after_forward or not own.is_armed:
-                    self._reshard(own, is_differentiable=own.is_armed)
+                self._reshard(own, is_differentiable=own.is_armed)
+            elif own.modules_left:  # A group of modules that did not all run.
+                own.modules_left.clear()
+                self._end_call(own, is_differentiable=own.is_armed)
         if has_failed and self._completion.has_armed_after(self._started_at):
             # No forward that has ended waits for a backward.
             step.drop_secondaries()
