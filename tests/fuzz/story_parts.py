@@ -54,7 +54,7 @@ class _Block(Node):
 
     def forward(self, x: torch.Tensor, call: StoryCall, has_side: bool, writes: bool) -> torch.Tensor:
         if self.training:
-            self.last.fill_(call.step)
+            self.last.clamp_(min=call.step)  # not lowered by what a checkpoint runs again
         if writes:
             with torch.no_grad():
                 self.side.weight.clamp_(-0.3, 0.3)
