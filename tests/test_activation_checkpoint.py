@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     ConfigError,
+    MixedPrecisionPolicy,
     UsageError,
     checkpoint,
     fully_shard,
@@ -507,6 +508,48 @@ def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> No
         assert unannotate(one) is one
         assert not any(get_registry(below) or "forward" in vars(below) for below in one.modules())
         assert_equal_params(gradients(one), gradients(plain), tolerance=1e-6)
+
+
+# Dtypes
+
+
+class Seeing(nn.Module):
+    """Remembers the dtypes that its forward meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("scale", torch.ones(DIM))
+        self.seen: list[tuple[torch.dtype, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((x.dtype, self.scale.dtype, self.linear.weight.dtype))
+        return self.linear((x * self.scale).to(self.linear.weight.dtype))
+
+
+def dtypes_seen(api: str, annotated: str, checkpointed: str | None) -> list[tuple[torch.dtype, ...]]:
+    model = nn.Sequential(nn.Sequential(Seeing()))
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, buffer_dtype=torch.bfloat16, cast_forward_inputs=False, cast_root_forward_inputs=True
+    )
+    {"fully_shard": fully_shard, "replicate": replicate}[api](model.get_submodule(annotated), mp_policy=policy)
+    if checkpointed is not None:
+        checkpoint(model.get_submodule(checkpointed))
+    for _ in range(2):
+        model(torch.ones(2, DIM)).sum().backward()
+    return sorted(set(model.get_submodule("0.0").seen), key=str)
+
+
+@pytest.mark.parametrize("annotated", ["", "0", "0.0"])
+@pytest.mark.parametrize("api", APIS)
+def test_a_policy_casts_the_same_inputs_and_buffers_with_and_without_checkpointing(api: str, annotated: str) -> None:
+    # The oracle is the same model without ``checkpoint``.
+    for checkpointed in ("", "0", "0.0"):
+        run_threads(same_dtypes, 2, api, annotated, checkpointed)
+
+
+def same_dtypes(api: str, annotated: str, checkpointed: str) -> None:
+    assert dtypes_seen(api, annotated, checkpointed) == dtypes_seen(api, annotated, None), checkpointed
 
 
 # Compiled

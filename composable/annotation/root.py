@@ -46,7 +46,7 @@ from composable.engine import (
 from composable.errors import ComposableError, UsageError, located, place_of_rank, warn_once
 from composable.features import move_buffers
 from composable.ground.casts import LentBuffers
-from composable.ground.contract import annotated_below, get_registry, managing_state
+from composable.ground.contract import annotated_below, is_parallel, managing_state
 from composable.ground.names import class_name, module_text
 from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import at_end_of_backward, put_outermost
@@ -142,7 +142,7 @@ class FullyShardState:
         while stack:
             visited = stack.pop()
             is_other = visited is not module and (
-                visited in self._module_to_handle or get_registry(visited) or visited in self.ignored_modules
+                visited in self._module_to_handle or is_parallel(visited) or visited in self.ignored_modules
             )
             if visited not in found and not is_other and visited not in self.skipped_modules:
                 found[visited] = None

@@ -86,6 +86,11 @@ def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
     return MappingProxyType(_record_of(module).annotations)
 
 
+def is_parallel(module: nn.Module) -> bool:
+    """Say whether ``fully_shard`` or ``replicate`` annotates ``module`` itself; ``checkpoint`` does not count."""
+    return not get_registry(module).keys().isdisjoint(("fully_shard", "replicate"))
+
+
 def annotated_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
     """Yield (module, state) for each annotation of each module at or below ``modules``."""
     for module in dict.fromkeys(below for one in modules for below in one.modules()):

@@ -11,7 +11,7 @@ from torch import nn
 
 from composable.errors import UsageError, place_of_rank
 from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, Owners, ParamSlot
-from composable.ground.contract import get_registry
+from composable.ground.contract import is_parallel
 from composable.ground.frames import is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text, join_fqn
 from composable.ground.ownership import HeldWeakly, claim_of
@@ -183,7 +183,7 @@ class LentPart:
 
     def is_root(self, module: nn.Module) -> bool:
         """Say whether the running call of the module is not inside the call of another annotated module."""
-        return not any(get_registry(other) for other in modules_in_call() if other is not module)
+        return not any(is_parallel(other) for other in modules_in_call() if other is not module)
 
     def enter(self, module: nn.Module) -> None:
         """Lend the cast tensors for one call of the module."""
