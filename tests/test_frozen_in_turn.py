@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import composable
-from composable import MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, replicate, unannotate
+from composable import DesyncError, MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, replicate, unannotate
 from tests.parity import full
-from tests.world import on_ranks
+from tests.world import on_ranks, run_threads
 
 PARTS = 3
 
@@ -232,3 +232,44 @@ def run_copy_of_frozen(seed: int) -> None:
 def test_copies_of_frozen_parameters_train_on() -> None:
     for seed in range(15):
         run_copy_of_frozen(seed)
+
+
+def train_frozen_by_some(seed: int) -> tuple[list[str], list[int], str]:
+    """Freeze some parameters on some ranks, before a random step; return what is frozen, where, and the error."""
+    rng = random.Random(seed)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    wraps, reshards = rng.random() < 0.5, rng.choice([True, False])
+    fully_shard(model, policy={nn.Linear} if wraps else None, reshard_after_forward=reshards)
+    # Not those of the first layer: without it backward gathers less, so ranks wait for each other before they compare.
+    names = [name for name, _ in model.named_parameters()][2:]
+    chosen = names[:2] if rng.random() < 0.5 else rng.sample(names, rng.randint(1, 3))
+    world_size = dist.get_world_size()
+    culprits = sorted(rng.sample(range(world_size), rng.randint(1, world_size - 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    when, micro_batches = rng.randrange(3), rng.randint(1, 2)
+    for step in range(4):
+        if step == when and dist.get_rank() in culprits:
+            for name in chosen:
+                model.get_parameter(name).requires_grad_(False)
+        try:
+            for batch in range(micro_batches):
+                with no_sync(model) if batch + 1 < micro_batches else nullcontext():
+                    model(torch.ones(2, 3)).square().mean().backward()
+        except DesyncError as error:
+            assert step == when
+            return chosen, culprits, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError(f"seed {seed}: no error")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_some_ranks_freeze_is_an_error_on_all_of_them_in_that_step(world_size: int) -> None:
+    for seed in range(12):
+        for chosen, culprits, text in run_threads(train_frozen_by_some, world_size, seed):
+            first = next(line for line in text.splitlines() if f"rank {culprits[0]}:" in line)
+            assert "frozen" in first, f"seed {seed}: {text}"
+            assert any(repr(name) in first for name in chosen), f"seed {seed}: {text}"
+            innocent = next(rank for rank in range(world_size) if rank not in culprits)
+            assert next(line for line in text.splitlines() if f"rank {innocent}:" in line).endswith("as annotated")

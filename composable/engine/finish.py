@@ -299,7 +299,7 @@ _DIGEST_BYTES = 8
 _HAS_FAILED = 1
 _GOES_ON = 2
 _WHAT = "the ranks reduce gradients in different ways, so those of the last backward are wrong"
-_FIX = "call the set_... methods with the same values on every rank, drop the gradients, and run backward again"
+_FIX = "call the set_... methods and freeze parameters alike on every rank, drop the gradients, and run backward again"
 _OTHER_ORDER = "the ranks gather or reduce modules in different orders, so the numbers of this step are mixed up"
 _ONE_ORDER = (
     "run the same modules in the same order on every rank, recomputation included: keep a branch that depends on the "
@@ -311,7 +311,11 @@ def chosen_text(handle: Handle) -> str:
     """Return the user's choices for reductions as text, equal on all ranks; empty: as annotated."""
     fills = handle.settings.fills_unused
     unused = f"reduce-scatter unused params {fills}" if fills != (handle.plan.unused_gradients == "zero") else ""
-    return ", ".join(filter(None, [handle.comms.compared_text(), unused]))
+    # As of the last gather: ranks that look at other times see the same.
+    faces = [(param, param.sharded if param.unsharded is None else param.unsharded) for param in handle.params]
+    names = [repr(str(param.layout.label or param.fqn)) for param, face in faces if not face.requires_grad]
+    frozen = f"frozen {', '.join(names)}" if names else ""
+    return ", ".join(filter(None, [handle.comms.compared_text(), unused, frozen]))
 
 
 class HandleChoices:

@@ -383,6 +383,7 @@ class GradientLedger:
         grad_mask: Bits of parameters that had a gradient on this rank, in this backward or since the last reduction.
         has_more: Some leaf holds a gradient that was not reduced.
         is_unsynced: The last backward that reached parameters kept their gradients; users may have frozen these since.
+        is_unfrozen: No backward has met the buffer frozen. The first one reduces it, in case other ranks have not.
         waiting: Reduced shards [S] that some parameters have not got, each with the bits of those that have.
         message_bytes: How many bytes the ledger takes in a message, the same on all ranks.
     """
@@ -393,6 +394,7 @@ class GradientLedger:
         "grad_mask",
         "handle",
         "has_more",
+        "is_unfrozen",
         "is_unsynced",
         "message_bytes",
         "waiting",
@@ -404,6 +406,7 @@ class GradientLedger:
         self.grad_mask = 0
         self.has_more = False
         self.is_unsynced = False
+        self.is_unfrozen = flat.is_trainable
         self.waiting: list[tuple[torch.Tensor, int]] = []
         self.message_bytes = len(flat.params) // 8 + 1
         self._complete_message = (flat.gradients.all_bits << 1).to_bytes(self.message_bytes, "little")

@@ -511,6 +511,7 @@ class Faces:
             trainable = sharded.requires_grad
             if leaf.requires_grad is not trainable:
                 leaf.requires_grad_(trainable)
+                CHANGES.note("choices")
             held = params.get(name)
             if held is not sharded and held is not leaf:
                 refuse()
@@ -518,7 +519,9 @@ class Faces:
         for param in self._watched:
             if not (param.is_placed(param.sharded) or param.is_placed(param.leaf())):
                 refuse()
-            param.leaf().requires_grad_(param.sharded.requires_grad)
+            if param.leaf().requires_grad is not param.sharded.requires_grad:
+                param.leaf().requires_grad_(param.sharded.requires_grad)
+                CHANGES.note("choices")
             param.place(param.leaf())
 
     def show_sharded(self) -> None:

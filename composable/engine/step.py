@@ -469,8 +469,10 @@ class Completion:
         step.streams.meet()
         trainable: list[GradientLedger] = []
         for ledger in own.ledgers:  # A comprehension would double the cost.
-            if ledger.flat.is_trainable or ledger.is_unsynced:
+            is_trainable = ledger.flat.is_trainable
+            if is_trainable or ledger.is_unsynced or ledger.is_unfrozen:
                 trainable.append(ledger)
+                ledger.is_unfrozen &= is_trainable
         if trainable:
             handle.accumulated.is_unsynced = not handle.requires_gradient_sync
         if trainable and handle.requires_gradient_sync:
