@@ -31,7 +31,7 @@ from composable.dtensor import (
 )
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import check_bool, check_number, list_of_tensors
+from composable.ground.names import check_bool, check_number, list_of_tensors, list_text, ranks_text
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
 
@@ -76,7 +76,7 @@ def get_total_norm(
     listed = list_of_tensors("tensors", tensors)
     check_finished("get_total_norm", listed)
     for tensor in listed:
-        pieces.add(tensor, pieces.group_of(tensor))
+        pieces.add(tensor, pieces.group_of(tensor), tensor)
     return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
 
@@ -133,7 +133,7 @@ def clip_grad_norm_(
         group = pieces.group_of(param)
         grad = param.grad
         if grad is not None:
-            pieces.add(grad, group)
+            pieces.add(grad, group, param)
             local = _local(grad)
             scaled.append(local)
             if type(grad) is RaggedDTensor:
@@ -213,6 +213,9 @@ class _Pieces:
         self._with_parts: set[tuple[int, ...]] = set()
         # Equal ranks of two meshes are one group.
         self._ranks: dict[tuple[tuple[int, ...], str], Ranks] = {}
+        # Each piece, after the tensor that has its name.
+        self._named: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outer: Ranks | None = None  # The most ranks that have one of the tensors.
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,8 +268,8 @@ class _Pieces:
     def _one(self, ranks: Ranks) -> Ranks:
         return self._ranks.setdefault((ranks.numbers, ranks.device.type), ranks)
 
-    def add(self, tensor: torch.Tensor, group: _CutAlike) -> None:
-        """Add this rank's piece of a tensor; ``group``: of the tensor, or of the parameter if it is a gradient."""
+    def add(self, tensor: torch.Tensor, group: _CutAlike, owner: torch.Tensor) -> None:
+        """Add this rank's piece of a tensor of ``owner``, a parameter or itself; ``group`` is the owner's."""
         if type(tensor) is not RaggedDTensor and isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
@@ -274,6 +277,7 @@ class _Pieces:
             cut = self._cut_of(tensor)
             group = self._groups.setdefault((group.home, cut), _CutAlike(group.home, cut))
         group.locals.append(_local(tensor))
+        self._named.append((owner, group.locals[-1]))
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
         """Return the norm of all pieces of all ranks, in fp64. Collective over the groups."""
@@ -285,15 +289,23 @@ class _Pieces:
         total = whole.norms(self._part_of_all(whole, next(devices, torch.device("cpu"))))[0]
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
-                f"the norm of order {order:g} is {total.item()}",
-                fix="find the gradient that is not finite, or pass error_if_nonfinite=False",
+                f"the norm of order {order:g} is {total.item()}{self._not_finite()}",
+                fix="find where NaN begins with torch.autograd.set_detect_anomaly(True); to go on, pass False",
             )
         return total
+
+    def _not_finite(self) -> str:
+        """Return the names of tensors that are not finite, and the ranks with such a piece. Collective."""
+        own, outer = [_name_of(owner) for owner, local in self._named if not local.isfinite().all()], self._outer
+        told = {Ranks.of_world().rank: own} if outer is None else dict(zip(outer.numbers, outer.objects(own)))
+        named = dict.fromkeys(name for names in told.values() for name in names)
+        lines = [f"{name} on {ranks_text([rank for rank in told if name in told[rank]])}" for name in named]
+        return f": not finite is {list_text(lines, write=str)}" if lines else ""
 
     def _part_of_all(self, whole: NormParts, device: torch.device) -> torch.Tensor:
         """Return the part of the norm from all pieces of all ranks. Collective over the groups."""
         homes = dict.fromkeys(home for home, _ in self._groups if home is not None)
-        outer = max((home.ranks for home in homes), key=lambda ranks: ranks.order, default=None)
+        self._outer = outer = max((home.ranks for home in homes), key=lambda ranks: ranks.order, default=None)
         everywhere: dict[_Cut, torch.Tensor] = {}
         apart: dict[_Home, dict[_Cut, torch.Tensor]] = {}
         for (home, cut), group in self._groups.items():
@@ -328,6 +340,11 @@ class _Pieces:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return values_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    label = tensor._spec.layout.label if type(tensor) is RaggedDTensor else claim_of(tensor)
+    return f"a tensor {list(tensor.shape)}" if label is None else repr(str(getattr(label, "fqn", label)))
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
