@@ -14,6 +14,7 @@ import itertools
 import os
 import socket
 import sys
+import time
 from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,17 +31,20 @@ import torch.distributed as dist
 from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.comm.hang_watchdog import check_store, meeting
-from composable.comm.rank_status import call_around
+from composable.comm.hang_watchdog import check_store, meeting, patience_s
+from composable.comm.rank_status import call_around, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
-from composable.ground.names import count_text
+from composable.ground.names import count_text, ranks_text
 from composable.ground.torch_private import (
+    PrefixStore,
+    Store,
     default_timeout_of,
     is_tracing,
     new_named_group,
     real_backend,
     reduce_scatter_into,
     set_timeout,
+    store_of_default_group,
     timeout_of,
     traceable_collectives,
 )
@@ -51,6 +55,8 @@ _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN:
 _CONFIRM_TAG = 0x5EED
 _HOOK = "a communication hook"
 _ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
+# How long a rank may take to tell that it could not make a group.
+_TELLING_S = 2.0
 # Names the host of a process, in place of the names that the system gives.
 HOST_VARIABLE = "COMPOSABLE_HOST"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -529,6 +535,9 @@ def make_group(
         numbers: The global ranks, this rank among them.
         like: The group whose timeout the new group gets.
         backend: As ``new_group`` takes it; ``None``: the backend of the default group.
+
+    Raises:
+        DesyncError: The group was not made, as a rank has ended or failed; names these ranks.
     """
     world = default_group()
     check_store()
@@ -536,7 +545,48 @@ def make_group(
     number = next(kept_with(world, ("made", *numbers), lambda: itertools.count(1)))
     # Without spaces, which separate the names of groups in the text of a diagnosis.
     name = f"composable:{number}:{'-'.join(map(str, numbers))}"
-    return new_named_group(name, tuple(numbers), backend, told_timeout(like))
+    timeout, rank = told_timeout(like), str(world.rank())
+    if len(numbers) == 1 or not real_backend(world):
+        return new_named_group(name, tuple(numbers), backend, timeout)
+    patience = patience_s() + len(numbers) / 4
+    if like is not None and real_backend(like) == "gloo" and sorted(dist.get_process_group_ranks(like)) == [*numbers]:
+        # A rank that has ended or is elsewhere is found here, as in any other wait: then making a group is quick.
+        Ranks.of(like, torch.device("cpu")).are_alike(name)
+    else:
+        patience *= 4
+    told = PrefixStore(f"composable groups/{name}", store_of_default_group())
+    told.set(rank, "has begun to make the group, and no more is known of it")
+    bound = timedelta(seconds=patience)
+    try:
+        made = new_named_group(name, tuple(numbers), backend, bound if timeout is None else min(bound, timeout))
+    except Exception as error:
+        # Torch names this exception where the wait ended, and others where the group could not be made.
+        was_waiting = "imeout" in str(error) or "imed out" in str(error)
+        told.set(rank, "" if was_waiting else f"raised {described(error)}")
+        raise _not_made(numbers, told, error) from error
+    set_timeout(made, timeout or default_timeout_of(made))
+    return made
+
+
+def _not_made(numbers: Sequence[int], told: Store, error: Exception) -> DesyncError:
+    """Return the error of a group that was not made, from what its ranks have told each other: empty texts of waits."""
+    texts: dict[int, str] = {}
+    with suppress(RuntimeError):  # The store has ended too.
+        deadline = time.monotonic() + _TELLING_S
+        for number in numbers:
+            is_there = told.check([str(number)])
+            while is_there and (text := told.get(str(number)).decode()).startswith("has begun"):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            texts[number] = text if is_there else "had not come"
+    what = f"a process group of {ranks_text(numbers)} was not made: {described(error)}"
+    return DesyncError(
+        "\n".join([what, *(f"    rank {number}: {text}" for number, text in texts.items() if text)]),
+        at=place_of_rank(),
+        fix="read the errors of the ranks above, and start again from a checkpoint; too many open files: raise the "
+        "limit (ulimit -n), and annotate parts by one call with their list, which makes one group",
+    )
 
 
 def told_timeout(group: dist.ProcessGroup | None) -> timedelta | None:

@@ -1,6 +1,8 @@
 """Whether annotations find their ranks whatever other process groups there are: on some ranks only, or destroyed."""
 
+import os
 import random
+import resource
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
-from composable import fully_shard, iter_full_params, replicate
+from composable import DesyncError, fully_shard, iter_full_params, replicate, set_divergence_timeout
 from composable.ground.torch_private import groups_of_process
 from tests.models import BATCH, DIM, make_model, random_input
-from tests.world import run_ranks, run_threads
+from tests.world import RankErrors, run_ranks, run_threads
 
 EVERYONE = (0, 1, 2)
 # A mesh of torch 2.15 names its groups by how many this rank has made: after one that others lack, torch itself hangs.
@@ -86,3 +88,48 @@ def test_random_programs_that_make_and_destroy_groups_train_as_one_process(seed:
 
 def test_such_programs_train_as_one_process_on_gloo() -> None:
     run_ranks(run_program, len(EVERYONE), 1, 8, timeout_s=120)
+
+
+def make_with_few_files(call: str, seed: int) -> list[str]:
+    """Annotate and train while one rank may open only few more files; return how each attempt ended."""
+    choose = random.Random(seed)
+    rank, told = dist.get_rank(), []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    set_divergence_timeout(0.5)
+    for left in (choose.randrange(8), choose.randrange(16), 500):
+        few = choose.randrange(2)
+        opened = max(int(name) for name in os.listdir("/proc/self/fd"))
+        if rank == few:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (opened + left, limits[1]))
+        try:
+            check(call, seed, (0, 1), None)
+            told.append("right")
+        except DesyncError as error:
+            told.append(str(error).replace(f"rank {few}", "the rank with few files"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return told
+
+
+@pytest.mark.parametrize("call", ["replicate", "fully_shard"])
+def test_a_group_that_one_rank_cannot_make_is_an_error_on_all_that_names_it(call: str) -> None:
+    every = [*zip(*run_ranks(make_with_few_files, 2, call, 1), strict=True)]
+    for texts in every:
+        if texts != ("right", "right"):
+            for text in texts:
+                assert text.startswith("a process group of ranks 0, 1 was not made: "), texts
+                assert "    the rank with few files: raised RuntimeError: " in text and "ulimit -n" in text, texts
+    assert 0 < every.count(("right", "right")) < len(every)
+
+
+def make_without_the_other(call: str) -> None:
+    if dist.get_rank():
+        os._exit(3)
+    check(call, 0, (0, 1), None)
+
+
+@pytest.mark.parametrize("call", ["replicate", "fully_shard"])
+def test_a_rank_that_has_ended_is_named_where_a_group_is_made(call: str) -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(make_without_the_other, 2, call)
+    assert "waiting for rank 1" in str(caught.value.errors[0])
