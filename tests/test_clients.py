@@ -3,6 +3,8 @@
 The other clients run by ``examples/clients/compare.py``, where their packages are installed.
 """
 
+import json
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -166,3 +168,31 @@ def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit() -> None:
     assert own <= whole / dist.get_world_size() + 3 * 64
     dist.all_reduce(total := torch.tensor(own))
     assert total == whole
+
+
+def trained(folder: Path, annotation: str) -> tuple[dict[str, list[float]], list[dict[str, torch.Tensor]]]:
+    """Return the losses of a run and of one that resumed, and the weights that both saved."""
+    from transformers import LlamaForCausalLM
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*(launcher if annotation != "plain" else []), "-m", "tests.trainer_program", str(folder), annotation]
+    done = subprocess.run([sys.executable, *command], cwd=CLIENTS.parent.parent, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    models = [LlamaForCausalLM.from_pretrained(folder / name) for name in ("final", "resumed")]
+    return json.loads((folder / "found.json").read_text()), [dict(model.state_dict()) for model in models]
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+def test_the_trainer_of_the_page_trains_saves_and_resumes_as_a_plain_one(tmp_path: Path) -> None:
+    try:
+        pytest.importorskip("accelerate")
+        from transformers import Trainer  # noqa: F401
+    except ImportError as error:
+        pytest.skip(f"transformers does not run here: {error}")
+    expected, (weights, resumed) = trained(tmp_path / "plain", "plain")
+    assert len(expected["losses"]) == 4 and expected["losses"][2:] == expected["resumed"][-2:]
+    for annotation in ("fully_shard", "replicate"):
+        found, models = trained(tmp_path / annotation, annotation)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for model, plain in zip(models, (weights, resumed), strict=True):
+            torch.testing.assert_close(model, plain, rtol=1e-4, atol=1e-5)

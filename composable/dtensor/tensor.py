@@ -205,6 +205,15 @@ class RaggedDTensor(DTensor):
         """Return 0, as tensors without a storage of their own do: code that copies storages then uses the piece."""
         return 0
 
+    def storage(self) -> Any:
+        """Raise: torch's storage of this tensor has no memory, at which safetensors fails with a raw error."""
+        raise UsageError(
+            f"a ragged tensor of shape {list(self.shape)} has no storage that holds all of it, as safetensors wants",
+            at=place_of_rank(),
+            fix="save_safetensors(model, path) on every rank; or, of full_state_dict(model) on every rank, "
+            "save_file(values, path) on rank 0; the storage of this rank's piece is to_local().storage()",
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
         if id(self) in memo:
             known: RaggedDTensor = memo[id(self)]

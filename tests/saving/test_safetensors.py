@@ -4,6 +4,7 @@ import json
 import resource
 import struct
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -11,16 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from composable import ConfigError, DesyncError, full_state_dict, fully_shard, load_safetensors, save_safetensors
+from composable import (
+    ConfigError,
+    DesyncError,
+    UsageError,
+    full_state_dict,
+    fully_shard,
+    load_safetensors,
+    save_safetensors,
+)
 from composable.saving.entries import largest_handle_bytes
 from tests.live_bytes import LiveBytes
 from tests.models import Block, TinyGPT, make_model, seeded
 from tests.saving.test_full_state import assert_like_plain, local_values, odd, sharded
 from tests.saving.test_run_folder import KINDS
-from tests.world import run_ranks, run_threads, told
+from tests.world import on_ranks, run_ranks, run_threads, told
 
 NAMES = ["gpt_tied", "mixed_dtypes", "scalars", "empty_params", "with_buffers"]
 
@@ -47,6 +56,28 @@ def load(folder: str) -> None:
             found = full_state_dict(model)
             if dist.get_rank() == 0:
                 assert_like_plain(found, make_model(name, 1))
+
+
+@on_ranks(2)
+def test_the_library_is_told_that_a_rank_has_a_piece_only(tmp_path: Path) -> None:
+    model = sharded("mlp", 1)
+    for write in (
+        lambda: save_file(model.state_dict(), tmp_path / "w"),
+        lambda: save_model(model, str(tmp_path / "w")),
+    ):
+        warnings.simplefilter("ignore")  # its own, about the call that fails
+        with pytest.raises(UsageError, match="as safetensors wants") as caught:
+            write()
+        assert "save_safetensors(model, path)" in str(caught.value.fix)
+    # Both fixes.
+    save_safetensors(model, tmp_path / "ours.safetensors")
+    values = full_state_dict(model)
+    if dist.get_rank() == 0:
+        save_file(values, tmp_path / "w.safetensors")
+        for name in ("w", "ours"):
+            torch.testing.assert_close(
+                load_file(tmp_path / f"{name}.safetensors"), dict(make_model("mlp", 1).state_dict())
+            )
 
 
 @pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 2), (2, 3), (3, 1)])

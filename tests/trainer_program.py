@@ -1,0 +1,93 @@
+"""Trains with the ``Trainer`` of docs/works_with.md, or with a plain one in one process, and writes what came out.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.trainer_program FOLDER fully_shard
+python -m tests.trainer_program FOLDER plain
+"""
+
+import json
+import logging
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from composable import replicate
+
+PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
+STEPS, SAMPLES_IN_A_STEP, ACCUMULATED = 4, 8, 2
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=32, **sizes))
+
+
+def trainer_of(annotation: str) -> Any:
+    """Return the class on the page, with the annotation of the line or of its comment."""
+    if annotation == "plain":
+        return Trainer
+    page = PAGE.read_text().partition("### Transformers' `Trainer`\n")[2]
+    source = re.search(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    assert source is not None
+    text = source[1]
+    if annotation == "replicate":
+        line = "fully_shard(self.model, policy={Block})  # or replicate(self.model)"
+        assert line in text
+        text = text.replace(line, "replicate(self.model)")
+    names: dict[str, Any] = {"Block": LlamaDecoderLayer, "replicate": replicate}
+    exec(text, names)
+    return names["AnnotatedTrainer"]
+
+
+def run(folder: Path, annotation: str, ranks: int, resume: str | None = None) -> Any:
+    """Train, from a checkpoint if one is given; return the trainer, whose state has the losses."""
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=SAMPLES_IN_A_STEP // ACCUMULATED // ranks,
+        gradient_accumulation_steps=ACCUMULATED,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    rows = torch.randint(32, (32, 8), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = trainer_of(annotation)(make_model(), args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    folder, annotation = Path(sys.argv[1]), sys.argv[2]
+    ranks = 1 if annotation == "plain" else 2
+    whole = run(folder, annotation, ranks)
+    whole.save_model(str(folder / "final"))
+    # A barrier: the first rank writes the weights that all read.
+    whole.accelerator.wait_for_everyone()
+    resumed = run(folder, annotation, ranks, str(folder / "checkpoint-2"))
+    resumed.save_model(str(folder / "resumed"))
+    if whole.args.process_index == 0:
+        found = {"losses": losses_of(whole), "resumed": losses_of(resumed)}
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
