@@ -144,7 +144,7 @@ class Backwards:
         if step.finalizing is not None:
             step.check_waited_for()
         if split_backward_code() is not None and in_split_backward():
-            self.check_split_backward()
+            refuse_split_backward(step.handles)
         # Set first: the next forward then undoes a backward that was cut short, also from here on.
         step.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
@@ -162,14 +162,6 @@ class Backwards:
         """Hide parameters when autograd has ended a backward, also by an exception: users may drop gradients now."""
         if self._step.is_backward:
             self._step.unsharded.hide()
-
-    def check_split_backward(self) -> None:
-        """Raise if a stage of torch's pipelines computes gradients of inputs and of parameters separately.
-
-        Raises:
-            UsageError: The parameters are not shown by ``unshard_params``.
-        """
-        refuse_split_backward(self._step.handles)
 
     def _check_steppers(self) -> None:
         for handle in self._step.handles:
