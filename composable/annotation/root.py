@@ -45,7 +45,7 @@ from composable.engine import (
 )
 from composable.errors import ComposableError, UsageError, located, place_of_rank, warn_once
 from composable.features import move_buffers
-from composable.ground.casts import LentBuffers
+from composable.ground.casts import LentBuffer
 from composable.ground.contract import annotated_below, is_parallel, managing_state
 from composable.ground.names import class_name, module_text
 from composable.ground.ownership import HeldWeakly
@@ -231,7 +231,7 @@ class Root:
         states: Every state of the tree, in the same order.
         grid: The ranks of the outermost annotation.
         scheduler: Runs the handles.
-        lent_buffers: The copies that modules hold in place of their buffers while they run.
+        lent_buffers: By id of a buffer, the copies that modules hold in its place while they run.
         has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
         join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
         models: For the ranks of each handle, the same ranks with those of tensor parallelism.
@@ -249,7 +249,7 @@ class Root:
         self.handles = handles
         self.states = states
         self.scheduler = scheduler
-        self.lent_buffers = LentBuffers()
+        self.lent_buffers: dict[int, LentBuffer] = {}
         self.join: _Join | None = None
         self.has_looked_at_views = False
         self.models: Mapping[Ranks, ModelRanks] = {}

@@ -151,30 +151,11 @@ def _cast_held(value: Any, dtype: torch.dtype, swaps: list[_Swap]) -> Any:
     return found
 
 
-class LentBuffers:
-    """The copies of buffers that the modules of a tree hold while they run.
+class LentBuffer:
+    """One buffer and its copies, which the modules of a tree hold while they run.
 
     Modules that share a buffer share its copies: a write of one module is visible to the others when it has run.
     """
-
-    __slots__ = ("_lent",)
-
-    def __init__(self) -> None:
-        self._lent: dict[int, _Lent] = {}
-
-    def lend(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> torch.Tensor:
-        """Lend ``user`` the copy of ``own`` [any] in ``dtype``; a copy that is lent already serves all users."""
-        return self._lent.setdefault(id(own), _Lent(own)).take(dtype, user)
-
-    def take_back(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> None:
-        """Undo every ``lend`` to ``user``; then ``own``, of any shape, has the values written to the copy."""
-        lent = self._lent.get(id(own))
-        if lent is not None and not lent.give_back(dtype, user):
-            del self._lent[id(own)]
-
-
-class _Lent:
-    """One buffer and its copies."""
 
     __slots__ = ("_copies", "_own", "_settled", "_users")
 
@@ -187,6 +168,7 @@ class _Lent:
         self._settled: list[tuple[torch.Tensor, int]] = []
 
     def take(self, dtype: torch.dtype, user: object) -> torch.Tensor:
+        """Lend ``user`` the copy [any] in ``dtype``; a copy that is lent already serves all users."""
         self.settle()
         if dtype not in self._copies:
             # The first forward may run in inference mode, and a tensor made there could never be written to later.
@@ -197,7 +179,7 @@ class _Lent:
         return self._copies[dtype]
 
     def give_back(self, dtype: torch.dtype, user: object) -> bool:
-        """Take the copy back from ``user``; returns whether any copy is still lent."""
+        """Undo every ``take`` of ``user``: the buffer has the values written to the copy; is a copy still lent?"""
         self.settle()
         self._users[dtype].discard(user)
         if not self._users[dtype]:
@@ -336,11 +318,11 @@ class CastBuffers(Lending):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._lender = LentBuffers()
+        self._lender: dict[int, LentBuffer] = {}
         self._lent: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
 
-    def take_from(self, lender: LentBuffers) -> None:
-        """Take the copies from ``lender``, which serves all modules of a tree."""
+    def take_from(self, lender: dict[int, LentBuffer]) -> None:
+        """Take the copies from ``lender``, by ids of buffers, which serves all modules of a tree."""
         if not self._lent:
             self._lender = lender
 
@@ -352,7 +334,8 @@ class CastBuffers(Lending):
                 if own is None or isinstance(own, DTensor) or is_lazy(own):
                     continue
                 if own.is_floating_point() and own.dtype is not self._dtype:
-                    self._lent.append((buffers, name, own, self._lender.lend(own, self._dtype, self)))
+                    shared = self._lender.setdefault(id(own), LentBuffer(own))
+                    self._lent.append((buffers, name, own, shared.take(self._dtype, self)))
         for buffers, name, _, lent in self._lent:
             buffers[name] = lent
 
@@ -365,7 +348,9 @@ class CastBuffers(Lending):
                 own_of[id(held)] = held.to(own.dtype)
             if held is not None:
                 buffers[name] = own_of.get(id(held), held)
-            self._lender.take_back(own, self._dtype, self)
+            shared = self._lender.get(id(own))
+            if shared is not None and not shared.give_back(self._dtype, self):
+                del self._lender[id(own)]
         self._lent = []
 
 

@@ -22,7 +22,7 @@ from composable.engine.buffer import SecondaryShards
 from composable.engine.finish import GradientFinalizer
 from composable.engine.param import Faces
 from composable.engine.passes import Forwards
-from composable.ground.casts import CastBuffers, LentBuffers
+from composable.ground.casts import CastBuffers, LentBuffer
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
 from composable.whole_model import BackwardSteps
@@ -57,7 +57,7 @@ def test_the_step_after_an_interrupt_is_right(name: str) -> None:
         (BackwardSteps._widen, "steps in backward"),
         (Bucket._allocate, "replicate, steps in backward"),
         (CastBuffers._restore, "casts of shared buffers"),
-        (LentBuffers.take_back, "casts of shared buffers"),
+        (LentBuffer.give_back, "casts of shared buffers"),
         (SecondaryShards.keep, "resharded to two ranks"),
         (Forwards._reshard, "resharded to two ranks"),
         (Handle.begin_unshard, "resharded to two ranks"),
