@@ -20,7 +20,7 @@ from composable.comm import Ranks
 from composable.dtensor.packed import values_of
 from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
 from composable.errors import UsageError, place_of_rank
-from composable.ground.frames import is_in_model_averager
+from composable.ground.frames import is_running
 from composable.ground.names import check_bool
 from composable.ground.ownership import mark_of
 from composable.ground.torch_hooks import before_gradients
@@ -32,6 +32,7 @@ from composable.ground.torch_private import (
     disabled_torch_function,
     dtensor_new,
     is_tracing,
+    model_averager_code,
     traceable_collectives,
     tree_leaves,
     tree_map_only,
@@ -230,7 +231,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     views = [tensor for tensor in tensors if isinstance(tensor, GatheredView)]
     bases = [*ragged, *(view.source.base for view in views), *(one.base for one in tensors if type(one) is WholeTerm)]
     layout = widest(base._spec.layout for base in bases)
-    if is_in_model_averager():
+    if is_running(model_averager_code()):
         raise UsageError(
             "torch's model averagers average whole models that each rank trains by itself, and a sharded model is "
             "one model on all ranks",

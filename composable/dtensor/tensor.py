@@ -38,7 +38,7 @@ from composable.dtensor.spec import (
     write_items_of,
 )
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.frames import in_backward, in_torch_save
+from composable.ground.frames import in_backward, is_running
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import (
     DeviceMesh,
@@ -232,7 +232,7 @@ class RaggedDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Refused in torch.save only: messages between ranks are pickled too, and arrive at a rank of the mesh.
-        if in_torch_save():
+        if is_running(torch.save.__code__):
             raise UsageError(
                 f"torch.save would write this rank's piece of a tensor of shape {list(self.shape)}, "
                 "which cannot be loaded in one process",

@@ -28,9 +28,7 @@ from composable.ground.torch_private import (
     current_autograd_node,
     current_graph_task_id,
     functional_call_code,
-    model_averager_code,
     module_call_code,
-    module_load,
     outside_transforms,
     running_transform,
     split_backward_code,
@@ -101,11 +99,6 @@ def in_backward_of_function() -> bool:
     """Say whether the backward of an ``autograd.Function``, such as a reentrant checkpoint, started the running one."""
     inner = next(_frames_of(backward_code), None)
     return inner is not None and next(_frames_of(BackwardCFunction.apply.__code__, frame=inner), None) is not None
-
-
-def in_torch_save() -> bool:
-    """Say whether ``torch.save`` is running, so that pickled objects go into its file."""
-    return _is_running(torch.save.__code__)
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
@@ -182,27 +175,17 @@ def is_strict_load() -> bool:
     return frame is not None and bool(frame.f_locals["strict"])
 
 
-def is_load() -> bool:
-    """Say whether a ``load_state_dict`` is under way."""
-    return _is_running(module_load.__code__)
-
-
 def is_functional_call() -> bool:
     """Say whether a ``functional_call`` of torch, which puts other parameters into modules, is under way."""
-    return _is_running(functional_call_code)
+    return is_running(functional_call_code)
 
 
 def in_split_backward() -> bool:
     """Say whether a stage of torch's pipelines computes gradients of its inputs; those of parameters follow later."""
-    return _is_running(split_backward_code())
+    return is_running(split_backward_code())
 
 
-def is_in_model_averager() -> bool:
-    """Say whether a model averager of torch is running, which averages models that ranks train separately."""
-    return _is_running(model_averager_code())
-
-
-def _is_running(code: CodeType | None) -> bool:
+def is_running(code: CodeType | None) -> bool:
     """Say whether ``code`` runs on this thread; ``None`` stands for code of a file that is not imported."""
     return code is not None and next(_frames_of(code), None) is not None
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.errors import UsageError, place_of_rank
-from composable.ground.frames import is_load, modules_in_call
+from composable.ground.frames import is_running, modules_in_call
 from composable.ground.torch_hooks import before_every_registration
-from composable.ground.torch_private import opaque
+from composable.ground.torch_private import module_load, opaque
 
 _AVERAGED = "_composable_averaged"
 _SHARDED = "_composable_managed"  # set in engine/handle.py
@@ -269,7 +269,7 @@ def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None
     # Annotations themselves assign parameters in modules that watch assignments: these parameters are managed.
     if is_managed(param):
         return
-    if is_sharded(parent._parameters.get(name)) and is_load():
+    if is_sharded(parent._parameters.get(name)) and is_running(module_load.__code__):
         param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/handle.py
     if _REGISTRATIONS.note(parent) and hasattr(param, "_st_info"):
         # The wrapper, or torch's replicate, which uses it, replaces a sharded parameter by one with this attribute.

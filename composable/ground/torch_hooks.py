@@ -274,21 +274,15 @@ def put_outermost(handles: Iterable[RemovableHandle]) -> None:
             hooks.move_to_end(handle.id)
 
 
-def beside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
+def beside_forward(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None], *, is_inside: bool = False
+) -> list[RemovableHandle]:
     """Call ``before(module, args)`` and ``after(module, args, output)`` in the order of registration of all hooks.
 
-    ``after`` also runs when forward raises.
+    ``is_inside``: ``after`` before all present hooks. It also runs when forward raises.
     """
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
-
-
-def inside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
-    """Call ``before(module, args)`` and ``after(module, args, output)`` inside of all present forward hooks.
-
-    ``after`` also runs when forward raises.
-    """
-    inner = module.register_forward_hook(after, prepend=True, always_call=True)
-    return [module.register_forward_pre_hook(before), inner]
+    later = module.register_forward_hook(after, prepend=is_inside, always_call=True)
+    return [module.register_forward_pre_hook(before), later]
 
 
 def before_forward(module: nn.Module, before: Callable[..., Any]) -> RemovableHandle:

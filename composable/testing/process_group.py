@@ -472,18 +472,13 @@ def _serves_host(owner: SimulatedRank, backend: str) -> bool:
 
 def _mark(owner: SimulatedRank, backend: str, tensors: Tensors) -> Any:
     """Return an event after the device's work on ``tensors`` [any] so far; ``None``: they lie on the host."""
-    _refuse_cut(tensors)
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            graph_collectives.wait_tensor(tensor)  # Raises for sharded tensors, as torch's groups do by an operator.
     mark = None if owner.board.device is None else owner.board.device.mark(tensors)
     if mark is None and tensors and not _serves_host(owner, backend):
         raise RuntimeError("No backend type associated with device type cpu")
     return mark
-
-
-def _refuse_cut(tensors: Tensors) -> None:
-    """Raise for sharded tensors as torch's groups do, which are called through an operator."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            graph_collectives.wait_tensor(tensor)
 
 
 def _reduction_of(opts: Any) -> str:

@@ -28,8 +28,8 @@ from composable.ground.names import check_module, described
 from composable.ground.torch_hooks import (
     GradientHook,
     before_forward,
+    beside_forward,
     differentiable_tensors,
-    inside_forward,
     on_gradient,
 )
 from composable.ground.torch_private import opaque, running_transform
@@ -226,7 +226,7 @@ class Timeline:
             if handle is not None or replicate_state_of(module) is not None:
                 owner = self._owners[module] = handle or module
                 self._names.setdefault(owner, (fqn or "(root)", fqn))
-                for hook in inside_forward(module, self._begin_forward, self._end_forward):
+                for hook in beside_forward(module, self._begin_forward, self._end_forward, is_inside=True):
                     exits.callback(hook.remove)
             if module in self._owners or (sharded is not None and module in sharded.modules):
                 self._owners.setdefault(module, None)
