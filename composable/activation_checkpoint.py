@@ -188,18 +188,13 @@ class CheckpointedForward:
 
 
 def _check_module(module: nn.Module) -> None:
-    for is_wrong, what, fix in (
-        (
-            checkpoint.state(module) is None,
-            "checkpoint got a module and one inside it in one sequence",
-            "call it on the inner one first, in a call of its own",
-        ),
-        (
-            isinstance(module, torch.jit.ScriptModule),
-            "a ScriptModule cannot be checkpointed",
-            "annotate the module around it",
-        ),
-        (not has_forward(module), "checkpoint got a module without a forward", "call it on what runs inside"),
-    ):
-        if is_wrong:
-            raise ConfigError(what, at=describe_module(module), fix=fix)
+    what = ""
+    if checkpoint.state(module) is None:
+        what = "checkpoint got a module and one inside it in one sequence"
+        fix = "call it on the inner one first, in a call of its own"
+    elif isinstance(module, torch.jit.ScriptModule):
+        what, fix = "a ScriptModule cannot be checkpointed", "annotate the module around it"
+    elif not has_forward(module):
+        what, fix = "checkpoint got a module without a forward", "call it on what runs inside"
+    if what:
+        raise ConfigError(what, at=describe_module(module), fix=fix)

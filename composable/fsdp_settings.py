@@ -383,15 +383,13 @@ def _chosen(module: nn.Module, recurse: bool) -> list[Handle]:
     return handles_of(module, recurse=recurse)
 
 
-def _set(module: nn.Module, recurse: bool, *fields: str, **argument: bool) -> list[Handle]:
-    """Set these fields of the handles' settings to the one ``argument``, which must be a bool; return the handles."""
+def _set(module: nn.Module, recurse: bool, *fields: str, **argument: bool) -> None:
+    """Set these fields of the handles' settings to the one ``argument``, which must be a bool."""
     ((name, value),) = argument.items()
     check_bool(name, value)
-    handles = _chosen(module, recurse)
-    for handle in handles:
+    for handle in _chosen(module, recurse):
         for field in fields:
             setattr(handle.settings, field, value)
-    return handles
 
 
 def _set_prefetch(module: nn.Module, field: str, modules: object) -> None:

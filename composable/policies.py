@@ -17,6 +17,7 @@ from typing import TypeAlias
 from torch import nn
 
 from composable.errors import ConfigError
+from composable.ground.contract import modules_in
 from composable.ground.names import answer_of, class_name, described, join_fqn, module_text
 
 _CLASSES_IN_HINT = 5
@@ -237,12 +238,7 @@ class _Tree:
         self.fqns: dict[nn.Module, str] = {}
         self.parents: dict[nn.Module, nn.Module] = {}
         self.root = root
-        seen, hidden = {root}, list(excluded)
-        while hidden:
-            module = hidden.pop()
-            if module not in seen:
-                seen.add(module)
-                hidden.extend(module.children())
+        seen = {root, *(below for module in excluded for below in modules_in(module))}
         stack: list[tuple[nn.Module, str, nn.Module]] = [(root, "", root)]
         while stack:
             parent, fqn, module = stack.pop()

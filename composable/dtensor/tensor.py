@@ -379,8 +379,6 @@ class _Owner(Protocol):
     def waiting(self) -> Sequence[torch.Tensor]: ...
 
 
-_UNFINISHED: dict[int, "tuple[weakref.ref[_Owner], bool]"] = {}
-
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 

@@ -254,7 +254,7 @@ def _remove(module: nn.Module, held: dict[str, Any], api_name: str) -> None:
 def _forget(module: nn.Module, annotation: Annotation) -> None:
     """Remove the annotation, and every membership in its state at or below ``module``."""
     remove_annotation(module, annotation.name)
-    for below in _modules_in(module):
+    for below in modules_in(module):
         if _record_of(below).members.get(annotation.name) is annotation.state:
             remove_member(below, annotation.name)
 
@@ -272,7 +272,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that are inside no other of ``modules``: the outer one's annotation holds for inner ones."""
     if len(modules) < 2:
         return list(modules)
-    inside = {below for module in modules for below in _modules_in(module) if below is not module}
+    inside = {below for module in modules for below in modules_in(module) if below is not module}
     return [module for module in modules if module not in inside]
 
 
@@ -314,7 +314,7 @@ def _check_modules(name: str, rivals: frozenset[str], modules: Sequence[object])
 
 def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
     """Refuse ``module`` if an ancestor's annotation, incompatible with ``name``, manages modules below it."""
-    below = [_record_of(one) for one in _modules_in(module)] if rivals else []
+    below = [_record_of(one) for one in modules_in(module)] if rivals else []
     own = {id(annotation.state) for record in below for annotation in record.annotations.values()}
     members = ((api, state) for record in below for api, state in record.members.items())
     if api := next((api for api, state in members if api in rivals and id(state) not in own), None):
@@ -325,7 +325,7 @@ def _check_below(name: str, rivals: frozenset[str], module: nn.Module) -> None:
         )
 
 
-def _modules_in(root: nn.Module) -> Iterator[nn.Module]:
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of ``root.modules()`` at any depth: torch's method recurses, and fails at a thousand levels."""
     seen: set[nn.Module] = set()
     stack = [root]

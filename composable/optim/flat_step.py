@@ -12,7 +12,7 @@ Source: the flat step of ZeRO, arXiv 1910.02054.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, eq, is_
+from operator import eq, is_
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -35,7 +35,6 @@ _State: TypeAlias = defaultdict[Any, dict[Any, Any]]
 _Grads: TypeAlias = Sequence[torch.Tensor | None]
 
 _grad_of: Any = RaggedDTensor.grad.fget
-_local_of = attrgetter("_local_tensor")
 # The longest vector of fused optimizers' kernels; they compute elements after the last full vector in another way.
 _VECTOR_BYTES = 64
 

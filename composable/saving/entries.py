@@ -389,9 +389,3 @@ def check_float(dtype: torch.dtype | None) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         fix = "pass a floating-point torch.dtype, or None to keep each tensor's own"
         raise ConfigError(f"dtype is {dtype!r}", fix=fix)
-
-
-def check_bytes(name: str, value: object) -> None:
-    """Raise unless ``value`` is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a positive number of bytes")

@@ -23,12 +23,11 @@ from torch import nn
 
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.names import as_path, check_bool, list_text
+from composable.ground.names import as_path, check_bool, described, list_text
 from composable.saving.entries import (
     Entries,
     Names,
     batches,
-    check_bytes,
     check_float,
     entries_for,
     entries_now,
@@ -90,7 +89,9 @@ def save_safetensors(
     """
     with entries_for(model, names, "save_safetensors", max_shard_bytes, dtype) as (model_ranks, entries):
         check_float(dtype)
-        check_bytes("max_shard_bytes", max_shard_bytes)
+        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            what, fix = f"max_shard_bytes is {described(max_shard_bytes)}", "pass a positive number of bytes"
+            raise ConfigError(what, at=place_of_rank(), fix=fix)
     ranks = model_ranks.everyone
     # Of several names for one tensor only the first is written.
     values, first = entries.unique(), entries.first_names()
