@@ -27,7 +27,14 @@ from composable.ground.names import check_module
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
-from composable.optim.rebind import CHECKS_ITSELF, check_parameters, check_replaced, cut_state, is_per_element
+from composable.optim.rebind import (
+    CHECKS_ITSELF,
+    after_closure,
+    check_parameters,
+    check_replaced,
+    cut_state,
+    is_per_element,
+)
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _State: TypeAlias = defaultdict[Any, dict[Any, Any]]
@@ -483,21 +490,10 @@ class LocalStep:
                 for name, value in vars(optimizer).items()
             }
         )
-        if len(args) > 1:
-            return (self._shell, self._with_gradients(args[1]), *args[2:]), kwargs
-        return (self._shell,), {name: self._with_gradients(value) for name, value in kwargs.items()}
+        return after_closure((self._shell, *args[1:]), kwargs, self._forget_groups)
 
-    def _with_gradients(self, closure: Any) -> Any:
-        """Return ``closure``; if it can be called, groups are made anew after it, as it makes other gradients."""
-        if not callable(closure):
-            return closure
-
-        def evaluate() -> Any:
-            loss = closure()
-            self._groups = None
-            return loss
-
-        return evaluate
+    def _forget_groups(self) -> None:
+        self._groups = None
 
     def _local_groups(self) -> list[dict[str, Any]]:
         """Return the groups, made at the first read: hooks before a step, and closures, set gradients and options."""

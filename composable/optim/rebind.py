@@ -5,8 +5,8 @@ numbers such as the step counter, which every rank holds. Steps that would be lo
 were replaced, that have no values, or whose gradients are still being reduced.
 """
 
-import functools
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -67,23 +67,25 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     watch_ranks()
     if CHECKS_ITSELF not in vars(optimizer):
         check_parameters(optimizer)
-    if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": _then_checked(kwargs["closure"], optimizer)}
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], _then_checked(args[1], optimizer), *args[2:]), kwargs
+    if callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1])):
+        return after_closure(args, kwargs, partial(_check_gradients, optimizer))
     _check_gradients(optimizer)
     return None
 
 
-def _then_checked(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return ``closure`` with a check of the gradients at its end."""
+def after_closure(args: Any, kwargs: Any, call: Callable[[], object]) -> tuple[Any, Any]:
+    """Return the arguments of a step, with ``call`` after its closure, if it has one: it makes other gradients."""
 
-    def evaluate() -> Any:
-        loss = closure()
-        _check_gradients(optimizer)
-        return loss
+    def wrapped(closure: Any) -> Any:
+        def evaluate() -> Any:
+            loss = closure()
+            call()
+            return loss
 
-    return evaluate
+        return evaluate if callable(closure) else closure
+
+    named = {"closure": wrapped(kwargs["closure"])} if "closure" in kwargs else {}
+    return (*args[:1], *map(wrapped, args[1:2]), *args[2:]), {**kwargs, **named}
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -100,7 +102,7 @@ def _describe_params(optimizer: torch.optim.Optimizer) -> str:
     return f"parameters {list_text(found)}"
 
 
-@functools.cache
+@cache
 def check_every_step() -> None:
     """Check parameters and gradients before each step of every optimizer of the process; a second call does nothing."""
     before_every_step(_check_optimizer)

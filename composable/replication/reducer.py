@@ -469,12 +469,7 @@ class Reducer(GradientAverager):
         return nearest(registrations)
 
     def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
-        """Let the nearest of ``registrations`` reduce every bucket; no backward is running.
-
-        Raises:
-            ConfigError: See ``check_comm_hooks``.
-            UsageError: See ``check_comm_hooks``.
-        """
+        """Let the nearest of ``registrations`` reduce every bucket, unless ``check_comm_hooks`` raises."""
         self.exchange.hook = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
 

@@ -283,11 +283,7 @@ class ReplicateState:
             self.buffers.broadcast(sorted(ranks.numbers).index(source))
 
     def before_backward(self, index: int) -> None:
-        """Note that the gradient of an output of the annotated module ``index`` arrives.
-
-        Raises:
-            UsageError: See ``refuse_split_backward``.
-        """
+        """Note that the gradient of an output of the annotated module ``index`` arrives."""
         if in_split_backward():
             self.refuse_split_backward()
         self.reducer.arm(index)
@@ -295,11 +291,7 @@ class ReplicateState:
             self.precision.parts[index].enter_backward()
 
     def refuse_split_backward(self) -> NoReturn:
-        """Refuse a stage of torch's pipelines that writes gradients to parameters itself: nothing averages them.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Refuse a stage of torch's pipelines that writes gradients to parameters itself: nothing averages them."""
         raise UsageError(
             "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), where replicate "
             "cannot average them",
