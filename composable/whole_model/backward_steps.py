@@ -344,11 +344,5 @@ def _agree(optimizer: torch.optim.Optimizer, units: dict[ReducingUnit, Ranks], f
         compare_in_each(texts, failure, what=what, fix=fix)
     except ComposableError as error:
         failure = error
-    for model in model_ranks_of(unit for unit in units if isinstance(unit, Handle)).values():
-        if model.others:
-            try:
-                model.everyone.raise_together(failure)
-            except ComposableError as error:
-                failure = error
-    if failure is not None:
-        raise failure
+    models = model_ranks_of(unit for unit in units if isinstance(unit, Handle)).values()
+    compare_in_each({model.everyone: "" for model in models if model.others}, failure, what=what, fix=fix)
