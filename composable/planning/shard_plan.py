@@ -245,6 +245,14 @@ class ShardPlan:
         return sum(handle.padding_bytes for handle in self.handles)
 
     @property
+    def empty_share(self) -> float:
+        """The share of parameters of which a rank has no elements, as the mean over the ranks."""
+        layouts = [buffer.layout for handle in self.handles for buffer in handle.buffers]
+        cuts = [(span, layout.shard_numel) for layout in layouts for span in layout.spans]
+        held = sum(-(-span.stop // numel) - span.start // numel for span, numel in cuts if span.numel)
+        return 1 - held / max(len(cuts) * self.world_size, 1)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Hints that the annotation is probably not as intended."""
         params = self.handles[0].params if len(self.handles) == len(self.class_names) == 1 else ()
@@ -498,6 +506,7 @@ class ShardPlan:
             f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
             f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
+        empty = self.empty_share
         # One line for each handle, or for a run of siblings that differ in one number only.
         lines += sibling_lines(
             ("  " * (depth + 1) + handle.name, f" ({', '.join(dict.fromkeys(handle.class_names))})", str(handle))
@@ -508,6 +517,7 @@ class ShardPlan:
             ("offloaded", str(self.offload_policy)),
             ("annotated before, left as they are", list_text(self.kept_fqns, FQNS_SHOWN, write=str)),
             ("ignored parameters", list_text(self.ignored_fqns, FQNS_SHOWN, write=str)),
+            ("no elements on a rank", f"{empty:.0%} of parameters, on average" if empty > 0.5 else ""),
             *(("warning", warning) for warning in self.warnings),
         ):
             lines += [f"  {title}: {text}"] if text else []

@@ -80,6 +80,7 @@ def test_a_plan_without_policy_warns_that_nothing_can_overlap() -> None:
 TinyGPT: 1 handle over 4 ranks, transport auto
   7,232 elements; per rank 7.1 KiB at rest; largest handle 28.5 KiB unsharded; padding 256 B
   (root) (TinyGPT): 28 params (1 tied), 7,232 float32, 7.1 KiB per rank, padding 256 B; annotated
+  no elements on a rank: 72% of parameters, on average
   warning: the whole model is one handle: nothing can overlap; pass a policy""",
     )
 

@@ -1,5 +1,7 @@
 """Parameters of which most ranks have no elements, as ``docs/ragged.md`` tells writers of optimizers and monitors."""
 
+import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import fully_shard
+from composable import HandleOptions, fully_shard
 from tests.world import on_ranks
 
 NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -16,6 +18,27 @@ NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda tensor: tensor.mean(),
     "sum": lambda tensor: tensor.sum(),
 }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@on_ranks()
+def test_a_plan_says_of_how_many_parameters_a_rank_has_no_elements() -> None:
+    """Right is the count of empty local pieces, over all ranks."""
+    ranks = dist.get_world_size()
+    for seed in range(12):
+        drawn = random.Random(100 * ranks + seed)
+        sizes = [drawn.randint(1, 9) for _ in range(drawn.randint(2, 6))]
+        model = nn.Sequential(*(nn.Linear(*pair, bias=drawn.random() < 0.7) for pair in itertools.pairwise(sizes)))
+        align = {"0.weight": drawn.choice(["row", "element", "tensor", 2])}
+        fully_shard(model, policy=drawn.choice([None, {nn.Linear}]), options=HandleOptions(align=align))
+        pieces = [param.to_local().numel() for param in model.parameters()]  # type: ignore[attr-defined]
+        dist.all_reduce(empty := torch.tensor(pieces.count(0)))
+        state = fully_shard.state(model)
+        assert state is not None
+        share = empty.item() / (len(pieces) * ranks)
+        assert state.plan.empty_share == pytest.approx(share)
+        line = f"no elements on a rank: {share:.0%} of parameters, on average"
+        assert (line in str(state.plan)) == (share > 0.5)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
