@@ -26,6 +26,7 @@ from composable import (
     load_checkpoint,
     load_full_state_dict,
     load_safetensors,
+    register_comm_hook,
     replicate,
     save_checkpoint,
     save_safetensors,
@@ -364,6 +365,42 @@ def test_a_policy_of_names_modules_or_one_class_is_told_what_to_write() -> None:
     assert "lambda module: module is model.head" in said
     fully_shard(model, policy=lambda module: module is model[1])
     assert len(fully_shard.state(model).plan.handles) == 2
+
+
+# -- groups of other libraries
+
+
+class ForeignGroup:
+    """What other libraries have: ranks, a size and an all-reduce of their own, unknown to torch."""
+
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor)
+
+
+def average_in(group: ForeignGroup, grad: torch.Tensor) -> None:
+    group.allreduce(grad.div_(group.size()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_group_of_another_library_averages_in_a_hook() -> None:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model, plain, group = make_model(), make_model(), ForeignGroup()
+    said = fix_of(replicate, model, process_group=group)
+    assert "register_comm_hook(model, group, hook)" in said
+    replicate(model, process_group=alone)
+    register_comm_hook(model, group, average_in)
+    model(torch.tensor([dist.get_rank()])).square().sum().backward()
+    for rank in range(dist.get_world_size()):
+        (plain(torch.tensor([rank])).square().sum() / dist.get_world_size()).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad)
 
 
 # -- ranks that go different ways

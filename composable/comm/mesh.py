@@ -460,7 +460,8 @@ def resolve_ranks(
         if not isinstance(group, dist.ProcessGroup) or not _is_registered(group):
             raise ConfigError(
                 f"process_group is {described(group)}, not a ProcessGroup that this rank is in",
-                fix="pass what torch.distributed.new_group() returned, only on the ranks of the group",
+                fix="pass what torch.distributed.new_group() returned, only on the ranks of the group; for a group of "
+                "another library, as torchft's, average in a hook: register_comm_hook(model, group, hook)",
             )
         is_nccl = dist.get_backend(group) == "nccl"
         # Without parameters the group says which device it is: what the module holds may be annotated by itself.
