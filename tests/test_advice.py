@@ -367,6 +367,40 @@ def test_a_policy_of_names_modules_or_one_class_is_told_what_to_write() -> None:
     assert len(fully_shard.state(model).plan.handles) == 2
 
 
+# -- classes that are trained packed
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_a_class_that_is_trained_packed_is_frozen_or_trained_plain() -> None:
+    pytest.importorskip("torchao.prototype.quantized_training")
+    run_threads(pack, 2)
+
+
+def pack() -> None:
+    from torchao.prototype.quantized_training import Int8QuantizedTrainingLinearWeight
+
+    def packed() -> nn.Sequential:
+        model = make_model()
+        weight = Int8QuantizedTrainingLinearWeight.from_float(model[3].weight.detach())
+        model[3].weight = nn.Parameter(weight)
+        return model
+
+    warnings.simplefilter("ignore")
+    said = fix_of(fully_shard, packed())
+    assert said.startswith("packed rows are not trained sharded: train a plain nn.Parameter in its place; or freeze it")
+    plain, frozen = packed(), packed()
+    plain[3].weight = nn.Parameter(plain[3].weight.detach().dequantize())
+    frozen[3].weight.requires_grad_(False)
+    for model in (plain, frozen):
+        expected = copy.deepcopy(model)
+        fully_shard(model)
+        for one in (model, expected):
+            step(one, torch.optim.SGD([param for param in one.parameters() if param.requires_grad], lr=0.1))
+        for (name, param), right in zip(model.named_parameters(), expected.parameters(), strict=True):
+            if param.requires_grad:
+                torch.testing.assert_close(full(param), right.detach(), msg=name)
+
+
 # -- groups of other libraries
 
 

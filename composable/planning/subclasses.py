@@ -189,6 +189,11 @@ class Form:
         return (self.state if self.subclass.path else self.attributes).get(name, value)
 
 
+_UNPACKED = (
+    "train a plain nn.Parameter in its place; or freeze it: requires_grad_(False); ignored ones are not averaged"
+)
+
+
 def form_of(param: nn.Parameter) -> Form | None:
     """Return how a parameter of a tensor subclass is sharded; ``None`` for an ordinary one.
 
@@ -218,8 +223,7 @@ def form_of(param: nn.Parameter) -> Form | None:
                 "too, and one inner tensor alone is cut"
                 if others
                 else f"{name} gathers rows, and the parameter has none",
-                fix="let the class keep one tensor of rows and compute others in fsdp_pre_all_gather; or "
-                "requires_grad_(False) before; or name it in ignored_params",
+                fix=f"let the class keep one tensor of rows and compute others in fsdp_pre_all_gather; or {_UNPACKED}",
             )
     elif is_marked:
         form = _taken_apart(param, "marked")
@@ -297,7 +301,7 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
         if not leaves:
             raise ConfigError(
                 f"{name} gathers rows of itself, and has no inner tensor of its own shape and dtype to cut",
-                fix="if quantised, call requires_grad_(False) first; else name it in ignored_params",
+                fix=f"packed rows are not trained sharded: {_UNPACKED}",
             )
     # Scales may be as large as the values that they scale, and are floating-point numbers.
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
