@@ -1,5 +1,6 @@
 """Parameters that a forward writes to, in any way: an error that names them, never a loss in silence."""
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -8,9 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from composable import UsageError, fully_shard, unshard_params
-from tests.world import on_ranks, run_threads
+from composable import UsageError, fully_shard, replicate, unshard_params
+from tests.world import on_ranks, run_ranks, run_threads
 
 DIM = 6
 
@@ -134,6 +136,47 @@ def test_embeddings_that_renormalise_are_refused_and_the_fix_is_right(name: str)
         embedding.weight.renorm_(2, 0, 0.1)
     model(tokens).sum().backward()
     assert embedding.weight.full_tensor().norm(dim=1).max() < 0.1001
+
+
+@on_ranks(2, run=run_ranks)  # torch's wrapper wants real ones
+def test_copies_of_an_embedding_that_renormalises_drift_as_under_torchs_wrapper_and_the_pages_line_is_right() -> None:
+    """Right is ``DistributedDataParallel``, in the same run; then equal copies."""
+    torch.manual_seed(0)
+    model = nn.Embedding(DIM, DIM, max_norm=0.1)
+    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    replicate(model)
+    tokens = torch.tensor([dist.get_rank()])
+    for one in (model, wrapped):
+        one(tokens).sum().backward()
+    own = [torch.empty(DIM, DIM) for _ in range(2)]
+    torch.testing.assert_close(model.weight, wrapped.module.weight)
+    dist.all_gather(own, model.weight.detach())
+    assert not torch.equal(*own)
+    torch.manual_seed(0)
+    model = replicate(nn.Embedding(DIM, DIM))
+    model(tokens).sum().backward()
+    with torch.no_grad():
+        model.weight.renorm_(2, 0, 0.1)
+    dist.all_gather(own, model.weight.detach())
+    assert torch.equal(*own) and own[0].norm(dim=1).max() < 0.1001
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_other_seeds_make_a_mixture_unless_the_first_ranks_values_are_sent() -> None:
+    """What the docstring says: each rank keeps its piece of its own values. Right are plain models of each seed."""
+
+    def drawn(seed: int) -> nn.Linear:
+        torch.manual_seed(seed)
+        return nn.Linear(DIM, 3 * DIM)
+
+    plain = [drawn(rank) for rank in range(dist.get_world_size())]
+    for is_sent in (False, True):
+        model = fully_shard(drawn(dist.get_rank()), sync_module_states=is_sent)
+        weight, cut = model.weight.full_tensor().detach().flatten(), model.weight.placements[0].bounds
+        for rank, (start, stop) in enumerate(itertools.pairwise(cut)):
+            expected = plain[0 if is_sent else rank].weight.detach().flatten()
+            assert torch.equal(weight[start:stop], expected[start:stop])
 
 
 @on_ranks(2)
