@@ -22,7 +22,14 @@ from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import HandleOptions, fully_shard
 from composable.ground.contract import contract, get_registry
 from composable.ground.torch_hooks import let_watch_backwards
-from composable.optim import accelerate_optimizer, check_every_step, clip_grad_norm_, get_total_norm, rebind_optimizer
+from composable.optim import (
+    accelerate_optimizer,
+    check_every_step,
+    clip_grad_norm_,
+    get_total_norm,
+    has_finite_gradients,
+    rebind_optimizer,
+)
 from composable.planning import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -109,6 +116,7 @@ __all__ = [
     "fully_shard",
     "get_registry",
     "get_total_norm",
+    "has_finite_gradients",
     "iter_full_params",
     "joinable",
     "load_checkpoint",

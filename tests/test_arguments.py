@@ -142,6 +142,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"tensors": list(sharded().parameters())},
         f"tensors: [] {{}} tensor; norm_type: {NUMBER}; error_if_nonfinite: True; foreach: None True",
     ),
+    "has_finite_gradients": (
+        lambda: {"parameters": sharded().parameters()},
+        "parameters: [] {} tensor; loss: None [] {} tensor; error_if_nonfinite: True",
+    ),
     "fallback_counts": (dict, "reset: True"),
     "MixedPrecisionPolicy": (
         dict,

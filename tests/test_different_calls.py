@@ -17,6 +17,7 @@ from composable import (
     full_state_dict,
     fully_shard,
     get_total_norm,
+    has_finite_gradients,
     iter_full_params,
     joinable,
     load_checkpoint,
@@ -126,6 +127,7 @@ def reduce(case: Case) -> None:
 UNCOMPARED: dict[str, Callable[[Case], object]] = {
     "clip_grad_norm_": lambda case: clip_grad_norm_(case.sharded.parameters(), 1.0),
     "get_total_norm": lambda case: get_total_norm([param.grad for param in case.sharded.parameters()]),  # type: ignore[misc]
+    "has_finite_gradients": lambda case: has_finite_gradients(case.sharded.parameters()),
     "full_tensor": lambda case: next(case.sharded.parameters()).full_tensor(),  # type: ignore[attr-defined]
     "forward": lambda case: [case.forward().backward() for _ in range(50)],
     "reduce_gradients": reduce,

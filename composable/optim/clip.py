@@ -10,6 +10,7 @@ fewer ranks than the rest, such as experts, have other tensors on other ranks: e
 Source: gradient clipping, arXiv 1211.5063.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -31,12 +32,13 @@ from composable.dtensor import (
 )
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import check_bool, check_number, list_of_tensors, list_text, ranks_text
+from composable.ground.names import check_bool, check_number, list_of_tensors, list_text
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
 
 # Keeps the divisor above zero, as in torch.
 _EPSILON = 1e-6
+_LOSS = "the loss"
 
 # The groups over which the pieces of a tensor have to be added up, one after the other.
 _Cut: TypeAlias = tuple[Ranks, ...]
@@ -113,31 +115,8 @@ def clip_grad_norm_(
     max_norm = check_number(
         "max_norm", max_norm, least=0, fix="give the largest norm that gradients may have, 0 or above"
     )
-    pieces = _Pieces()
-    if isinstance(parameters, torch.optim.Optimizer):
-        every = [param for group in parameters.param_groups for param in group["params"]]
-    else:
-        every = list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
-    check_finished("clip_grad_norm_", every)
-    written: list[torch.Tensor] = []
-    scaled: list[torch.Tensor] = []
-    for param in every:
-        # Its gradient is gone: the optimizer stepped before other gradients were there.
-        if stepper_of(param) is not None or has_torch_optimizer(param):
-            raise UsageError(
-                "clipping by the norm of all gradients, while an optimizer steps inside backward",
-                at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
-                fix="call remove() on the result of step_in_backward, clip, and step after backward",
-            )
-        # Also without a gradient: other ranks may have one.
-        group = pieces.group_of(param)
-        grad = param.grad
-        if grad is not None:
-            pieces.add(grad, group, param)
-            local = _local(grad)
-            scaled.append(local)
-            if type(grad) is RaggedDTensor:
-                written.append(local)
+    pieces, grads = _gradients_of("clip_grad_norm_", parameters)
+    scaled = [_local(grad) for grad in grads]
     total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
     norm = total.to(pieces.dtype)
     # In 16 bits the factor would be too inexact.
@@ -145,8 +124,53 @@ def clip_grad_norm_(
     factor = (max_norm / (exact + _EPSILON)).clamp_(max=1.0)
     for (device, _), locals_ in _by_kind(scaled).items():
         foreach_mul_(locals_, factor.to(device))
-    note_written(written)
+    note_written([local for grad, local in zip(grads, scaled) if type(grad) is RaggedDTensor])
     return norm
+
+
+@torch.no_grad()
+def has_finite_gradients(
+    parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
+    loss: torch.Tensor | None = None,
+    *,
+    error_if_nonfinite: bool = False,
+) -> bool:
+    """Say, the same on every rank, whether all gradients are finite, so that all ranks can leave out a step.
+
+    Collective, as ``clip_grad_norm_``, which takes the same parameters. ``loss`` is for the error: gradients are
+    averaged, so this rank's loss [any] says whether NaN began here.
+
+    Raises:
+        ConfigError: An argument is of another kind.
+        UsageError: A gradient is not finite, and ``error_if_nonfinite``; or a parameter is stepped inside backward.
+    """
+    pieces, _ = _gradients_of("has_finite_gradients", parameters)
+    pieces.named[:0] = [(_LOSS, _local(one)) for one in list_of_tensors("loss", () if loss is None else loss)]
+    return bool(pieces.total_norm(math.inf, error_if_nonfinite, None).isfinite())
+
+
+def _gradients_of(call: str, parameters: Any) -> tuple["_Pieces", list[torch.Tensor]]:
+    """Return the pieces of parameters' gradients, and these gradients; raise if the parameters are stepped before."""
+    pieces, grads = _Pieces(), []
+    if isinstance(parameters, torch.optim.Optimizer):
+        every = [param for group in parameters.param_groups for param in group["params"]]
+    else:
+        every = list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
+    check_finished(call, every)
+    for param in every:
+        # Its gradient is gone: the optimizer stepped before other gradients were there.
+        if stepper_of(param) is not None or has_torch_optimizer(param):
+            raise UsageError(
+                f"{call} of all gradients, while an optimizer steps inside backward",
+                at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
+                fix=f"call remove() on the result of step_in_backward, then {call}, and step after backward",
+            )
+        # Also without a gradient: other ranks may have one.
+        group = pieces.group_of(param)
+        if param.grad is not None:
+            pieces.add(param.grad, group, param)
+            grads.append(param.grad)
+    return pieces, grads
 
 
 def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
@@ -213,8 +237,8 @@ class _Pieces:
         self._with_parts: set[tuple[int, ...]] = set()
         # Equal ranks of two meshes are one group.
         self._ranks: dict[tuple[tuple[int, ...], str], Ranks] = {}
-        # Each piece, after the tensor that has its name.
-        self._named: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Each piece, after its name or the tensor that has it.
+        self.named: list[tuple[torch.Tensor | str, torch.Tensor]] = []
         self._outer: Ranks | None = None  # The most ranks that have one of the tensors.
 
     @property
@@ -277,7 +301,7 @@ class _Pieces:
             cut = self._cut_of(tensor)
             group = self._groups.setdefault((group.home, cut), _CutAlike(group.home, cut))
         group.locals.append(_local(tensor))
-        self._named.append((owner, group.locals[-1]))
+        self.named.append((owner, group.locals[-1]))
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
         """Return the norm of all pieces of all ranks, in fp64. Collective over the groups."""
@@ -295,12 +319,13 @@ class _Pieces:
         return total
 
     def _not_finite(self) -> str:
-        """Return the names of tensors that are not finite, and the ranks with such a piece. Collective."""
-        own, outer = [_name_of(owner) for owner, local in self._named if not local.isfinite().all()], self._outer
+        """Return a line for each rank with tensors that are not finite, at first those with such a loss. Collective."""
+        own, outer = [_name_of(owner) for owner, local in self.named if not local.isfinite().all()], self._outer
         told = {Ranks.of_world().rank: own} if outer is None else dict(zip(outer.numbers, outer.objects(own)))
-        named = dict.fromkeys(name for names in told.values() for name in names)
-        lines = [f"{name} on {ranks_text([rank for rank in told if name in told[rank]])}" for name in named]
-        return f": not finite is {list_text(lines, write=str)}" if lines else ""
+        ranks = sorted(filter(told.get, told), key=lambda rank: told[rank][0] != _LOSS)
+        return "".join(
+            f"\n    not finite on rank {rank}: {list_text(told[rank], 10, write=str)}" for rank in ranks[:10]
+        )
 
     def _part_of_all(self, whole: NormParts, device: torch.device) -> torch.Tensor:
         """Return the part of the norm from all pieces of all ranks. Collective over the groups."""
@@ -342,7 +367,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return values_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _name_of(tensor: torch.Tensor) -> str:
+def _name_of(tensor: torch.Tensor | str) -> str:
+    if isinstance(tensor, str):
+        return tensor
     label = tensor._spec.layout.label if type(tensor) is RaggedDTensor else claim_of(tensor)
     return f"a tensor {list(tensor.shape)}" if label is None else repr(str(getattr(label, "fqn", label)))
 

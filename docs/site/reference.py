@@ -125,6 +125,8 @@ GROUPS: tuple[Group, ...] = (
                     "clip_grad_norm_": "As in torch, for any mix of sharded, plain and stock DTensor parameters on any "
                     "meshes, or for those of an optimizer.",
                     "get_total_norm": "The norm of such tensors, as a plain number.",
+                    "has_finite_gradients": "Whether all gradients are finite, the same on every rank: leave out the "
+                    "step, or get an error with gradients, losses and ranks.",
                 },
             ),
             Topic(
