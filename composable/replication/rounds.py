@@ -1,6 +1,7 @@
 """The state and the times of one backward of a replicated module."""
 
 import enum
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from composable.errors import place_of_rank
 from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
 from composable.replication.tensors import ReducedParam
+
+_LOG = logging.getLogger("composable")
 
 
 class Phase(enum.Enum):
@@ -63,6 +67,7 @@ class Round:
     forwards: int = 0
     _armed_modules: set[int] = field(default_factory=set)
     _node: Any = None
+    _has_told: bool = False
     _guard: "weakref.ref[Callable[[], None]] | None" = None
 
     @property
@@ -112,11 +117,26 @@ class Round:
         """Note that the gradient of an output of an annotated module arrives; ``params``: all of the round."""
         if not self._armed_modules and not self.is_led:
             # Usually the first parameter decides it; transforms of torch.func never accumulate.
-            self.accumulates = running_transform() is None and any(_accumulates(item.param) for item in params)
+            self.accumulates = running_transform() is None and any(map(self._accumulates, params))
         if module_index not in self._armed_modules:
             self._armed_modules.add(module_index)
             if not self.is_led:
                 self._node = current_autograd_node()
+
+    def _accumulates(self, item: ReducedParam) -> bool:
+        """Say whether the running backward may add a gradient to the parameter's ``grad``."""
+        try:
+            return bool(will_engine_execute_node(get_gradient_edge(item.param).node))
+        except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad, or frozen.
+            if item.param.requires_grad and not self._has_told:
+                self._has_told = True
+                _LOG.warning(
+                    "torch.autograd.grad of a replicated parameter gives the gradient of this rank, not the average\n"
+                    "  at:  %s, parameter %r\n  fix: call backward, and read param.grad; or average what it returned",
+                    place_of_rank(),
+                    item.fqn,
+                )
+            return False
 
     def follow(self) -> None:
         """Note that a module around runs this backward, on all of its ranks."""
@@ -135,14 +155,6 @@ class Round:
             for index, item in enumerate(() if self.is_complete else params)
             if not self.seen[index] and not kept[index] and item.module_index in self._armed_modules
         ]
-
-
-def _accumulates(leaf: torch.Tensor) -> bool:
-    """Say whether the running backward may add a gradient to ``leaf.grad``."""
-    try:
-        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
-    except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad, or frozen.
-        return False
 
 
 def _is_whole_backward(node: Any) -> bool:
