@@ -28,7 +28,6 @@ from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
-    Placement,
     disabled_torch_function,
     dtensor_new,
     is_tracing,
@@ -392,7 +391,7 @@ class WholeTerm(DTensor):
         term = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
         return gather_and_run(type(term.base), op, args, kwargs or {})
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the plain tensor. Its gradient is averaged over ranks, unless ``grad_placements`` are given."""
         local = super().to_local(grad_placements=grad_placements)
         if local.requires_grad and grad_placements is None:

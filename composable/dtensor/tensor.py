@@ -325,8 +325,7 @@ class _Gather(torch.autograd.Function):
         for dim, placement in enumerate(ctx.grad_placements or ()):
             if placement.is_partial():
                 # A copy: the incoming gradient may have other readers.
-                grad = grad.contiguous().clone()
-                grad = Ranks.of_mesh(layout.mesh, dim).reduce(grad, ReduceOp.SUM)
+                grad = Ranks.of_mesh(layout.mesh, dim).reduce(grad.contiguous().clone(), ReduceOp.SUM)
                 if placement.reduce_op == "avg":
                     grad /= layout.mesh.size(dim)
         piece = slice_full(grad, layout).clone()

@@ -237,8 +237,7 @@ class _Pieces:
         self._with_parts: set[tuple[int, ...]] = set()
         # Equal ranks of two meshes are one group.
         self._ranks: dict[tuple[tuple[int, ...], str], Ranks] = {}
-        # Each piece, after its name or the tensor that has it.
-        self.named: list[tuple[torch.Tensor | str, torch.Tensor]] = []
+        self.named: list[tuple[torch.Tensor | str, torch.Tensor]] = []  # A name, or the tensor with it, and its piece.
         self._outer: Ranks | None = None  # The most ranks that have one of the tensors.
 
     @property
