@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -707,6 +708,49 @@ def test_what_a_bucket_hooks_future_raises_on_one_rank_names_rank_and_hook_on_al
     assert "rank 1 got no averages of the right dtype and shape from the communication hook" in first
     assert "raising_in_a_future.<locals>.hook with NoneType" in first
     assert last == other_last == ""
+
+
+def forget_futures(seed: int) -> list[str]:
+    """Train four steps; in some, on some ranks, the hook returns for some buckets a future that nobody sets."""
+    choose = random.Random(seed)
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    model = replicate(make_net(), process_group=group, bucket_cap_mb=choose.choice([25, 1e-4]))
+    forgotten = {(choose.randrange(4), choose.randrange(2), choose.randrange(2)) for _ in range(2)}
+    told: list[str] = []
+
+    def hook(_: None, bucket: Any) -> "torch.futures.Future[Any]":
+        work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=True)
+        future: torch.futures.Future[Any] = work.get_future()
+        places = {0 if bucket.index() == 0 else -1, 1 if bucket.is_last() else -1}
+        if not forgotten & {(len(told), dist.get_rank(), place) for place in places}:
+            return future.then(lambda done: done.value()[0])
+        future.wait()
+        return torch.futures.Future()
+
+    register_comm_hook(model, None, hook)
+    plain = make_net()
+    for rank in range(2):
+        backward(plain, rank)
+    for _ in range(4):
+        model.zero_grad()
+        try:
+            backward(model, dist.get_rank())
+            close(grads_of(model), {fqn: grad / 2 for fqn, grad in grads_of(plain).items()}, 1e-6)
+            told.append("")
+        except ComposableError as error:
+            told.append(str(error))
+    assert [bool(text) for text in told] == [any(step == at for at, _, _ in forgotten) for step in range(4)], told
+    return told
+
+
+def test_a_future_that_nobody_sets_is_an_error_on_all_and_the_next_step_is_right() -> None:
+    for texts in filter(any, zip(*run_ranks(forget_futures, 2, 1), strict=True)):
+        assert any("the future of the communication hook" in text for text in texts), texts
+        for rank, text in enumerate(texts):
+            assert re.search(f"for bucket . was not set within 4 s\n  at:  rank {rank}", text) or (
+                "got no averages of the right dtype and shape from the communication hook" in text
+            ), text
 
 
 @on_ranks(1)

@@ -1,6 +1,7 @@
 """Ranks in two different calls: each is told which rank is in which call, whatever the two calls are."""
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from composable import (
+    ComposableError,
     DesyncError,
     clip_grad_norm_,
     full_state_dict,
@@ -37,6 +39,7 @@ from composable import (
     unshard_params,
     update_process_group,
 )
+from composable.ground.torch_private import store_of_default_group
 from tests.world import run_ranks, run_threads
 
 PLANS = "the comparison of plans before the first forward"
@@ -151,3 +154,43 @@ def test_a_call_that_compares_nothing_is_told_apart_by_the_watch(uncompared: str
     for said in run_ranks(part_ways_later, 2, uncompared, second, str(tmp_path)):
         assert re.search(r"rank 0: \S", said) and re.search(r"rank 1: \S", said), said
         assert second in said, said
+
+
+def begin_in_two_threads() -> str:
+    """Run the first forwards of two models in two threads of rank 0; return the error of the thread that came second.
+
+    The one that came first waits for rank 1, which comes when the other one has raised. Later steps are right.
+    """
+    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    store = store_of_default_group()
+    told: list[str] = []
+
+    def run(index: int) -> None:
+        try:
+            models[index](torch.ones(1, 4))
+        except ComposableError as error:
+            told.append(str(error))
+            store.set("first", str(1 - index))
+
+    if dist.get_rank() == 0:
+        threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        run(int(store.get("first").decode()))
+    for model in models:
+        model(torch.ones(1, 4)).sum().backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), torch.ones(4, 4))  # type: ignore[union-attr, attr-defined]
+    return "".join(told)
+
+
+def test_two_threads_in_first_forwards_are_an_error_in_the_second() -> None:
+    told, nothing = run_ranks(begin_in_two_threads, 2)
+    assert told == (
+        "two threads annotate modules, or run the first forward of a model, at once: the comparison of plans before "
+        "the first forward is under way\n  at:  rank 0, in the comparison of plans before the first forward\n  fix: "
+        "annotate models and run the first forward of each in one thread, in one order on all ranks"
+    )
+    assert nothing == ""

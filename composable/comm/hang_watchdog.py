@@ -44,7 +44,7 @@ from composable.comm.rank_status import (
     transports_of,
     waiting_here,
 )
-from composable.errors import ComposableError, DesyncError, place_of_rank
+from composable.errors import ComposableError, DesyncError, UsageError, place_of_rank
 from composable.ground.names import check_number, ranks_text
 from composable.ground.torch_private import (
     PrefixStore,
@@ -88,8 +88,19 @@ def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **detail
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Record that waits in this context are part of the call ``what``, such as one in which modules are annotated."""
-    with Meeting(None, "", what):
+    """Record that waits in this context are part of the call ``what``, such as one in which modules are annotated.
+
+    Raises:
+        UsageError: Another thread is in such a call: the messages of both would meet in any order.
+    """
+    with Meeting(None, "", what) as own:
+        before = own.before_in_another_thread()
+        if before and (world := dist.group.WORLD) is not None and real_backend(world):
+            raise UsageError(
+                f"two threads annotate modules, or run the first forward of a model, at once: {before} is under way",
+                at=f"{place_of_rank()}, in {what}",
+                fix="annotate models and run the first forward of each in one thread, in one order on all ranks",
+            )
         yield
 
 

@@ -235,8 +235,14 @@ class Meeting:
             with suppress(RuntimeError):  # Not every backend counts.
                 self.number = started_in(group) + ahead
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Meeting":
         _RECORD.meetings[self.serial] = self
+        return self
+
+    def before_in_another_thread(self) -> str:
+        """Return the name of a call without a group that another thread is in since before this one; empty: none."""
+        found = [one for one in _all_of(_RECORD.meetings.values()) if one.group is None and one.serial < self.serial]
+        return next((one.what for one in found if one.thread != self.thread), "")
 
     def __exit__(self, *_: object) -> None:
         _RECORD.meetings.pop(self.serial, None)

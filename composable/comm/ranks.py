@@ -14,6 +14,7 @@ import itertools
 import os
 import socket
 import sys
+import threading
 import time
 from ast import literal_eval
 from collections import Counter
@@ -420,6 +421,28 @@ def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> Non
         # The collective is the last one that the group has started.
         with meeting(group, "work", what or _HOOK, ahead=0):
             work.wait()  # type: ignore[attr-defined]  # a work
+
+
+def wait_for_future(future: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of the future of a communication hook, ``what`` in messages, once it is there.
+
+    Raises:
+        ConfigError: Nobody has set the future in the time in which a collective of ``group`` ends or fails.
+    """
+    group = group or default_group()
+    if isinstance(future, torch.futures.Future) and not future.done() and real_backend(group):
+        is_set = threading.Event()
+        future.add_done_callback(lambda _: is_set.set())
+        # Less than the other ranks' timeout: they may wait for this rank's flags meanwhile.
+        limit_s = 0.8 * timeout_of(group).total_seconds()
+        with meeting(group, "future", what, ahead=None):
+            if not is_set.wait(limit_s):
+                raise ConfigError(
+                    f"the future of {what} was not set within {limit_s:.0f} s",
+                    at=place_of_rank(),
+                    fix="return a future that is set: that of a collective (work.get_future()), or call set_result",
+                )
+    return future.wait()
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable.comm import Started, Transport
+from composable.comm import Started, Transport, wait_for_future
 from composable.engine.paths import (
     AllReducePath,
     CopyGather,
@@ -284,7 +285,8 @@ def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, d
     if returned is not None and returned is not output:
         wait = getattr(returned, "wait", None)
         if callable(wait):
-            wait()  # The work writes to memory that is about to be freed.
+            with suppress(ConfigError):  # Nobody sets it.
+                wait_for_future(returned, "the communication hook")  # It writes to memory that is about to be freed.
         return f"returned {described(returned)}"
     if output.shape != like.shape:
         return f"left a result of shape {list(output.shape)}, where {list(like.shape)} is due"

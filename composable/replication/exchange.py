@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable.comm import Grid, Pending, Transport
+from composable.comm import Grid, Pending, Transport, wait_for_future
 from composable.engine import Registration, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_region
@@ -197,14 +197,17 @@ class _HookPending:
     future: "torch.futures.Future[Any]"
 
     def finish(self) -> None:
+        result: Any = self.bucket.flat.new_zeros(1)  # If there are no averages.
         try:
-            result = self.future.wait()
+            what = f"the communication hook {self.name} for bucket {self.bucket.index() + 1}"
+            result = wait_for_future(self.future, what, self.exchange.group)
+        except ConfigError as error:
+            self.exchange.note_failure(error)
         except RuntimeError as error:
             # A callback has raised. The collective may be done, so this rank goes on; the flags tell the other ranks.
             text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
             what = f"the future of the communication hook {self.name} raised {text}"
             self.exchange.note_failure(ConfigError(what, fix="read the error that the future raised"), error)
-            result = self.bucket.flat.new_zeros(1)
         self.bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
 
     def is_over(self) -> bool:
@@ -225,6 +228,7 @@ class BucketExchange:
     Attributes:
         transport: As given.
         scale: The factor of a gradient before it is added to the gradients of the other ranks.
+        group: The process group of the ranks, which hooks use; ``None``: there is none.
         group_name: Name of the process group that averages in a compiled graph; "": there is one rank.
         arrangement: The buckets.
         notes: Logs the buckets of each backward.
@@ -246,6 +250,7 @@ class BucketExchange:
         self.transport = transport
         self.scale = 1.0 / grid.divisor
         self.running: Sequence[int] | None = None
+        self.group = ranks.group
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self.hook: Registration | None = None
         self._params = params
