@@ -247,8 +247,7 @@ def backward_later(side: Side) -> Changes:
 
 @training("a forward writes", is_legal=is_closed)
 def forward_writes(step: StoryStep) -> None:
-    writes = step.rng.randrange(len(step.model.trunk.kids))
-    step.backward(step.forward(call=step.call(writes=writes)))
+    step.backward(step.forward(call=step.call(writes=step.rng.randrange(len(step.model.trunk.kids)))))
 
 
 @operation("train: no_sync of a part", 3, is_legal=lambda now: bool(now.annotated) and is_quiet(now), trains=True)
@@ -489,9 +488,10 @@ def save_and_load(side: Side) -> None:
     # Torch refuses to load where some state is missing, and makes it by a step of zeros where all is.
     if any(param.requires_grad and not side.optimizer.state.get(param) for param in side.params().values()):
         raise Skipped
-    if side.is_plain:
-        return
     model, optimizer = get_state_dict(side.model, side.optimizer)
+    if side.is_plain:
+        set_state_dict(side.model, side.optimizer, model_state_dict=model, optim_state_dict=copy.deepcopy(optimizer))
+        return
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=side.folder / str(side.number))
     with torch.no_grad():
         for param in side.params().values():
@@ -599,12 +599,12 @@ def annotate_a_part_anew(side: Side) -> Changes:
     name, api = side.rng.choice(side.now.annotated), side.rng.choice([fully_shard, replicate])
     if not side.is_plain:
         part = dict(candidates(side.model))[name]
-        is_trained = any(param.requires_grad for param in part.parameters())
+        api = api if any(param.requires_grad for param in part.parameters()) else fully_shard
         unannotate(part)
         side.compare(dict(side.model.named_parameters()))
         side.model.zero_grad()
         options = {"find_unused_parameters": True} if api is replicate else {}
-        (api if is_trained else fully_shard)(part, **options)
+        api(part, **options)
         rebind_optimizer(side.optimizer, side.model)
     else:
         side.model.zero_grad()

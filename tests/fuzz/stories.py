@@ -33,6 +33,7 @@ from tests.fuzz.runner import (
     outcome_of,
 )
 from tests.fuzz.story_parts import INSIDE, Now, Side, StoryModel, annotated_names
+from tests.parity import full
 from tests.world import RankErrors, run_threads
 
 __all__ = ["Op", "Story", "draw_story", "run_story", "shrink_story"]
@@ -229,9 +230,7 @@ class _Teller:
             if operation.trains:
                 for side in (self.ranks, self.plain):
                     side.model.zero_grad()
-                for name, buffer in self.plain.model.named_buffers():
-                    buffer.copy_(self.ranks.model.get_buffer(name))  # A part of a forward may have run.
-                    side.open.clear()
+                self._follow(op)
                 self.now.is_pending = self.now.is_open = False
             self.place += ", which was refused"
             self.compare(self.ranks.params())
@@ -249,6 +248,15 @@ class _Teller:
         self._check_losses()
         self.compare(self.ranks.params())
         return said
+
+    def _follow(self, op: Op) -> None:
+        """Take over what a forward has written before it was refused."""
+        for name, buffer in self.plain.model.named_buffers():
+            buffer.copy_(self.ranks.model.get_buffer(name))
+        if op.name == "train: a forward writes":  # Maybe to shards, before their module ran.
+            with torch.no_grad():
+                for param, mine in zip(self.plain.params().values(), self.ranks.params().values(), strict=True):
+                    param.copy_(full(mine))
 
     def compare(self, params: dict[str, nn.Parameter]) -> None:
         """Compare all that training changes."""
