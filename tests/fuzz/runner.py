@@ -259,6 +259,8 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
     is_known = is_known and not case.is_annotated_anew and name != "nothing"
     is_missing = not copies.finds_unused and not copies.is_static and bool(record.missing)
     has_reentrant = "reentrant" in case.tags
+    # When backward runs a forward again depends on what each rank left out of it: a limit that docs/memory.md names.
+    is_branched = "by_rank" in case.tags and "checkpoint" in kinds_in(case.tree)
     # What an error says, and whether it may be raised here.
     may_be = {
         "ended backward without": not copies.finds_unused and (is_missing or not is_known),
@@ -269,8 +271,8 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         "second gradient": has_reentrant,
         "inside of another one": has_reentrant and case.steps_inside,
         "inside backward": copies.steps == "torch",
-        # When backward runs a forward again depends on what each rank left out of it.
-        "in different orders": "by_rank" in case.tags and "checkpoint" in kinds_in(case.tree),
+        "in different orders": is_branched,
+        "has ended by an error of the process group: ": is_branched,
     }
     try:
         PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
