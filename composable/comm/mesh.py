@@ -12,15 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from composable.comm.hosts import hosts_of, known_hosts, rows_of_hosts
 from composable.comm.ranks import (
     Ranks,
     default_group,
     device_for,
-    hosts_of,
     kept_with,
-    known_hosts,
     make_group,
-    rows_of_hosts,
     wait_like_the_world,
 )
 from composable.errors import ConfigError, UsageError, place_of_rank, warn_once

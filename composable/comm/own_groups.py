@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from composable.comm import point_to_point  # noqa: F401  # registers itself
+from composable.comm.hosts import hosts_of
 from composable.comm.rank_status import Started
-from composable.comm.ranks import Ranks, default_group, hosts_of, kept_with, make_group
+from composable.comm.ranks import Ranks, default_group, kept_with, make_group
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
 from composable.ground.torch_private import replace_body
 

@@ -11,19 +11,15 @@ Errors name global ranks: the numbers of the launcher, the logs and ``dist.get_r
 import functools
 import hashlib
 import itertools
-import os
-import socket
 import sys
 import threading
 import time
 from ast import literal_eval
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import string_at
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.comm.hang_watchdog import check_store, meeting, patience_s
 from composable.comm.rank_status import call_around, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
-from composable.ground.names import count_text, ranks_text
+from composable.ground.names import ranks_text
 from composable.ground.torch_private import (
     PrefixStore,
     Store,
@@ -58,10 +54,6 @@ _HOOK = "a communication hook"
 _ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
 # How long a rank may take to tell that it could not make a group.
 _TELLING_S = 2.0
-# Names the host of a process, in place of the names that the system gives.
-HOST_VARIABLE = "COMPOSABLE_HOST"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
 
 _KEPT: "WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]]" = WeakKeyDictionary()
 
@@ -447,83 +439,6 @@ def wait_for_future(future: Any, what: str, group: dist.ProcessGroup | None = No
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-# The hosts of ranks
-
-
-def hosts_of(ranks: Ranks) -> tuple[int, ...]:
-    """Return the number of each rank's host, in the order of the group: 0 is the host of the first rank.
-
-    Collective over ``ranks`` on the first call for their group. Two processes share a host if three things are equal,
-    which need no launcher: the name of the host, the boot of its kernel, and the network namespace. Containers on one
-    machine with networks of their own count as hosts of their own: messages between them take the network
-    (docs/notes.md). The environment variable ``COMPOSABLE_HOST`` replaces these three by a name, for example one name
-    for all hosts that share fast links.
-    """
-    group = ranks.group
-    if group is None or ranks.size == 1:
-        return (0,) * ranks.size
-    return kept_with(group, "hosts", lambda: number_hosts(_names_of_hosts(ranks, group)))
-
-
-def known_hosts(ranks: Ranks) -> tuple[int, ...]:
-    """Return the result of an earlier ``hosts_of`` for the group of ``ranks``; empty: there is none. Not collective."""
-    found: tuple[int, ...] = () if ranks.group is None else _KEPT.get(ranks.group, {}).get("hosts", ())
-    return found
-
-
-def number_hosts(names: Sequence[str]) -> tuple[int, ...]:
-    """Return a number for each host name: equal for equal names, from 0 on in the order of their first appearance."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
-
-
-def rows_of_hosts(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, in ascending order.
-
-    Args:
-        hosts: The number of the host of each rank, as ``hosts_of`` gives them.
-
-    Raises:
-        ConfigError: Hosts have different numbers of ranks.
-    """
-    rows = tuple(tuple(rank for rank, own in enumerate(hosts) if own == host) for host in sorted(set(hosts)))
-    found = Counter(len(row) for row in rows)
-    if len(found) > 1:
-        counts = ", ".join(f"{size} on {count_text(found[size], 'host')}" for size in sorted(found, reverse=True))
-        raise ConfigError(
-            f"a hybrid strategy without a mesh, and hosts have different numbers of ranks: {counts}",
-            at=place_of_rank(),
-            fix="start as many ranks on every host; or pass a mesh of two dims",
-        )
-    return rows
-
-
-def _names_of_hosts(ranks: Ranks, group: dist.ProcessGroup) -> Sequence[str]:
-    simulated = getattr(group, "hosts", None)
-    if simulated is not None:
-        return tuple(simulated)
-    if ranks.is_alone:
-        # The fake backend: there are no other ranks to ask, so take the number of ranks for each host.
-        count = os.environ.get("LOCAL_WORLD_SIZE", "")
-        on_each = int(count) if count.isdigit() and int(count) else dist.get_world_size()
-        return [str(number // on_each) for number in ranks.numbers]
-    return ranks.objects(_own_host())
-
-
-def _own_host() -> str:
-    given = os.environ.get(HOST_VARIABLE, "")
-    if given:
-        return given
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        # Machines made from one image may have one name.
-        parts.append(_BOOT.read_text().strip())
-    with suppress(OSError):
-        parts.append(os.readlink(_NETWORK))
-    # A digest is short, however long the name: each rank gets the digests of all ranks.
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 # The groups of ranks

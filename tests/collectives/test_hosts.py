@@ -13,7 +13,7 @@ from torch import nn
 from composable import ConfigError, HandleOptions, fully_shard
 from composable.annotation import sharded_state_of
 from composable.comm import Ranks
-from composable.comm.ranks import hosts_of, rows_of_hosts
+from composable.comm.hosts import hosts_of, rows_of_hosts
 from tests.hosts import why_no_hosts
 from tests.world import run_ranks, run_threads, told
 
@@ -63,7 +63,7 @@ def test_a_network_namespace_of_its_own_is_another_host() -> None:
     reason = why_no_hosts()
     if reason:
         pytest.skip(f"no network namespaces: {reason}")
-    command = [sys.executable, "-c", "from composable.comm.ranks import _own_host; print(_own_host())"]
+    command = [sys.executable, "-c", "from composable.comm.hosts import _own_host; print(_own_host())"]
     names = [
         subprocess.run([*before, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for before in ([], ["unshare", "--user", "--map-root-user", "--net"])
