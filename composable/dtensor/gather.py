@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -399,6 +400,12 @@ class WholeTerm(DTensor):
         return local
 
     full_tensor = to_local
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(wrap(DTensor, self._local_tensor, self._spec), memo)  # without the parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return wrap(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
 
 def as_terms(results: Any, base: Any) -> Any:

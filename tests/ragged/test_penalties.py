@@ -4,6 +4,8 @@ The oracle is one process that has whole parameters and adds up the mean of all 
 """
 
 import contextlib
+import copy
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from composable import UsageError, fully_shard, no_sync
 from tests.parity import full
@@ -162,3 +165,31 @@ def test_a_gradient_that_waits_is_still_only_autograd_s_to_change() -> None:
         (model(torch.ones(2, 5)).sum() + model[0].weight.norm()).backward()
     with pytest.raises(UsageError, match="not complete"):
         model[0].weight.grad.add_(1)  # type: ignore[union-attr,operator]
+
+
+@on_ranks(2)
+def test_terms_are_plain_for_whoever_asks_and_copies_of_them_hold_no_parameter() -> None:
+    model = fully_shard(make_model(), policy={nn.Linear})
+    weight: torch.Tensor = model[0].weight  # type: ignore[assignment]
+    term = weight.norm()
+    for plain in (
+        term.full_tensor(),
+        term.to_local(),
+        torch.ones(()) * term,
+        torch.stack([term, torch.ones(())]).sum(),
+    ):  # type: ignore[attr-defined]
+        assert type(plain) is torch.Tensor
+    total = weight.abs().mean()
+    total *= 2
+    total += weight.sum(1)[0]
+    total.backward()
+    expected = weight.full_tensor().sign() * 2 / 35  # type: ignore[attr-defined]
+    expected[0] += 1
+    torch.testing.assert_close(full(weight.grad), expected)  # type: ignore[arg-type]
+    for copied in (copy.deepcopy(term.detach()), copy.deepcopy({"norm": term.detach()})["norm"]):
+        assert type(copied) is DTensor
+        assert copied.item() == term.item()
+    written = io.BytesIO()
+    torch.save(term.detach(), written)
+    written.seek(0)
+    assert type(torch.load(written, weights_only=False)) is DTensor
