@@ -39,6 +39,7 @@ from composable.comm.rank_status import (
     from_text,
     group_in,
     is_torchs_wait,
+    is_training_thread,
     local_status,
     name_of,
     transports_of,
@@ -63,6 +64,7 @@ _MAX_PAUSE_S = 3.0
 # How long ranks may take to answer, in looks, and the least time in seconds: a rank may hold the interpreter's lock.
 _PATIENCE_LOOKS = 5
 _MIN_PATIENCE_S = 2.0
+_LONGEST_WORD = 300
 # The tag of the message that nobody sends.
 _NO_TAG = 2**31 - 1
 _FIX = (
@@ -156,15 +158,22 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
                 return diverged(_WATCH.closed[group])
     what = name_of(waited)[0] if isinstance(waited, Started) else f"the other ranks in {what}"
     at = place_of_rank()
+    fix = (
+        "read the errors of the other ranks first: one has ended, cannot be reached, or kept this one waiting "
+        "longer than the group permits (docs/cluster.md), or had fewer batches (docs/uneven_inputs.md)"
+    )
     with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
         others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
         at = f"{at}, waiting for {ranks_text(others)}"
+        for rank in others:
+            if thread is not None and thread.words.check([str(rank)]):
+                word = thread.words.get(str(rank)).decode(errors="replace")
+                fix = f"rank {rank} has ended by {word[:_LONGEST_WORD]}; start again from a checkpoint"
     first_line = str(error).partition("\n")[0]
     return DesyncError(
         f"the wait for {what} has ended by an error of the process group: {first_line}",
         at=at,
-        fix="read the errors of the other ranks first: one has ended, cannot be reached, or kept this one waiting "
-        "longer than the group permits (docs/cluster.md), or had fewer batches (docs/uneven_inputs.md)",
+        fix=fix,
     )
 
 
@@ -230,6 +239,7 @@ class _Watch:
         self.limit_s: float | None = None
         self.failed_call = ""
         self.thread: _Thread | None = None
+        self._show_uncaught: Callable[..., object] | None = None
 
     def start(self) -> None:
         """Start a thread for the default process group, if the group has other ranks and no thread yet."""
@@ -251,6 +261,23 @@ class _Watch:
         atexit.unregister(self.end)
         # Before the interpreter ends: a thread that it finds in a call of the store would abort the process.
         atexit.register(self.end)
+        if self._show_uncaught is None:
+            self._show_uncaught, sys.excepthook = sys.excepthook, self._uncaught
+
+    def _uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
+        """Show an exception that ends this process, and end the waits of other ranks for it: a process ends slowly."""
+        try:
+            (self._show_uncaught or sys.__excepthook__)(kind, error, trace)
+        finally:
+            thread, is_asked_more = self.thread, hasattr(sys, "ps1") or sys.flags.interactive
+            if thread is not None and thread.is_alive() and is_training_thread() and not is_asked_more:
+                with suppress(RuntimeError):  # The store has ended before.
+                    check_store()
+                    thread.words.set(str(dist.get_rank()), described(error))
+                # Not the groups of other threads, such as one that still writes a checkpoint.
+                for transport in transports_of(groups_of_process().values()):
+                    for group in transport.groups:
+                        _end_waits(group)
 
     def end(self) -> None:
         if self.thread is not None:
@@ -284,6 +311,7 @@ class _Thread(threading.Thread):
         store: Store = store_of_default_group().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
         store.set_timeout(timedelta(seconds=60))
         self._store: Store = PrefixStore("composable watch", store)
+        self.words: Store = PrefixStore("composable uncaught", store)  # What has ended each rank.
         self._pause_s = min(limit_s / _LOOKS, _MAX_PAUSE_S)
         self._patience_s = max(_PATIENCE_LOOKS * self._pause_s, _MIN_PATIENCE_S)
         self._question = 0

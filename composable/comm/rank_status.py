@@ -289,6 +289,11 @@ def notice_tree(tree: Any) -> None:
     _RECORD.trainer = threading.get_ident()
 
 
+def is_training_thread() -> bool:
+    """Say whether this is the thread that has annotated last."""
+    return threading.get_ident() == _RECORD.trainer
+
+
 def described(error: BaseException, where: str = "") -> str:
     """Return an error as one line, for messages on other ranks; ``where``: the code that raised it, if known."""
     where = f" in {where}" if where else ""
