@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
-from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module
+from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_face
 from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach, has_written, lost_write
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
@@ -83,6 +83,21 @@ class FSDPModule(GatherSettings, ReductionSettings):
     """Methods of a fully sharded module; its class becomes a subclass of this one. All ranks must call them alike."""
 
     _composable_kind = "sharded"
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters as any module does; in threads that do not run the steps, sharded ones always."""
+        root = state_of(self).root
+        found = super().named_parameters(*args, **kwargs)
+        if root is not None and not root.scheduler.backwards.is_elsewhere:
+            yield from found
+            return
+        removes = (*args[2:], kwargs.get("remove_duplicate", True))[0]
+        seen: set[nn.Parameter] = set()
+        for name, param in found:
+            face = sharded_face(param)
+            if not (removes and face in seen):  # Of a tied parameter, torch may have met both faces.
+                seen.add(face)
+                yield name, face
 
     def step_state(self) -> StepState:
         """Return the module's phase in a step, for weight classes that gather themselves. Not collective."""

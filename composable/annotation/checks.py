@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import CellType, FunctionType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -53,11 +53,6 @@ class AnnotatedState(Protocol):
     ignored_slots: frozenset[tuple[weakref.ref[nn.Module], str]]
     grid: Grid
     _handles: list[Handle]
-
-
-class _AnnotatedTree(Protocol):
-    @property
-    def states(self) -> Sequence[AnnotatedState]: ...
 
 
 @torch.no_grad()
@@ -159,12 +154,12 @@ class Additions:
     def __deepcopy__(self, memo: object) -> "Additions":
         return Additions()
 
-    def check(self, module: nn.Module, tree: _AnnotatedTree) -> None:
+    def check(self, module: nn.Module, tree: Any) -> None:
         """Raise if ``module``, whose forward begins, has parameters that no annotation manages or ignores.
 
         Args:
             module: The outermost fully sharded module that runs.
-            tree: The tree of annotated modules that it is in.
+            tree: The root of the tree of annotated modules that it is in.
 
         Raises:
             UsageError: It has; or two things average gradients; or an optimizer in backward has a communication hook.
@@ -177,7 +172,7 @@ class Additions:
         if is_functional_call():
             return  # Parameters that are lent for one call were not added.
         check_callers()
-        states = tree.states
+        states: Collection[AnnotatedState] = tree.states
         for state in states:
             for handle in state._handles:
                 attach(handle)  # A tensor assigned in the place of a sharded parameter is a value for it.

@@ -25,6 +25,7 @@ from composable.engine import (
     attach,
     check_held,
     drop_secondary,
+    handle_of,
     lies_in_buffer,
     misplaced,
     written_too_early,
@@ -78,6 +79,12 @@ def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[A
         return output if changed is None else changed  # type: ignore[no-any-return]  # what the function returned
 
     return run_as_call(module, run_between_hooks)
+
+
+def sharded_face(param: nn.Parameter) -> nn.Parameter:
+    """Return the sharded parameter for an unsharded one, of full shape, and any other parameter as it is."""
+    handle = handle_of(param)
+    return next((one.sharded for one in handle.params if one.unsharded is param), param) if handle else param
 
 
 class _ModuleHooks:

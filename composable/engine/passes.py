@@ -53,7 +53,7 @@ class Backwards:
         self._at_end = at_end
         # Of the backward that is about to run: the number before it, and whether it reads more than outputs show.
         self._seen, self._is_beside = 0, False
-        self._thread: int | None = None
+        self._thread = get_ident()
         self._watchers: WeakSet[Any] | None = None
         # Returns an object that autograd holds during the running backward; ``None``: it was freed.
         self._end: Callable[[], object] = lambda: None
@@ -69,6 +69,11 @@ class Backwards:
         if thread != self._thread:
             self._step.forwards.clear()  # Each thread numbers its nodes by itself.
         self._watchers, self._thread = watch_backwards(self, self._watchers), thread
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Another thread runs the steps, and frees unsharded parameters at any time: this one only reads."""
+        return get_ident() != self._thread and current_graph_task_id() == -1
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""

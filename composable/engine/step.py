@@ -17,6 +17,7 @@ the handle of the module around it, its *leader*: its own calls start no collect
 
 import enum
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -160,7 +161,7 @@ class Step:
         self.steps = {handle: HandleStep(handle) for handle in handles}
         self.settings = settings
         self.streams = streams
-        self.unsharded = Unsharded(self.handles, streams, self.takes_secondary, self.on_gather)
+        self.unsharded = Unsharded(self.handles, streams, weakref.proxy(self))
         self.finalizer = GradientFinalizer(self.steps, streams)
         self.listeners: tuple[StepListener, ...] = ()
         self.running: list[nn.Module] = []

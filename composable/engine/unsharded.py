@@ -223,9 +223,7 @@ class Unsharded:
     Args:
         handles: All handles of the root.
         streams: Streams of the handles' device.
-        takes_secondary: Says whether a gather of a handle that has secondary shards may now read these; equal on
-            all ranks.
-        on_gather: Called before each gather, if ``hears``.
+        step: The root's step, which holds this object: a weak proxy.
 
     Attributes:
         hears: The root has listeners.
@@ -237,16 +235,13 @@ class Unsharded:
         self,
         handles: Sequence[Handle],
         streams: Streams,
-        takes_secondary: Callable[[Handle], bool],
-        on_gather: Callable[[Handle], None],
+        step: Any,
     ) -> None:
         self.hears = False
-        # Weak references: the root's step holds this object.
-        self._on_gather = weakref.WeakMethod(on_gather)
+        self._step = step
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._handles = tuple(handles)
-        self._takes_secondary = weakref.WeakMethod(takes_secondary)
         self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, None] = {}
         self._graphs: dict[Handle, Callable[[], bool]] = {}
@@ -274,11 +269,9 @@ class Unsharded:
             return
         secondary = handle.secondary
         if secondary is not None:
-            if takes_secondary is None:
-                takes_secondary = (takes := self._takes_secondary()) is not None and takes(handle)
-            secondary.are_source = takes_secondary
-        if self.hears and (tell := self._on_gather()) is not None:
-            tell(handle)
+            secondary.are_source = self._step.takes_secondary(handle) if takes_secondary is None else takes_secondary
+        if self.hears:
+            self._step.on_gather(handle)
         is_in_use = handle in self._retained  # a graph may read the memory, which gets the same values again
         if handle.bring_back() or is_in_use:
             self.streams.shards_written()

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, slice_full
-from composable.engine import attach, mark_unfilled
+from composable.engine import attach, handle_of, mark_unfilled
 from composable.errors import ConfigError, StateDictError, UsageError, located, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_strict_load
@@ -171,7 +171,7 @@ def register_room(module: nn.Module) -> list[RemovableHandle]:
     return around_state_dict(
         module,
         before_save=[_reshard],
-        after_save=[_add_state] if has_state else [],
+        after_save=[_show_sharded, *([_add_state] if has_state else [])],
         before_load=[_reshard, make_room, *([_load_state] if has_state else [])],
         after_load=[_bring_back],
     )
@@ -179,8 +179,20 @@ def register_room(module: nn.Module) -> list[RemovableHandle]:
 
 def _reshard(module: nn.Module, *_: Any) -> None:
     state, handle = sharded_state_of(module), handle_of_module(module)
-    if state is not None and handle is not None and state.root is not None and state.root.scheduler.is_idle:
-        state.root.scheduler.reshard(handle)
+    scheduler = None if state is None or state.root is None else state.root.scheduler
+    if handle is not None and scheduler is not None and scheduler.is_idle and not scheduler.backwards.is_elsewhere:
+        scheduler.reshard(handle)
+
+
+def _show_sharded(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put sharded parameters in the place of those that a step in another thread has shown meanwhile."""
+    state = sharded_state_of(module)
+    if state is not None and state.root is not None and state.root.scheduler.backwards.is_elsewhere:
+        for fqn, param in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+            for key in {fqn, plain_fqn(fqn)} & state_dict.keys():
+                is_plain = handle_of(param) is not None and not isinstance(state_dict[key], RaggedDTensor)
+                keeps_vars = isinstance(state_dict[key], nn.Parameter)
+                state_dict[key] = (param if keeps_vars else param.detach()) if is_plain else state_dict[key]
 
 
 def make_room(
