@@ -98,6 +98,7 @@ class OwnTransport(ProcessGroupTransport):
 
     def connect(self) -> None:
         """Make the group, unless it exists. Collective."""
+        self.ranks.check_process()
         if self._finalize is None:
             number, group = _take(self.ranks)
             super().__init__(group)

@@ -18,7 +18,7 @@ from ast import literal_eval
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import string_at
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -77,6 +77,7 @@ class Ranks:
         rank: This rank within the group.
         size: The number of ranks.
         numbers: Their global ranks, in the order of the group.
+        process: The process that has made this object, whose connections a fork of it must not use.
     """
 
     group: dist.ProcessGroup | None
@@ -84,6 +85,7 @@ class Ranks:
     rank: int
     size: int
     numbers: tuple[int, ...]
+    process: int = field(default_factory=os.getpid, compare=False)
 
     def __hash__(self) -> int:
         # A hash of all fields would cost a microsecond, and clipping takes one for each parameter.
@@ -124,6 +126,13 @@ class Ranks:
         return self.size == 1 or self.group is None or dist.get_backend(self.group) == "fake"
 
     # Errors
+
+    def check_process(self) -> None:
+        """Raise ``UsageError`` in a forked process: its messages would end the next step of its parent in an abort."""
+        if os.getpid() != self.process and not self.is_alone:
+            what = f"a fork of process {self.process} would send messages on the connections of its parent"
+            fix = 'run the model in the parent only, or start processes by multiprocessing.get_context("spawn")'
+            raise UsageError(what, at=place_of_rank(), fix=fix)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -200,6 +209,7 @@ class Ranks:
         """
         if self.is_alone:
             return True
+        self.check_process()
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
         # On the host, if the group can send host tensors: reading a number from a device waits for all of its work.
         is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))

@@ -214,6 +214,11 @@ class RaggedDTensor(DTensor):
             "save_file(values, path) on rank 0; the storage of this rank's piece is to_local().storage()",
         )
 
+    def share_memory_(self) -> "RaggedDTensor":
+        """Move this rank's piece to memory that processes share, with all of its handle."""
+        self._local_tensor.share_memory_()
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
         if id(self) in memo:
             known: RaggedDTensor = memo[id(self)]

@@ -396,6 +396,8 @@ class Forwards:
 
     def _begin(self, module: nn.Module) -> None:
         step = self._step
+        for handle in step.handles[:1]:
+            handle.grid.everyone.check_process()
         step.forward_id += 1
         step.backwards_before = step.backward_id
         step.failure = ""
