@@ -11,6 +11,7 @@ Errors name global ranks: the numbers of the launcher, the logs and ``dist.get_r
 import functools
 import hashlib
 import itertools
+import os
 import sys
 import threading
 import time

@@ -487,7 +487,7 @@ class Forwards:
             )
         step = self._step
         own = step.steps[handle]
-        if own.leaders and self._is_led(own):
+        if own.leaders and step.is_led(own):
             # Gathered already by the leader: each rank runs followers in an order of its own.
             step.unsharded.unshard(handle)
             return
@@ -542,7 +542,7 @@ class Forwards:
         own = step.steps[handle]
         if handle.lent is not None:
             return self._clock
-        is_led = bool(own.leaders) and self._is_led(own)
+        is_led = bool(own.leaders) and step.is_led(own)
         own.modules_left.discard(id(module))
         if step.first_nodes[-1] < 0:
             if is_differentiable and not is_led:
@@ -564,16 +564,6 @@ class Forwards:
             own.entered_at = -1
             self._end_call(own, is_differentiable=is_differentiable)
         return self._clock
-
-    def _is_led(self, own: HandleStep) -> bool:
-        """Say whether the running call is inside a module of a leader, and not from elsewhere."""
-        step = self._step
-        # Activation checkpointing may run a part again, without the modules around it.
-        is_again = step.first_nodes[-1] < 0
-        return any(
-            step.is_around(leader) or (is_again and step.steps[leader].queued_in == step.backward_id)
-            for leader in own.leaders
-        )
 
     def _end_call(self, own: HandleStep, *, is_differentiable: bool) -> None:
         """Free a handle after its last call in the forward, or let it stay unsharded."""

@@ -270,6 +270,15 @@ class Step:
         """Say whether a module of ``handle``, or of its leaders, is running."""
         return self.is_around(handle) or any(map(self.is_around, self.steps[handle].leaders))
 
+    def is_led(self, step: HandleStep) -> bool:
+        """Say whether the running call is inside a module of a leader, and not from elsewhere."""
+        # Activation checkpointing may run a part again, without the modules around it.
+        is_again = self.first_nodes[-1] < 0
+        return any(
+            self.is_around(leader) or (is_again and self.steps[leader].queued_in == self.backward_id)
+            for leader in step.leaders
+        )
+
     def drop_secondaries(self) -> None:
         """Forget the secondary shards that a forward has left."""
         for handle in self.handles:

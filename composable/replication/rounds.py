@@ -67,7 +67,7 @@ class Round:
     forwards: int = 0
     _armed_modules: set[int] = field(default_factory=set)
     _node: Any = None
-    _has_told: bool = False
+    _told: set[str] = field(default_factory=set)  # log lines
     _guard: "weakref.ref[Callable[[], None]] | None" = None
 
     @property
@@ -128,8 +128,8 @@ class Round:
         try:
             return bool(will_engine_execute_node(get_gradient_edge(item.param).node))
         except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad, or frozen.
-            if item.param.requires_grad and not self._has_told:
-                self._has_told = True
+            if item.param.requires_grad and "grad" not in self._told:
+                self._told.add("grad")
                 _LOG.warning(
                     "torch.autograd.grad of a replicated parameter gives the gradient of this rank, not the average\n"
                     "  at:  %s, parameter %r\n  fix: call backward, and read param.grad; or average what it returned",
