@@ -1,8 +1,9 @@
 """The choice of a transport and its group.
 
-Two annotations that share a group would have to agree on the order of their buckets. An ``OwnTransport`` has a group in
-which no other collective runs. A copied model may never train, so the ranks make this group, all together, only when
-they need it.
+Two annotations that share a group would have to agree on the order of their buckets. Autograd decides it, and otherwise
+on a rank whose loss leaves a part out, or whose second model goes backward first: buckets of equal size would be mixed
+up in silence. So an ``OwnTransport`` has a group in which no other collective runs. A copied model may never train, so
+the ranks make this group, all together, only when they need it.
 """
 
 import itertools
@@ -18,7 +19,11 @@ from composable.comm.hosts import hosts_of
 from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, default_group, kept_with, make_group
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
+from composable.errors import warn_once
 from composable.ground.torch_private import replace_body
+
+# So many groups of the same ranks are worth a warning: gloo takes three threads and five files for each.
+_MANY = 16
 
 
 def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
@@ -135,6 +140,11 @@ def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:
     if free:
         return min(free), idle.pop(min(free))
     number = next(kept_with(ranks.process_group, ("own", ranks.device.type), itertools.count))
+    if number + 1 == _MANY and ranks.rank == 0:
+        warn_once(
+            f"{_MANY} calls of replicate have a process group each, with threads, files and on NCCL a communicator: "
+            "one call with the list of the modules, replicate([...]), has one group for all"
+        )
     return number, _make_like(ranks.numbers, ranks)
 
 
