@@ -32,11 +32,9 @@ from composable.comm.rank_status import (
     Meeting,
     RankStatus,
     Started,
-    as_text,
     call_around,
     described,
     diagnose,
-    from_text,
     group_in,
     is_torchs_wait,
     is_training_thread,
@@ -394,7 +392,7 @@ class _Thread(threading.Thread):
         status = local_status()
         if (failed := self._watch.failed_call) and status.wait is None:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
-        self._store.set(self._key(f"place/{self._rank}"), as_text(status))
+        self._store.set(self._key(f"place/{self._rank}"), status.as_text())
         # Listed before the diagnosis is read: by then there may be another world, with groups of the same names.
         groups = groups_of_process()
         if self._is_over():
@@ -405,8 +403,8 @@ class _Thread(threading.Thread):
             diagnosis = diagnosis if self._is_over() else diagnose(ranks)
         # Without a diagnosis in time, the asking rank has ended or is slow. All ranks read the same one: the first.
         if is_asker or not self._has_come(self._key("verdict"), 4 * self._patience_s):
-            self._store.compare_set(self._key("verdict"), "", as_text(diagnosis))
-        diagnosis = self._read(self._key("verdict"), Diagnosis) or Diagnosis()
+            self._store.compare_set(self._key("verdict"), "", diagnosis.as_text())
+        diagnosis = self._read(self._key("verdict"), Diagnosis.from_text, Diagnosis())
         self._question += 1
         if diagnosis.groups:
             self._close(diagnosis, groups)
@@ -421,17 +419,17 @@ class _Thread(threading.Thread):
         for rank in range(self._size):
             key = self._key(f"place/{rank}")
             is_there = self._has_come(key, deadline - time.monotonic())
-            found[rank] = self._read(key, RankStatus) if is_there else None
+            found[rank] = self._read(key, RankStatus.from_text, None) if is_there else None
         return found
 
-    def _read(self, key: str, kind: type[_T]) -> _T | None:
-        """Return an answer; ``None`` if it is not of this kind: others can reach the store too."""
+    def _read(self, key: str, read: Callable[[str], _T], otherwise: _T) -> _T:
+        """Return what ``read`` makes of an answer; ``otherwise`` if it is none: others can reach the store too."""
         answer = self._store.get(key)
         try:
-            return from_text(kind, answer.decode())
+            return read(answer.decode())
         except (ValueError, RecursionError) as error:
             self._warn("an answer in the store is not from this library, and counts as none", f"{key}: {error}")
-            return None
+            return otherwise
 
     def _warn(self, what: str, why: object) -> None:
         """Log a fault of the store, each kind once."""

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from composable.ground.frames import call_in, outwards, place_in, runs_backward
 from composable.ground.names import as_kind, ranks_text
 from composable.ground.torch_private import groups_of_process, started_in
 
-_T = TypeVar("_T")
 # In place of a tag: a transport's collective in the order of its group, and one that torch.distributed counts there.
 ORDERED = -1
 COUNTED = -2
@@ -145,9 +144,18 @@ class RankStatus:
         recent = self.recent.get(wait.group, ()) if wait.tag == ORDERED else ()
         return 0 <= back < len(recent) and recent[-1 - back] != wait.kind
 
+    def as_text(self) -> str:
+        """Return the status as text, which ``from_text`` reads."""
+        return json.dumps(asdict(self))
 
-@dataclass(frozen=True)
-class Diagnosis:
+    @staticmethod
+    def from_text(text: str) -> "RankStatus":
+        """Return the status that ``as_text`` wrote; raises ``ValueError`` for any other text."""
+        found: RankStatus = as_kind(RankStatus, json.loads(text), "the status")
+        return found
+
+
+class Diagnosis(NamedTuple):
     """The answer of ``diagnose``, which all ranks get.
 
     Attributes:
@@ -158,16 +166,18 @@ class Diagnosis:
     groups: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
 
+    def as_text(self) -> str:
+        """Return the diagnosis as text, which ``from_text`` reads."""
+        return "\n".join([" ".join(["1" if self.groups else "0", *self.groups]), *self.lines])
 
-def as_text(told: RankStatus | Diagnosis) -> str:
-    """Return a status or a diagnosis as text, which ``from_text`` reads."""
-    return json.dumps(asdict(told))
-
-
-def from_text(kind: type[_T], text: str) -> _T:
-    """Return the status or diagnosis that ``as_text`` wrote; raises ``ValueError`` for any other text."""
-    found: _T = as_kind(kind, json.loads(text), f"the {kind.__name__}")
-    return found
+    @staticmethod
+    def from_text(text: str) -> "Diagnosis":
+        """Return the diagnosis that ``as_text`` wrote; raises ``ValueError`` for any other text."""
+        first, *lines = text.split("\n")
+        is_doomed, *groups = first.split()
+        if is_doomed != ("1" if groups else "0"):
+            raise ValueError("it is no diagnosis")
+        return Diagnosis(tuple(groups), tuple(lines))
 
 
 class Order:

@@ -5,17 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from composable.comm.rank_status import (
-    COUNTED,
-    ORDERED,
-    Diagnosis,
-    RankStatus,
-    Tree,
-    Wait,
-    as_text,
-    diagnose,
-    from_text,
-)
+from composable.comm.rank_status import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ def answers(world: World, chance: random.Random) -> dict[int, RankStatus | None]
     """Ask every rank where it is, in any order, while they go on in between."""
     found: dict[int, RankStatus | None] = {}
     for rank in chance.sample(world.ranks, len(world.ranks)):
-        found[rank.number] = from_text(RankStatus, as_text(rank.status()))
+        found[rank.number] = RankStatus.from_text(rank.status().as_text())
         world.steps(chance, chance.randrange(4))
     return found
 
@@ -195,7 +185,7 @@ def is_elsewhere(forwards: int, backwards: int, *, is_inside: bool = False, has_
 )
 def test_a_rank_that_does_not_wait_is_slow_unless_it_has_left(far: RankStatus | None, has_left: bool) -> None:
     found = diagnose({0: waits_in(3, 1), 1: far})
-    assert bool(found.groups) == has_left and from_text(Diagnosis, as_text(found)) == found
+    assert bool(found.groups) == has_left and Diagnosis.from_text(found.as_text()) == found
     # Who raised in the call that annotates will not come to the comparison.
     if far is not None and far.failed_call:
         assert diagnose({0: waits_in(0, 0, is_call=True), 1: far}).groups

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, explain_waits, set_divergence_timeout
 from composable.comm import Ranks
-from composable.comm.rank_status import Diagnosis, RankStatus, Tree, Wait, as_text, from_text
+from composable.comm.rank_status import Diagnosis, RankStatus, Tree, Wait
 from composable.ground.torch_private import store_of_default_group
 from tests.saving.test_hostile import Bomb
 from tests.world import on_ranks, run_ranks
@@ -104,10 +104,10 @@ def test_the_status_of_a_rank_is_read_strictly(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(50):
         status = make_status(chance)
-        assert from_text(RankStatus, as_text(status)) == status
-        for kind in (RankStatus, Diagnosis):
+        assert RankStatus.from_text(status.as_text()) == status
+        for read in (RankStatus.from_text, Diagnosis.from_text):
             try:
-                found = from_text(kind, change(as_text(status), chance))
+                found = read(change(status.as_text(), chance))
             except (ValueError, RecursionError):
                 continue
             hash(found.groups if isinstance(found, Diagnosis) else (found.wait, found.text))
