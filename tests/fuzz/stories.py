@@ -21,7 +21,8 @@ from composable import ComposableError, DesyncError
 from tests.fuzz.annotations import Annotation, Wrong, annotate
 from tests.fuzz.cases import OPTIMIZERS
 from tests.fuzz.nodes import Spec
-from tests.fuzz.operations import OPERATIONS, Skipped, draw_way
+from tests.fuzz.operations import OPERATIONS, Skipped
+from tests.fuzz.operations_between import draw_way
 from tests.fuzz.runner import (
     EXACT,
     Outcome,
