@@ -18,9 +18,6 @@ from composable.comm import Pending
 from composable.engine import FlatBuffer, GradientBuffer, Gradients, ShardedParam
 from composable.errors import UsageError, place_of_rank
 
-__all__ = ["ClassGatheredBuffer"]
-
-
 _EXPECTED = "fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy), or with the mesh alone"
 
 

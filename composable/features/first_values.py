@@ -20,9 +20,6 @@ from composable.features.whole_values import spread_from
 from composable.ground.names import SUCCESSOR, dtype_text, join_fqn, list_text
 from composable.planning import HandleMembers
 
-__all__ = ["FirstValues", "ParamInitFn", "describe_buffers", "move_buffers"]
-
-
 _Slot = tuple[nn.Module, str]
 
 

@@ -15,8 +15,6 @@ from composable.dtensor import RaggedDTensor
 from composable.engine import handle_of
 from composable.ground.torch_private import replace_body
 
-__all__ = ["follow_inputs"]
-
 
 def follow_inputs() -> None:
     """Make ``backward(inputs=)`` accept sharded parameters; once in a process."""

@@ -15,8 +15,6 @@ from composable.comm import Grid, ModelRanks, Ranks
 from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, collect_blocks, memory_of, spread_blocks
 from composable.engine import handle_of
 
-__all__ = ["by_grid", "collect_whole", "spread_from", "spread_whole"]
-
 
 def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTensor]]]:
     """Return ``tensors``, of any shapes, grouped by their ranks, with the annotation's grid or one without copies."""
