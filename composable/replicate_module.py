@@ -5,7 +5,6 @@ look for them on the model find them.
 """
 
 import copy
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,7 @@ class ReplicateModule(AnnotatedModule):
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         check_bool("recurse", recurse)
-        reducers = list(_reducers(self, recurse=recurse))
+        reducers = _reducers(self, recurse=recurse)
         units = units_of(self.modules()) if recurse else reducers
         set_gradient_sync(self, units, requires_gradient_sync=requires_gradient_sync)
 
@@ -73,7 +72,7 @@ class ReplicateModule(AnnotatedModule):
         In the backwards before it gradients add up on their rank. It holds for replicated modules below too.
         """
         check_bool("is_last_backward", is_last_backward)
-        reducers = list(_reducers(self, recurse=True))
+        reducers = _reducers(self, recurse=True)
         changed = [reducer for reducer in reducers if reducer.is_last_backward is not is_last_backward]
         for reducer in changed:
             reducer.is_last_backward = is_last_backward
@@ -83,7 +82,7 @@ class ReplicateModule(AnnotatedModule):
     @property
     def require_backward_grad_sync(self) -> bool:
         """The switch for averages in backward, under the name in torch's wrapper; can be set."""
-        return next(_reducers(self, recurse=False)).requires_gradient_sync
+        return _reducers(self, recurse=False)[0].requires_gradient_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
@@ -124,8 +123,8 @@ def add_replicate_mixin(module: nn.Module) -> None:
     (_CASTING_SWAP if is_casting else _SWAP).add(module)
 
 
-def _reducers(module: nn.Module, *, recurse: bool) -> Iterator[Reducer]:
-    """Yield the reducer of a replicated module, and with ``recurse`` the reducers of those below it.
+def _reducers(module: nn.Module, *, recurse: bool) -> list[Reducer]:
+    """Return the reducer of a replicated module, and with ``recurse`` the reducers of those below it.
 
     Raises:
         UsageError: The module is no longer annotated.
@@ -134,10 +133,8 @@ def _reducers(module: nn.Module, *, recurse: bool) -> Iterator[Reducer]:
         raise UsageError(
             "the module is no longer annotated", at=describe_module(module), fix="call replicate on it again"
         )
-    for visited in module.modules() if recurse else (module,):
-        state = replicate_state_of(visited)
-        if state is not None:
-            yield state.reducer
+    found = map(replicate_state_of, module.modules() if recurse else (module,))
+    return [state.reducer for state in found if state is not None]
 
 
 @dataclass(frozen=True)

@@ -210,9 +210,14 @@ def contract(
                 _record_for_write(one).annotations[name] = annotation
             try:
                 result = fn(target, *args, **kwargs)
-                if result is not None and result is not target and not _is_same(result, modules):
+                is_list = isinstance(result, (list, tuple)) and len(result) == len(modules)
+                is_same = is_list and all(map(operator.is_, cast("Sequence[object]", result), modules))
+                if not (result is None or result is target or is_same):
+                    text = f"{result!r:.60}"
+                    if isinstance(result, nn.Module):
+                        text = f"another module, {describe_module(result)}"
                     raise ConfigError(
-                        f"{name} returned {_text_of(result)}, and callers would go on with the module that they passed",
+                        f"{name} returned {text}, and callers would go on with the module that they passed",
                         at=describe_module(modules[0]),
                         fix=f"change the module in place in {name} and return it, or nothing; apply a wrapper by a "
                         "plain function, without contract",
@@ -257,15 +262,6 @@ def _forget(module: nn.Module, annotation: Annotation) -> None:
     for below in modules_in(module):
         if _record_of(below).members.get(annotation.name) is annotation.state:
             remove_member(below, annotation.name)
-
-
-def _is_same(result: object, modules: Sequence[nn.Module]) -> bool:
-    is_list = isinstance(result, (list, tuple)) and len(result) == len(modules)
-    return is_list and all(map(operator.is_, cast("Sequence[object]", result), modules))
-
-
-def _text_of(result: object) -> str:
-    return f"another module, {describe_module(result)}" if isinstance(result, nn.Module) else f"{result!r:.60}"
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

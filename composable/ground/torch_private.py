@@ -419,15 +419,16 @@ def without_modes() -> AbstractContextManager[Any]:
 
 def split_backward_code() -> CodeType | None:
     """Return the code in which torch's pipelines compute only gradients of inputs; ``None``: it is not imported."""
-    function = getattr(sys.modules.get("torch.distributed.pipelining._backward"), "stage_backward_input", None)
-    return getattr(function, "__code__", None)
+    return _code_in("torch.distributed.pipelining._backward", "stage_backward_input")
 
 
 def model_averager_code() -> CodeType | None:
     """Return the code in which torch averages models that ranks train separately; ``None``: it is not imported."""
-    module = sys.modules.get("torch.distributed.algorithms.model_averaging.utils")
-    function = getattr(module, "average_parameters", None)
-    return getattr(function, "__code__", None)
+    return _code_in("torch.distributed.algorithms.model_averaging.utils", "average_parameters")
+
+
+def _code_in(file: str, function: str) -> CodeType | None:
+    return getattr(getattr(sys.modules.get(file), function, None), "__code__", None)
 
 
 def replace_body(function: Any, body: Callable[..., Any], *, only_with: tuple[str, int] = ("", -1)) -> None:

@@ -149,7 +149,7 @@ def make_plan(
             module_fqns=handle.fqns,
             class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
-            params=tuple(_plan_param(found, cuts[found]) for found in handle.params),
+            params=tuple(_plan_param(found, cuts[found].promise) for found in handle.params),
             buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
@@ -205,11 +205,10 @@ class _Cut(NamedTuple):
     promise: Promise | None
 
 
-def _plan_param(found: FoundParam, cut: _Cut) -> ParamPlan:
-    (fqn, *shared_fqns), storage = found.fqns, found.storage
+def _plan_param(found: FoundParam, promise: Promise | None) -> ParamPlan:
+    (fqn, *others), (shape, dtype) = found.fqns, (found.storage.shape, found.storage.dtype)
     subclass = None if found.form is None or found.kind == "marked" else found.form.subclass
-    requires_grad = found.param.requires_grad
-    return ParamPlan(fqn, storage.shape, storage.dtype, requires_grad, tuple(shared_fqns), cut.promise, subclass)
+    return ParamPlan(fqn, shape, dtype, found.param.requires_grad, tuple(others), promise, subclass)
 
 
 def _plan_buffers(

@@ -100,7 +100,13 @@ def save_safetensors(
     with ExitStack() as stack:
         writer: _Writer | None = None
         with ranks.agreed():
-            _check_entries(entries, dtype)
+            fit = {key for key, tensor in entries.tensors().items() if cast_dtype(tensor, dtype) in _DTYPES}
+            if unfit := [key for key in entries.values if key not in fit]:
+                raise ConfigError(
+                    f"values that safetensors cannot hold, by type or dtype: {list_text(unfit)}",
+                    at=place_of_rank(),
+                    fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
+                )
             if ranks.rank == 0:
                 target = as_path("path", path)
                 limit = math.inf if target.suffix == ".safetensors" else max_shard_bytes
@@ -266,17 +272,6 @@ class _Writer:
             with suppress(OSError):  # The disk may have refused writes before.
                 file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _check_entries(entries: Entries, dtype: torch.dtype | None) -> None:
-    tensors = entries.tensors()
-    unfit = [key for key in entries.values if key not in tensors or cast_dtype(tensors[key], dtype) not in _DTYPES]
-    if unfit:
-        raise ConfigError(
-            f"values that safetensors cannot hold, by type or dtype: {list_text(unfit)}",
-            at=place_of_rank(),
-            fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
-        )
 
 
 # -- reading

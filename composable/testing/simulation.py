@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -184,12 +184,7 @@ class RankWorld(TorchWorld):
     """
 
     # torch's own are properties that read globals.
-    pg_map: Any = None
-    pg_names: Any = None
-    pg_group_ranks: Any = None
-    pg_backend_config: Any = None
-    tags_to_pg: Any = None
-    pg_to_tag: Any = None
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = cast("Any", None)
     group_count = 0
 
     def __init__(self, owner: SimulatedRank, stream: Any) -> None:
