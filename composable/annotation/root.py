@@ -455,9 +455,9 @@ def _find_leaders(root: FullyShardState, states: Sequence[FullyShardState]) -> d
         stack += [(child, leader) for child in reversed(module._modules.values()) if child is not None]
     asked = [state for state in states if state.follows_parent and not any(map(leaders.get, state._handles))]
     if asked and everyone.rank == 0:
-        names = [handle.described for state in asked for handle in state._handles]
+        names = ", ".join(handle.described for state in asked for handle in state._handles)
         warn_once(
-            f"follows_parent=True has no effect on {', '.join(names)}: no module around has parameters that it "
+            f"follows_parent=True has no effect on {names}: no module around has parameters that it "
             "gathers itself, so it is gathered when it is called, on every rank; annotate the module around it"
         )
     return {handle: list(found) for handle, found in leaders.items() if found}

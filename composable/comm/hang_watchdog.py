@@ -267,8 +267,8 @@ class _Watch:
         try:
             (self._show_uncaught or sys.__excepthook__)(kind, error, trace)
         finally:
-            thread, is_asked_more = self.thread, hasattr(sys, "ps1") or sys.flags.interactive
-            if thread is not None and thread.is_alive() and is_training_thread() and not is_asked_more:
+            thread, goes_on = self.thread, hasattr(sys, "ps1") or sys.flags.interactive
+            if thread is not None and thread.is_alive() and is_training_thread() and not goes_on:
                 with suppress(RuntimeError):  # The store has ended before.
                     check_store()
                     thread.words.set(str(dist.get_rank()), described(error))

@@ -55,6 +55,7 @@ _HOOK = "a communication hook"
 _ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
 # How long a rank may take to tell that it could not make a group.
 _TELLING_S = 2.0
+_BEGUN = "has begun to make it, and has told no more: it has ended, or is slow"
 
 _KEPT: "WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]]" = WeakKeyDictionary()
 
@@ -426,7 +427,7 @@ def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> Non
             work.wait()  # type: ignore[attr-defined]  # a work
 
 
-def wait_for_future(future: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
+def wait_for_hook(future: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of the future of a communication hook, ``what`` in messages, once it is there.
 
     Raises:
@@ -497,20 +498,17 @@ def make_group(
     timeout, rank = told_timeout(like), str(world.rank())
     if len(numbers) == 1 or not real_backend(world):
         return new_named_group(name, tuple(numbers), backend, timeout)
-    patience = patience_s() + len(numbers) / 4
+    bound = timedelta(seconds=4 * patience_s() + len(numbers) / 4)
     if like is not None and real_backend(like) == "gloo" and sorted(dist.get_process_group_ranks(like)) == [*numbers]:
         # A rank that has ended or is elsewhere is found here, as in any other wait: then making a group is quick.
         Ranks.of(like, torch.device("cpu")).are_alike(name)
-    else:
-        patience *= 4
+        bound /= 4
     told = PrefixStore(f"composable groups/{name}", store_of_default_group())
-    told.set(rank, "has begun to make the group, and no more is known of it")
-    bound = timedelta(seconds=patience)
+    told.set(rank, _BEGUN)
     try:
         made = new_named_group(name, tuple(numbers), backend, bound if timeout is None else min(bound, timeout))
     except Exception as error:
-        # Torch names this exception where the wait ended, and others where the group could not be made.
-        was_waiting = "imeout" in str(error) or "imed out" in str(error)
+        was_waiting = "imeout" in str(error) or "imed out" in str(error)  # For a rank that could not make it.
         told.set(rank, "" if was_waiting else f"raised {described(error)}")
         raise _not_made(numbers, told, error) from error
     set_timeout(made, timeout or default_timeout_of(made))
@@ -518,20 +516,18 @@ def make_group(
 
 
 def _not_made(numbers: Sequence[int], told: Store, error: Exception) -> DesyncError:
-    """Return the error of a group that was not made, from what its ranks have told each other: empty texts of waits."""
-    texts: dict[int, str] = {}
+    """Return the error of a group that was not made, with what its ranks have told; who waited tells nothing."""
+    lines: list[str] = []
+    deadline = time.monotonic() + _TELLING_S
     with suppress(RuntimeError):  # The store has ended too.
-        deadline = time.monotonic() + _TELLING_S
-        for number in numbers:
-            is_there = told.check([str(number)])
-            while is_there and (text := told.get(str(number)).decode()).startswith("has begun"):
-                if time.monotonic() > deadline:
-                    break
+        for rank in map(str, numbers):
+            text = "had not come"
+            while told.check([rank]) and (text := told.get(rank).decode()) == _BEGUN and time.monotonic() < deadline:
                 time.sleep(0.05)
-            texts[number] = text if is_there else "had not come"
+            lines += [f"    rank {rank}: {text}"] if text else []
     what = f"a process group of {ranks_text(numbers)} was not made: {described(error)}"
     return DesyncError(
-        "\n".join([what, *(f"    rank {number}: {text}" for number, text in texts.items() if text)]),
+        "\n".join([what, *lines]),
         at=place_of_rank(),
         fix="read the errors of the ranks above, and start again from a checkpoint; too many open files: raise the "
         "limit (ulimit -n), and annotate parts by one call with their list, which makes one group",

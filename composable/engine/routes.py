@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable.comm import Started, Transport, wait_for_future
+from composable.comm import Started, Transport, wait_for_hook
 from composable.engine.paths import (
     AllReducePath,
     CopyGather,
@@ -286,7 +286,7 @@ def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, d
         wait = getattr(returned, "wait", None)
         if callable(wait):
             with suppress(ConfigError):  # Nobody sets it.
-                wait_for_future(returned, "the communication hook")  # It writes to memory that is about to be freed.
+                wait_for_hook(returned, "the communication hook")  # It writes to memory that is about to be freed.
         return f"returned {described(returned)}"
     if output.shape != like.shape:
         return f"left a result of shape {list(output.shape)}, where {list(like.shape)} is due"

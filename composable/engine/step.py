@@ -300,9 +300,8 @@ _NOTHING: Any = nullcontext()
 class Completion:
     """The handles that the next backward completes, or that the running one has still to complete.
 
-    A forward arms handles. A backward goes through the clock of their forwards from the end: at the end of a handle's
-    last call it gathers the handle, at the start of the first call it completes it. Ranks whose losses leave out other
-    outputs do both in the same order, since they have the same clock.
+    A forward arms handles. A backward goes back through the clock of their forwards: at the end of a handle's last call
+    it gathers the handle, at the start of the first call it completes it. All ranks do so in the order of one clock.
     """
 
     def __init__(self, step: Step) -> None:
@@ -316,12 +315,9 @@ class Completion:
     # Before backward
 
     def arm(self, own: HandleStep, clock: int, started_at: int) -> None:
-        """Note that a differentiable call of ``own`` has ended: the next backward completes it and its followers.
+        """Note the end at ``clock`` of a differentiable call, in the forward that began at ``started_at``.
 
-        Args:
-            own: The handle.
-            clock: End of the call.
-            started_at: Start of the forward that contains the call.
+        The next backward completes the handle ``own`` and its followers.
         """
         for one in (own, *own.followers):
             if not one.is_armed:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable.comm import Grid, Pending, Transport, wait_for_future
+from composable.comm import Grid, Pending, Transport, wait_for_hook
 from composable.engine import Registration, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_region
@@ -200,7 +200,7 @@ class _HookPending:
         result: Any = self.bucket.flat.new_zeros(1)  # If there are no averages.
         try:
             what = f"the communication hook {self.name} for bucket {self.bucket.index() + 1}"
-            result = wait_for_future(self.future, what, self.exchange.group)
+            result = wait_for_hook(self.future, what, self.exchange.group)
         except ConfigError as error:
             self.exchange.note_failure(error)
         except RuntimeError as error:
