@@ -379,7 +379,7 @@ class Completion:
                 own.is_armed, own.first_forward = True, 0
                 if not (is_again and own in self._last_armed):
                     armed = [*armed, own]
-        self._queue = sorted([*((own.first_forward, own, False) for own in armed), *gathered], key=_clock)
+        self._queue = sorted([(own.first_forward, own, False) for own in armed] + gathered, key=_clock)
         for own in armed:
             own.queued_in = step.backward_id
         self._last_armed, self._armed = armed, []
