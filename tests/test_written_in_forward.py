@@ -112,6 +112,44 @@ def test_so_it_is_where_not_all_modules_that_share_a_handle_run(is_late: bool, r
     assert "parts.1.weight" in str(caught.value.at) or "of which other ranks hold the part" in str(caught.value.at)
 
 
+class WritesBefore(nn.Module):
+    """Writes to the shards of its second part, before the part runs: a legal operation, which one process sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0](x)
+        with torch.no_grad():
+            self.parts[1].weight.mul_(0.5)
+        return self.parts[2](self.parts[1](x))
+
+
+@pytest.mark.parametrize(("prefetches", "reshards", "has_grad"), [*itertools.product((False, True), repeat=3)])
+@on_ranks(2)
+def test_a_write_to_shards_that_are_gathered_already_is_seen_or_an_error(
+    prefetches: bool, reshards: bool, has_grad: bool
+) -> None:
+    torch.manual_seed(0)
+    model, plain, x = WritesBefore(), WritesBefore(), torch.ones(2, DIM)  # The plain one is the oracle.
+    plain.load_state_dict(model.state_dict())
+    for part in model.parts:
+        fully_shard(part, reshard_after_forward=reshards)
+    fully_shard(model)
+    if prefetches:
+        model.parts[0].set_modules_to_forward_prefetch([model.parts[1]])
+    else:  # In the first forward nothing is gathered ahead.
+        with torch.set_grad_enabled(has_grad):
+            output = model(x)
+            torch.testing.assert_close(output, plain(x))
+        if has_grad:
+            output.sum().backward()
+    with pytest.raises(UsageError, match="written to during a forward") as caught, torch.set_grad_enabled(has_grad):
+        model(x)
+    assert f"rank {dist.get_rank()}, module 'parts.1'" in str(caught.value.at)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: nn.Embedding(DIM, DIM, max_norm=0.1),
     "bag": lambda: nn.EmbeddingBag(DIM, DIM, max_norm=0.1),

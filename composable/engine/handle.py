@@ -10,7 +10,7 @@ bits of a number: bit ``i`` is the i-th of the buffer.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -147,7 +147,7 @@ class Handle:
         self.view = ParamView.SHARDED
         self.held_with: object | None = None
         self.lent: Lent | None = None
-        self.version = self._idle_writes = 0
+        self.version = self._idle_writes = self._version_at_gather = 0
         self.gathers: list[Pending] | None = None
         self.secondary: SecondaryShards | None = None
         if self.plan.secondary_ranks is not None:
@@ -300,6 +300,7 @@ class Handle:
                 gathers.append(secondary.begin(flat))
             else:
                 gathers.append(flat.begin_unshard())
+        self._version_at_gather = version
         version = version if secondary is None else secondary.version
         if is_kept and version != self.version:
             for flat in self.buffers:  # The memory was kept for an earlier graph, and gets other values.
@@ -310,6 +311,18 @@ class Handle:
     def discount_writes(self) -> None:
         """Note that writes since the last gather, on all ranks, did not change the values."""
         self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
+
+    def is_written(self) -> bool:
+        """Say whether the shards have other values than the unsharded parameters, as all ranks know by versions."""
+        return sum(flat.shard._version for flat in self.buffers) - self._idle_writes != self.version
+
+    def refuse_written(self) -> NoReturn:
+        """Raise for shards that were written after they had been gathered for this forward."""
+        raise UsageError(
+            "sharded parameters were written to during a forward that had gathered them before, and would not see it",
+            at=f"{place_of_rank()}, {self.described}",
+            fix="write between two steps, or in a buffer",
+        )
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
@@ -323,6 +336,13 @@ class Handle:
 
     def show(self, refuse: Callable[["Handle"], None]) -> None:
         """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers have finished."""
+        if self.gathers is not None:
+            written = -self._idle_writes - self._version_at_gather
+            for flat in self.buffers:  # Inline: this runs for each gather.
+                written += flat.shard._version
+            if written:
+                self._version_at_gather += written  # Told once: what ends the forward may show them, too.
+                self.refuse_written()
         self.faces.show_unsharded(lambda: refuse(self))
         if self.gathers is not None:
             version = (self.version,)

@@ -510,6 +510,8 @@ class Forwards:
             self._last = own
         if own.followers:
             step.begin_unshard(own)
+        if handle.view is ParamView.HIDDEN and handle.is_written():
+            handle.refuse_written()
         step.unsharded.unshard(handle)
         # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on, and on a device,
         # for which the host would wait, in the first one.
