@@ -6,10 +6,10 @@ leaves the module as it was.
 Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from weakref import ref
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -248,12 +248,9 @@ def fully_shard(
         state.ignored_modules = frozenset(ignored_modules or ())
         state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
         ignored = set(map(id, ignored_params or ()))
-        state.ignored_slots = frozenset(
-            (weakref.ref(one), name)
-            for one in _managed(state)
-            for name, own in one._parameters.items()
-            if id(own) in ignored
-        )
+        state.ignored_slots = {
+            (ref(one), name) for one in _managed(state) for name, own in one._parameters.items() if id(own) in ignored
+        }
         _check_meshes(members, state.mesh)
         _check_params(members, is_synced=sync_module_states)
         return members

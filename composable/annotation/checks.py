@@ -50,7 +50,7 @@ class AnnotatedState(Protocol):
     def modules(self) -> tuple[nn.Module, ...]: ...
 
     ignored_modules: frozenset[nn.Module]
-    ignored_slots: frozenset[tuple[weakref.ref[nn.Module], str]]
+    ignored_slots: set[tuple[weakref.ref[nn.Module], str]]
     grid: Grid
     _handles: list[Handle]
 

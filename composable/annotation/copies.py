@@ -170,7 +170,7 @@ class _Session:
                 setattr(twin, name, copy.deepcopy(getattr(state, name), memo))
             twin._module_to_handle = weakref.WeakKeyDictionary(copy.deepcopy(dict(state._module_to_handle), memo))
             slots = [(module, name) for find, name in state.ignored_slots if (module := find()) is not None]
-            twin.ignored_slots = frozenset((weakref.ref(memo[id(module)]), name) for module, name in slots)
+            twin.ignored_slots = {(weakref.ref(memo[id(module)]), name) for module, name in slots}
             # The user may have named modules of other models as well.
             ignored = [module for module in state.ignored_modules if module in self.part.modules]
             twin.ignored_modules = frozenset(copy.deepcopy(ignored, memo))

@@ -97,7 +97,7 @@ class FullyShardState:
         self.grid: Grid
         self.transport_choice = "auto"
         self.ignored_modules: frozenset[nn.Module] = frozenset()
-        self.ignored_slots: frozenset[tuple[weakref.ref[nn.Module], str]] = frozenset()
+        self.ignored_slots: set[tuple[weakref.ref[nn.Module], str]] = set()
         self.follows_parent: bool | None = None
         self._handles: list[Handle] = []
         self._module_to_handle: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
@@ -230,6 +230,7 @@ class Root:
         handles: Every handle of the tree, left to right, depth first.
         states: Every state of the tree, in the same order.
         grid: The ranks of the outermost annotation.
+        modules: Its modules.
         scheduler: Runs the handles.
         lent_buffers: By id of a buffer, the copies that modules hold in its place while they run.
         has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
@@ -239,12 +240,13 @@ class Root:
     """
 
     states = HeldWeakly[FullyShardState]()
+    modules = HeldWeakly[nn.Module]()
 
     def __init__(
         self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
     ) -> None:
         self.find_state = weakref.ref(state)
-        self.grid = state.grid
+        self.grid, self.modules = state.grid, state.modules
         self._class_name = state.plan.class_names[0]
         self.handles = handles
         self.states = states
@@ -257,11 +259,6 @@ class Root:
         # Read from another thread, for ranks that wait; empty once the root is closed.
         self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
         notice_tree(self)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The outermost modules."""
-        return () if (state := self.find_state()) is None else state.modules
 
     @property
     def is_joined(self) -> bool:

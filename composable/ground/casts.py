@@ -385,8 +385,7 @@ class LowPrecisionParams(Lending):
         super().__init__()
         self._slots = tuple(slots)
         # Recurrent modules keep parameters in lists too, beside their dicts.
-        modules = [one.find_module for one in slots]
-        self._recurrent = [find for find in dict.fromkeys(modules) if isinstance(find(), nn.RNNBase)]
+        self._recurrent = {one.find_module: None for one in slots if isinstance(one.find_module(), nn.RNNBase)}
         self._copies: list[_Copy] = []
         self._is_lent = False
 

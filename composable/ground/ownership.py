@@ -28,10 +28,7 @@ _T = TypeVar("_T")
 
 
 class HeldWeakly(Generic[_T]):
-    """An attribute with objects that own its holder, such as modules: the tuple of those that are not gone.
-
-    Without a cycle, all is freed as soon as users let go of their modules, and not in a later collection.
-    """
+    """A tuple of objects that own its holder, as modules do: without cycles, what users let go of is freed at once."""
 
     def __set_name__(self, cls: type, name: str) -> None:
         self._key = f"{name}, held weakly"

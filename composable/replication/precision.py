@@ -79,8 +79,6 @@ def plan_precision(
 class Precision:
     """The mixed precision of one annotation: the copies that modules are lent, and the dtypes of gradients.
 
-    Modules own it, and it holds them weakly.
-
     Args:
         policy: The user's policy.
         skipped: The outermost modules that keep their dtype.
