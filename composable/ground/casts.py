@@ -224,10 +224,6 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _nothing() -> None:
-    return None
-
-
 Owners: TypeAlias = Sequence[dict[str, Any]]
 
 
@@ -245,7 +241,7 @@ class Lending(ABC):
     def __init__(self) -> None:
         self.number = next_ending_number()
         self._depth = 0
-        self._end: Callable[[], object] = _nothing
+        self._end: Callable[[], object] = lambda: None
 
     def enter(self, owners: Owners, *, is_outermost: bool) -> None:
         """Put the other tensors into modules for a call.
@@ -287,7 +283,7 @@ class Lending(ABC):
             self._restore()
 
     def _leave_backward(self, _: object) -> None:
-        self._end = _nothing
+        self._end = lambda: None
         self._restore_idle()
 
     def _restore_idle(self) -> None:

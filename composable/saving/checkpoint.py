@@ -68,12 +68,6 @@ class SaveHandle:
         self._lost = f"{name} has failed, and nobody waited for it"
         self._place = place_of_rank()
 
-    def _run_in_background(self, write: Callable[[], Path]) -> None:
-        call_before_destroy(_wait_for_all)
-        _SAVES.open.add(self)
-        # Python waits for such a thread before it ends, and lets it start others. A pool would raise at that time.
-        Thread(target=self._run, args=(write,), name="save_checkpoint", daemon=False).start()
-
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             self._result.set_result(write())
@@ -226,7 +220,10 @@ def save_checkpoint(
     handle = SaveHandle(writers, ranks, this)
     if asynchronous:
         _SAVES.last[model] = handle
-        handle._run_in_background(write)
+        call_before_destroy(_wait_for_all)
+        _SAVES.open.add(handle)
+        # Python waits for such a thread before it ends, and lets it start others. A pool would raise at that time.
+        Thread(target=handle._run, args=(write,), name="save_checkpoint", daemon=False).start()
     else:
         handle._result.set_result(write())
     return handle

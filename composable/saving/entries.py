@@ -11,7 +11,7 @@ model, such as experts: a name means the same parameter on every rank.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,15 +323,6 @@ def ranks_along(mesh_dims: Iterable[tuple[DeviceMesh, int]]) -> list[Ranks]:
     unique = {(id(mesh), dim): (mesh, dim) for mesh, dim in mesh_dims}
     found = [Ranks.of_mesh(mesh, dim) for mesh, dim in unique.values()]
     return list({ranks.numbers: ranks for ranks in found}.values())
-
-
-@contextmanager
-def agreed_by(groups: Iterable[Ranks]) -> Iterator[None]:
-    """Run a block that may raise on some ranks, and raise on every rank of these groups if it did on any."""
-    with ExitStack() as stack:
-        for ranks in groups:
-            stack.enter_context(ranks.agreed())
-        yield
 
 
 def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -6,7 +6,7 @@ has another dtype, they are copies, and one handle at a time passes through a de
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from composable.engine import Handle, Lent, Scheduler, attach
 from composable.errors import UsageError, place_of_rank
 from composable.features import spread_from
 from composable.ground.names import check_bool, check_module, describe_module, list_text
-from composable.saving.entries import agreed_by, ranks_along
+from composable.saving.entries import ranks_along
 
 
 class _Options(NamedTuple):
@@ -77,7 +77,9 @@ def unshard_params(
     shown = [_Shown(handle, scheduler, options) for handle, scheduler in found]
     try:
         # If one rank must not write back, no rank does: it may be that only others own changed elements.
-        with agreed_by(_all_ranks([handle for handle, _ in found] if writeback else [])):
+        with ExitStack() as agreeing:
+            for ranks in _all_ranks([handle for handle, _ in found] if writeback else []):
+                agreeing.enter_context(ranks.agreed())
             for one in shown:
                 one.show()
             yield

@@ -159,7 +159,7 @@ class BackwardSteps:
         self._narrowed: _Narrowed | None = None
         self._hooks: list[Any] = []
         try:
-            self._hooks = [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
+            self._hooks = [before_step(optimizer, self._before_step), after_step(optimizer, self._end_local)]
             for param in self._params:
                 mark_stepped(param, self)
             for unit in units:
@@ -267,11 +267,8 @@ class BackwardSteps:
         return self._local.begin(optimizer, args, kwargs)
 
     @opaque
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """End the ``LocalStep``, so that the hooks that follow see its results."""
-        self._end_local()
-
-    def _end_local(self) -> None:
+    def _end_local(self, *_: Any) -> None:
+        """End the ``LocalStep``; after a step, so that the hooks that follow see its results."""
         if self._local is not None:
             self._local.end()
 
