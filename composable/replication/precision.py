@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ class LentPart:
         self._buffer_dtype = buffer_dtype
         self.params = LowPrecisionParams(slots)
         self._lendings: list[Lending] = [self.params, *([] if buffer_dtype is None else [CastBuffers(buffer_dtype)])]
-        self._calls = 0
+        self._calls, self._thread = 0, get_ident()
         self.inputs = CastInputs()
 
     def copied(self, memo: dict[int, Any]) -> "LentPart":
@@ -186,7 +187,7 @@ class LentPart:
     def enter(self, module: nn.Module) -> None:
         """Lend the cast tensors for one call of the module."""
         is_outermost = not self._calls or not is_called_again(module)
-        self._calls = 1 if is_outermost else self._calls + 1
+        self._calls, self._thread = 1 if is_outermost else self._calls + 1, get_ident()
         self.inputs.leave(keeps=self._calls - 1)
         for lending in self._lendings:
             lending.enter(self._owners, is_outermost=is_outermost)
@@ -219,7 +220,14 @@ class LentPart:
             lending.enter_backward(self._owners)
 
     def put_back(self) -> None:
-        """Give the modules their own tensors back, unless the annotated module is running."""
+        """Give the modules their own tensors back, unless the annotated module is running.
+
+        Raises:
+            UsageError: It is running in another thread.
+        """
+        if self._calls and self._thread != get_ident():
+            what = "state_dict() while another thread runs the module, which holds copies in low precision (mp_policy)"
+            raise UsageError(what, at=place_of_rank(), fix="read it between steps, under a lock that these hold")
         if self._find_module() not in modules_in_call():
             self._calls = 0
             self.inputs.leave(keeps=0)

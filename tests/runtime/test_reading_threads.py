@@ -6,9 +6,16 @@ step, which a model whose gradients are known has: a reader may see no other one
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from composable import MixedPrecisionPolicy, UsageError, replicate
+from tests.world import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,3 +35,38 @@ def test_threads_that_read_a_model_in_training_see_its_shards(world_size: int, t
         for one in ranks:
             one.kill()
     assert codes == [0] * world_size, [text.read_text()[-2000:] for text in texts]
+
+
+class Watched(nn.Linear):
+    """Lets another thread read the model in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: list[object] = []
+        self.look: Callable[[], object] = int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: self.seen.append(self.look()))
+        thread.start()
+        thread.join()
+        return super().forward(x)
+
+
+@on_ranks(1, run=run_ranks)
+def test_a_thread_that_reads_copies_in_low_precision_is_refused() -> None:
+    """The step goes on in the dtype of the policy; the right loss is that of a step beside which nobody reads."""
+    torch.manual_seed(0)
+    watched = Watched()
+    model = replicate(nn.Sequential(watched), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+    def look() -> str:
+        try:
+            return str(model.state_dict())
+        except UsageError as error:
+            return str(error)
+
+    alone = model(torch.ones(2, 4))
+    watched.look = look
+    assert torch.equal(model(torch.ones(2, 4)), alone)
+    assert "while another thread runs the module" in str(watched.seen[-1])
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
