@@ -10,7 +10,7 @@ bits of a number: bit ``i`` is the i-th of the buffer.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -312,18 +312,6 @@ class Handle:
         """Note that writes since the last gather, on all ranks, did not change the values."""
         self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
 
-    def is_written(self) -> bool:
-        """Say whether the shards have other values than the unsharded parameters, as all ranks know by versions."""
-        return sum(flat.shard._version for flat in self.buffers) - self._idle_writes != self.version
-
-    def refuse_written(self) -> NoReturn:
-        """Raise for shards that were written after they had been gathered for this forward."""
-        raise UsageError(
-            "sharded parameters were written to during a forward that had gathered them before, and would not see it",
-            at=f"{place_of_rank()}, {self.described}",
-            fix="write between two steps, or in a buffer",
-        )
-
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
         for gather in self.gathers or ():
@@ -342,7 +330,7 @@ class Handle:
                 written += flat.shard._version
             if written:
                 self._version_at_gather += written  # Told once: what ends the forward may show them, too.
-                self.refuse_written()
+                raise written_after_gather(self)
         self.faces.show_unsharded(lambda: refuse(self))
         if self.gathers is not None:
             version = (self.version,)
@@ -390,6 +378,21 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"Handle({self.fqn!r}, {len(self.params)} parameters)"
+
+
+def written_after_gather(handle: Handle) -> UsageError:
+    """Return the error of shards that were written after they had been gathered for this forward."""
+    return UsageError(
+        "sharded parameters were written to during a forward that had gathered them before, and would not see it",
+        at=f"{place_of_rank()}, {handle.described}",
+        fix="write between two steps, or in a buffer",
+    )
+
+
+def check_not_written(handle: Handle) -> None:
+    """Raise if the shards have other values than the unsharded parameters, as all ranks know by versions."""
+    if sum(flat.shard._version for flat in handle.buffers) - handle._idle_writes != handle.version:
+        raise written_after_gather(handle)
 
 
 class GradientLedger:

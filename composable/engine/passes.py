@@ -15,7 +15,7 @@ from torch import nn
 
 from composable.comm import described
 from composable.engine.gradients import refuse_graph_of_backward
-from composable.engine.handle import Handle, HandleStep
+from composable.engine.handle import Handle, HandleStep, check_not_written
 from composable.engine.held import checksum_of, freed_parameter_read, has_written, lost_write, refuse_split_backward
 from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
@@ -510,8 +510,8 @@ class Forwards:
             self._last = own
         if own.followers:
             step.begin_unshard(own)
-        if handle.view is ParamView.HIDDEN and handle.is_written():
-            handle.refuse_written()
+        if handle.view is ParamView.HIDDEN:
+            check_not_written(handle)
         step.unsharded.unshard(handle)
         # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on, and on a device,
         # for which the host would wait, in the first one.
