@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -163,16 +164,36 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
     with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
         others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
         at = f"{at}, waiting for {ranks_text(others)}"
-        for rank in others:
-            if thread is not None and thread.words.check([str(rank)]):
-                word = thread.words.get(str(rank)).decode(errors="replace")
-                fix = f"rank {rank} has ended by {word[:_LONGEST_WORD]}; start again from a checkpoint"
+        words: dict[int, str] = {}
+        if thread is not None:
+            words = _in_time(partial(_words_of, thread.words, others), words)
+        for rank, word in words.items():
+            fix = f"rank {rank} has ended by {word[:_LONGEST_WORD]}; start again from a checkpoint"
     first_line = str(error).partition("\n")[0]
     return DesyncError(
         f"the wait for {what} has ended by an error of the process group: {first_line}",
         at=at,
         fix=fix,
     )
+
+
+def _words_of(words: Store, ranks: Sequence[int]) -> dict[int, str]:
+    """Return what the store knows of exceptions that have ended ``ranks``."""
+    return {one: words.get(str(one)).decode(errors="replace") for one in ranks if words.check([str(one)])}
+
+
+def _in_time(ask: Callable[[], _T], otherwise: _T) -> _T:
+    """Return what ``ask`` has of a store, or ``otherwise`` if that fails or takes long: its host may be gone."""
+    answers: list[_T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError, DesyncError):
+            answers.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(_MIN_PATIENCE_S)
+    return answers[0] if answers else otherwise
 
 
 def diverged(lines: Sequence[str]) -> DesyncError:
@@ -269,9 +290,7 @@ class _Watch:
         finally:
             thread, goes_on = self.thread, hasattr(sys, "ps1") or sys.flags.interactive
             if thread is not None and thread.is_alive() and is_training_thread() and not goes_on:
-                with suppress(RuntimeError):  # The store has ended before.
-                    check_store()
-                    thread.words.set(str(dist.get_rank()), described(error))
+                _in_time(partial(thread.words.set, str(dist.get_rank()), described(error)), None)
                 # Not the groups of other threads, such as one that still writes a checkpoint.
                 for transport in transports_of(groups_of_process().values()):
                     for group in transport.groups:

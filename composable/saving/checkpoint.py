@@ -346,9 +346,10 @@ class _SummingWriter(FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch's error is about its archive; the context of the error has the cause.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
+            # torch's error is about its archive; the context of the error has the cause, which may be Ctrl-C.
+            cause = error.__context__
+            if cause is not None and isinstance(cause, OSError | KeyboardInterrupt):
+                raise cause from error
             raise
         names = {result.storage_data.relative_path for result in written.value()}
         self.sums = {name: run_folder.sum_file(Path(self.path) / name) for name in names}
