@@ -282,7 +282,7 @@ ELSEWHERE = {
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
     *("explain_waits", "reshard", "reset_iter_state", "step_state"),  # take nothing
-    *("parameters", "zero_grad"),  # take what torch's own take
+    *("named_parameters", "parameters", "zero_grad"),  # take what torch's own take
 }
 
 

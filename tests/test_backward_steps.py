@@ -642,8 +642,8 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
         handle = step_in_backward(optimizer)
         yield optimizer.step, "step\\(\\) of an optimizer that steps inside backward"
         yield lambda optimizer=optimizer: step_in_backward(optimizer), "steps inside backward on one of the parameters"
-        yield lambda model=model: clip_grad_norm_(model.parameters(), 1.0), "clipping by the norm of all gradients"
-        yield lambda optimizer=optimizer: clip_grad_norm_(optimizer, 1.0), "clipping by the norm of all gradients"
+        yield lambda model=model: clip_grad_norm_(model.parameters(), 1.0), "clip_grad_norm_ of all gradients"
+        yield lambda optimizer=optimizer: clip_grad_norm_(optimizer, 1.0), "clip_grad_norm_ of all gradients"
         state = DefaultState(dist.group.WORLD)
         hook = allreduce_hook if api == "replicate" else _hook
         yield lambda m=model, h=hook, s=state: register_comm_hook(m, s, h), "cannot have a communication hook"

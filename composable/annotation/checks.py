@@ -98,12 +98,13 @@ def check_values(
 
 def _check_filled(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
     unfilled = [
-        _name_in(names, *param.owners[0])
+        _name_in(names, *owner)
         for state in states
         for handle in state._handles
         for flat in handle.buffers
         for param in flat.params
         if flat.is_new and is_unfilled(param.local)
+        for owner in param.owners[:1]
     ]
     unfilled += [_name_in(names, *slot) for slot, buffer in _buffers_of(states) if is_unfilled(buffer)]
     if unfilled:
@@ -127,9 +128,8 @@ def _buffers_of(states: Sequence[AnnotatedState]) -> Iterator[tuple[tuple[nn.Mod
 def check_on_device(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
     """Raise ``UsageError`` if a parameter or buffer that ``states`` manage is on the meta device on this rank."""
     handles = [handle for state in states for handle in state._handles]
-    params = [
-        _name_in(names, *param.owners[0]) for handle in handles for param in handle.params if param.ragged.is_meta
-    ]
+    owners = [param.owners[:1] for handle in handles for param in handle.params if param.ragged.is_meta]
+    params = [_name_in(names, *owner) for first in owners for owner in first]
     buffers = [_name_in(names, *slot) for slot, buffer in _buffers_of(states) if buffer.is_meta]
     if params or buffers:
         kinds = [kind for kind, found in (("parameters", params), ("buffers", buffers)) if found]

@@ -195,7 +195,7 @@ class ParamLabel:
 
     def __init__(self, param: ShardedParam, handle: Handle) -> None:
         self._fqn = param.fqn
-        self._kind = class_name(param.owners[0][0])
+        self._kind = next((class_name(module) for module, _ in param.owners), "module")
         # The handle's name changes when the root is known.
         self._handle = weakref.ref(handle)
 

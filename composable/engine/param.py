@@ -247,7 +247,8 @@ class ShardedParam:
             _copy_marks(self.sharded, stand_in)
         stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
         # An optimizer built meanwhile would update the stand-in, and lose the update.
-        mark_replaced(stand_in, self.fqn, *self.owners[0])
+        for module, name in self.owners[:1]:  # None is left if users have let go of the modules.
+            mark_replaced(stand_in, self.fqn, module, name)
         return stand_in
 
     def is_placed(self, param: nn.Parameter) -> bool:

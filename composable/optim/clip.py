@@ -137,8 +137,12 @@ def has_finite_gradients(
 ) -> bool:
     """Say, the same on every rank, whether all gradients are finite, so that all ranks can leave out a step.
 
-    Collective, as ``clip_grad_norm_``, which takes the same parameters. ``loss`` is for the error: gradients are
-    averaged, so this rank's loss [any] says whether NaN began here.
+    Collective, as ``clip_grad_norm_``.
+
+    Args:
+        parameters: As for ``clip_grad_norm_``.
+        loss: This rank's loss [any], for the error: gradients are averaged, so it says whether NaN began here.
+        error_if_nonfinite: Raise in place of returning false.
 
     Raises:
         ConfigError: An argument is of another kind.

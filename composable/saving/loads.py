@@ -242,7 +242,7 @@ def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if handle is None or param.form is None or param.form.kind != "bytes":
             continue
         fqn = param.fqn.partition(".")[2] if len(handle.module_fqns) > 1 else param.fqn
-        if param.owners[0][0] in module.modules():
+        if any(owner in module.modules() for owner, _ in param.owners[:1]):
             for path, tensor in param.form.state.items():
                 yield f"{fqn}.{path}", tensor
 
