@@ -24,7 +24,7 @@ UNUSED_TIMEOUT_S = 240
 # The rate rises through all of a run, whatever its length.
 SETTINGS = "--layers 2 --width 16 --heads 2 --context 16 --batch 6 --lr 20 --warmup 100000 --eval-every 1000000".split()
 OPTIONS = ["--text", str(ROOT / "tests" / "models.py"), "--sample-bytes", "0"]
-NAMED = r"^\[rank(\d)\]: composable\.errors\.DesyncError: the wait for (.*) has ended by an error of the process group"
+NAMED = r"^\[rank(\d)\]: composable\.errors\.DesyncError: (?:the save of .* has not ended: )?the wait for (.*) has ended by an error of the process group"
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ class _Watch:
         finally:
             thread, goes_on = self.thread, hasattr(sys, "ps1") or sys.flags.interactive
             if thread is not None and thread.is_alive() and is_training_thread() and not goes_on:
-                _in_time(partial(thread.words.set, str(dist.get_rank()), described(error)), None)
+                _in_time(partial(thread.words.set, str(thread.rank), described(error)), None)
                 # Not the groups of other threads, such as one that still writes a checkpoint.
                 for transport in transports_of(groups_of_process().values()):
                     for group in transport.groups:
@@ -322,7 +322,7 @@ class _Thread(threading.Thread):
         self.group = weakref.ref(group)
         self.limit_s = limit_s
         self._watch = watch
-        self._rank = group.rank()
+        self.rank = group.rank()
         self._size = group.size()
         # A connection of its own: a connection is locked while a call on it waits for a key.
         store: Store = store_of_default_group().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -411,7 +411,7 @@ class _Thread(threading.Thread):
         status = local_status()
         if (failed := self._watch.failed_call) and status.wait is None:
             status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
-        self._store.set(self._key(f"place/{self._rank}"), status.as_text())
+        self._store.set(self._key(f"place/{self.rank}"), status.as_text())
         # Listed before the diagnosis is read: by then there may be another world, with groups of the same names.
         groups = groups_of_process()
         if self._is_over():

@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.comm.hang_watchdog import check_store, meeting, patience_s
 from composable.comm.rank_status import call_around, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
-from composable.ground.names import ranks_text
 from composable.ground.torch_private import (
     PrefixStore,
     Store,
@@ -55,6 +54,8 @@ _HOOK = "a communication hook"
 _ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
 # How long a rank may take to tell that it could not make a group.
 _TELLING_S = 2.0
+# How many files gloo opens for a group beside one for each rank, and some to spare.
+_FILES = 12
 _BEGUN = "has begun to make it, and has told no more: it has ended, or is slow"
 
 _KEPT: "WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]]" = WeakKeyDictionary()
@@ -504,19 +505,40 @@ def make_group(
         Ranks.of(like, torch.device("cpu")).are_alike(name)
         bound /= 4
     told = PrefixStore(f"composable groups/{name}", store_of_default_group())
-    told.set(rank, _BEGUN)
+    lacks = _lacks_files(len(numbers)) if "gloo" in (backend or real_backend(world)) else ""
+    told.set(rank, lacks or _BEGUN)
+    told.add("lacking", bool(lacks))
+    if told.add("come", 1) == len(numbers):
+        told.set("all", "")
     try:
-        made = new_named_group(name, tuple(numbers), backend, bound if timeout is None else min(bound, timeout))
+        told.wait(["all"], bound)
+        are_ready = not told.add("lacking", 0)
+        # The timeout is that of each later wait, too: nothing may shorten it.
+        made = new_named_group(name, tuple(numbers), backend, timeout) if are_ready else None
     except Exception as error:
         was_waiting = "imeout" in str(error) or "imed out" in str(error)  # For a rank that could not make it.
         told.set(rank, "" if was_waiting else f"raised {described(error)}")
-        raise _not_made(numbers, told, error) from error
-    set_timeout(made, timeout or default_timeout_of(made))
+        raise _not_made(numbers, told, described(error)) from error
+    if made is None:
+        raise _not_made([one for one in numbers if told.get(str(one)).decode() != _BEGUN], told, "too few files")
     return made
 
 
-def _not_made(numbers: Sequence[int], told: Store, error: Exception) -> DesyncError:
-    """Return the error of a group that was not made, with what its ranks have told; who waited tells nothing."""
+def _lacks_files(size: int) -> str:
+    """Return the error of this process if it may not open as many files as gloo does for a group; "": it may."""
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(_FILES + size))
+    except OSError as error:
+        return f"raised {described(error)}"
+    finally:
+        for one in opened:
+            os.close(one)
+    return ""
+
+
+def _not_made(numbers: Sequence[int], told: Store, why: str) -> DesyncError:
+    """Return the error of a group that was not made, with what these ranks have told; who waited tells nothing."""
     lines: list[str] = []
     deadline = time.monotonic() + _TELLING_S
     with suppress(RuntimeError):  # The store has ended too.
@@ -525,9 +547,8 @@ def _not_made(numbers: Sequence[int], told: Store, error: Exception) -> DesyncEr
             while told.check([rank]) and (text := told.get(rank).decode()) == _BEGUN and time.monotonic() < deadline:
                 time.sleep(0.05)
             lines += [f"    rank {rank}: {text}"] if text else []
-    what = f"a process group of {ranks_text(numbers)} was not made: {described(error)}"
     return DesyncError(
-        "\n".join([what, *lines]),
+        "\n".join([f"a process group was not made: {why}", *lines]),
         at=place_of_rank(),
         fix="read the errors of the ranks above, and start again from a checkpoint; too many open files: raise the "
         "limit (ulimit -n), and annotate parts by one call with their list, which makes one group",
