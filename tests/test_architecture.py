@@ -213,7 +213,7 @@ def test_the_package_keeps_its_budget() -> None:
     # device, 1,100 for what hidden losses, kept parameters, writes in forward, conversions and copies that begin
     # different did in silence, 600 for penalties, threads, forks, ranks that freeze or leave out a part, and groups that
     # cannot be made. Lists of names that a face has, packed buckets and the joining of all-reduces were taken away.
-    assert sum(lines.values()) <= 34_300
+    assert sum(lines.values()) <= 34_320
     assert len(FILES) <= 107  # three more: streams of ranks that share a device, packed state, hosts of ranks
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 600} == {}
