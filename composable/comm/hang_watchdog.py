@@ -221,11 +221,6 @@ def set_divergence_timeout(seconds: float | None) -> None:
     _WATCH.start()
 
 
-def patience_s() -> float:
-    """Return how long a rank waits for others that are known to have come: as long as for the watchdog's question."""
-    return _WATCH.limit_s or DEFAULT_S
-
-
 def watch_ranks() -> None:
     """Start the watchdog also on a rank that has annotated nothing: ranks that have annotated may wait for it."""
     if _WATCH.thread is None and not torch.compiler.is_compiling() and dist.is_available() and dist.is_initialized():

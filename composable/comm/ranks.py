@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.comm.hang_watchdog import check_store, meeting, patience_s
+from composable.comm.hang_watchdog import check_store, meeting
 from composable.comm.rank_status import call_around, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.torch_private import (
@@ -54,6 +54,8 @@ _HOOK = "a communication hook"
 _ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
 # How long a rank may take to tell that it could not make a group.
 _TELLING_S = 2.0
+# How long a rank waits for others that were there a moment ago, beside a quarter of a second for each.
+_MET_S = 30.0
 # How many files gloo opens for a group beside one for each rank, and some to spare.
 _FILES = 12
 _BEGUN = "has begun to make it, and has told no more: it has ended, or is slow"
@@ -499,11 +501,11 @@ def make_group(
     timeout, rank = told_timeout(like), str(world.rank())
     if len(numbers) == 1 or not real_backend(world):
         return new_named_group(name, tuple(numbers), backend, timeout)
-    bound = timedelta(seconds=4 * patience_s() + len(numbers) / 4)
+    bound = timeout or default_timeout_of(world)
     if like is not None and real_backend(like) == "gloo" and sorted(dist.get_process_group_ranks(like)) == [*numbers]:
         # A rank that has ended or is elsewhere is found here, as in any other wait: then making a group is quick.
         Ranks.of(like, torch.device("cpu")).are_alike(name)
-        bound /= 4
+        bound = min(bound, timedelta(seconds=_MET_S + len(numbers) / 4))
     told = PrefixStore(f"composable groups/{name}", store_of_default_group())
     lacks = _lacks_files(len(numbers)) if "gloo" in (backend or real_backend(world)) else ""
     told.set(rank, lacks or _BEGUN)
