@@ -88,7 +88,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         """Yield names and parameters as any module does; in threads that do not run the steps, sharded ones always."""
         root = state_of(self).root
         found = super().named_parameters(*args, **kwargs)
-        if root is not None and not root.scheduler.backwards.is_elsewhere:
+        if root is None or not root.scheduler.backwards.is_elsewhere:
             yield from found
             return
         removes = (*args[2:], kwargs.get("remove_duplicate", True))[0]

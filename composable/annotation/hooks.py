@@ -20,6 +20,7 @@ from composable.annotation.checks import Additions, check_views
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.engine import (
     Handle,
+    HandleStep,
     ParamView,
     Scheduler,
     attach,
@@ -251,7 +252,8 @@ class _OutputHook(GradientHook):
 
     __slots__ = ("__weakref__", "_backwards", "_clock", "_gathers", "_handle", "_met_in", "_step", "_version", "first")
 
-    def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
+    def __init__(self, scheduler: Scheduler, own: HandleStep, clock: float) -> None:
+        handle = own.handle
         self._backwards = scheduler.backwards
         self._step = scheduler.step
         self._handle = handle
@@ -260,7 +262,6 @@ class _OutputHook(GradientHook):
         self._gathers = handle.settings.unshard_in_backward
         self._version = handle.version
         self._met_in = -1
-        own = scheduler.step.steps[handle]
         first = own.output()
         # The hook of the step's first call lives as long as that of any later one.
         self.first = first if isinstance(first, _OutputHook) and first._clock > own.first_forward else None
@@ -286,8 +287,8 @@ class _LeafHook(_OutputHook):
 
     __slots__ = ()
 
-    def __init__(self, scheduler: Scheduler, handle: Handle) -> None:
-        super().__init__(scheduler, handle, math.inf)
+    def __init__(self, scheduler: Scheduler, own: HandleStep) -> None:
+        super().__init__(scheduler, own, math.inf)
         self._gathers = True
 
     def __eq__(self, other: object) -> bool:
@@ -352,10 +353,11 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
     clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors) or leaks, leaks=leaks)
     if not tensors:
         return
-    hook, own = _OutputHook(scheduler, handle, clock), scheduler.step.steps[handle]
+    own = scheduler.step.steps[handle]
+    hook = _OutputHook(scheduler, own, clock)
     for tensor in tensors:
         if tensor.grad_fn is None:
-            on_gradient(tensor, _LeafHook(scheduler, handle))
+            on_gradient(tensor, _LeafHook(scheduler, own))
         else:
             own.output = weakref.ref(hook.first or hook)
             on_gradient(tensor, hook)
