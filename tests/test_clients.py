@@ -183,7 +183,10 @@ def trained(folder: Path, annotation: str) -> tuple[dict[str, list[float]], list
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
-def test_the_trainer_of_the_page_trains_saves_and_resumes_as_a_plain_one(tmp_path: Path) -> None:
+def test_the_trainer_of_the_page_trains_saves_and_resumes_as_a_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as in the program
     try:
         pytest.importorskip("accelerate")
         from transformers import Trainer  # noqa: F401

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from composable import replicate
+# A torchvision that was built for another torch ends the import of transformers, which does without it.
+sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+
+from composable import replicate  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
 STEPS, SAMPLES_IN_A_STEP, ACCUMULATED = 4, 8, 2
