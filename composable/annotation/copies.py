@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
+from composable.dtensor import note_unfinished
 from composable.engine import FIX_COPY, AccumulatedGradients, Handle, attach, handle_of, waits_for_copies
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_backward, modules_of_copy, reaches_out
@@ -176,6 +177,8 @@ class _Session:
             twin.ignored_modules = frozenset(copy.deepcopy(ignored, memo))
             around = [known for one in state.around if (known := one()) is not None]
             twin.around = [weakref.ref(memo[id(known)]) for known in around if known in self.part.states]
+            if state.kept_with is not None:
+                state.kept_with.copy_for(twin, memo)
 
 
 def _copied(handle: Handle, memo: dict[int, Any]) -> None:
@@ -203,6 +206,8 @@ def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
         # Only now: a form may refer to modules.
         param.form = copy.deepcopy(param.form, memo)
     handle.start_sharded()
+    if handle.accumulated.is_any:
+        note_unfinished([handle], is_droppable=True)
     for one in handle.comm_hooks:
         one.place_copy(memo)
     settings = handle.settings

@@ -4,7 +4,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -66,6 +66,14 @@ class _Join(Protocol):
     def is_live(self) -> bool: ...
 
 
+class KeptListener(StepListener, Protocol):
+    """Annotations that keep gradients, and wait for a backward that averages them."""
+
+    def copy_for(self, state: Any, memo: dict[int, Any]) -> None:
+        """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
+        ...
+
+
 class FullyShardState:
     """State of one ``fully_shard`` annotation.
 
@@ -104,7 +112,7 @@ class FullyShardState:
         self.hook_handles: list[RemovableHandle] = []
         self.settings = RootSettings()
         self.root: Root | None = None
-        self.kept_with: StepListener | None = None
+        self.kept_with: KeptListener | None = None
         self.around: list[weakref.ref[FullyShardState]] = []
 
     @property

@@ -534,7 +534,7 @@ class HandleStep:
         self.handle = handle
         self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
         self.modules_left: set[int] = set()
-        self.is_waiting = False
+        self.is_waiting = handle.accumulated.is_any  # A copy may have kept gradients.
         self.checksum = 0, 0
         self.output: Callable[[], object] = _is_there
         self.leaders: tuple[Handle, ...] = ()

@@ -441,6 +441,11 @@ class Reducer(GradientAverager):
     """Averages gradients, answers users and takes their settings; can be copied, moved to other ranks and closed."""
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Backwards without synchronisation have left gradients."""
+        return self.round.kept > 0
+
+    @property
     def is_rebuilt(self) -> bool:
         """The buckets follow the order of arrival."""
         return self.exchange.arrangement.is_rebuilt
@@ -504,6 +509,12 @@ class Reducer(GradientAverager):
         twin.requires_gradient_sync = syncs if after is None else after
         twin.is_last_backward = self.is_last_backward
         twin._kept[:] = self._kept
+        twin.round.kept, twin.round.forwards = self.round.kept, self.round.forwards
+        for item, kept in zip(params, self._kept, strict=True):
+            if kept:
+                mark_kept(item.param.grad)
+        if any(self._kept):
+            note_unfinished([twin], is_droppable=True)
         twin.comm_hooks = tuple(copy.deepcopy(one, memo) for one in self.comm_hooks)
         twin.exchange.hook = copy.deepcopy(self.exchange.hook, memo)
         return twin

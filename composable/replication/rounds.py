@@ -213,6 +213,10 @@ class KeptWith(Protocol):
         """Let all annotations that keep gradients average them in the running backward, called or not. Collective."""
         ...
 
+    def copy_for(self, state: Any, memo: dict[int, Any]) -> None:
+        """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
+        ...
+
 
 class JoinListener(Protocol):
     """Messages to ranks without inputs about the forward, round or bucket that starts next. Each is collective."""

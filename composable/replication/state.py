@@ -240,7 +240,8 @@ class ReplicateState:
 
     def _meet(self, module: nn.Module) -> None:
         """Connect, recover a backward that was stopped, and broadcast buffers before a forward. Collective."""
-        self.transport.connect()
+        if self.reducer.synchronises:  # In ``no_sync`` a rank may call modules that others leave out.
+            self.transport.connect()
         self.reducer.prepare()
         if len(self.owners) == 1:  # Of several modules, a rank may call only some.
             self.reducer.round.forwards += 1
@@ -427,6 +428,8 @@ class ReplicateState:
                 copied.grad = item.param.grad.detach().clone()
         params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
         twin.reducer = self.reducer.copied(params, twin.transport, memo)
+        if self.reducer.kept_with is not None:
+            self.reducer.kept_with.copy_for(twin, memo)
         twin.frozen = copy.deepcopy(self.frozen, memo)
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]

@@ -6,6 +6,7 @@ module, its gradients are averaged in the backward of another annotation that th
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -30,15 +31,23 @@ class KeptGradients:
     _sharded = HeldWeakly[FullyShardState]()
     _replicated = HeldWeakly[ReplicateState]()
 
-    def __init__(self, sharded: Iterable[FullyShardState], replicated: Iterable[ReplicateState]) -> None:
-        self._sharded = sharded
-        self._replicated = replicated
+    def __init__(self, sharded: Iterable[FullyShardState] = (), replicated: Iterable[ReplicateState] = ()) -> None:
+        self._sharded = self._replicated = ()
+        self._take(sharded, replicated)
+
+    def _take(self, sharded: Iterable[FullyShardState], replicated: Iterable[ReplicateState]) -> None:
+        self._sharded, self._replicated = (*self._sharded, *sharded), (*self._replicated, *replicated)
         for state in self._sharded:
             state.kept_with = self
-        for root in self._roots():
+        for root in dict.fromkeys(state.root for state in sharded if state.root is not None):
             root.scheduler.listen(self)  # A root that is decided later adds it to its listeners.
         for one in self._replicated:
             one.reducer.kept_with = self
+
+    def copy_for(self, state: State, memo: dict[int, Any]) -> None:
+        """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
+        twin: KeptGradients = memo.setdefault(id(self), KeptGradients())
+        twin._take([state], []) if isinstance(state, FullyShardState) else twin._take([], [state])
 
     @staticmethod
     def note(states: Iterable[State]) -> None:
@@ -85,14 +94,14 @@ class KeptGradients:
     def end(self) -> None:
         """Let all annotations that keep gradients average them in the running backward. Collective."""
         self._forget()
-        groups: dict[Ranks, list[Root | ReplicateState]] = {}
-        for root in self._roots():
-            groups.setdefault(root.grid.everyone, []).append(root)
-        for one in self._replicated:
+        groups: dict[Ranks, list[State]] = {}
+        # Of copies that have not run yet, also states that have no root.
+        members: list[State] = [*dict.fromkeys(state.outermost() for state in self._sharded), *self._replicated]
+        for one in members:
             groups.setdefault(one.grid.everyone, []).append(one)
-        kept: list[Root | ReplicateState] = []
+        kept: list[State] = []
         for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
-            keeps = [_keeps(member) for member in members]
+            keeps = [self._keeps(member) for member in members]
             # Under Join, all ranks with inputs do the same, and the ranks without inputs follow them.
             if not ranks.is_alone and not any(member.is_joined for member in members):
                 with torch.inference_mode(mode=False):
@@ -103,19 +112,22 @@ class KeptGradients:
             # A root that the user finalizes by hand sends its event outside of any backward.
             _end(kept) if in_backward() else in_backward_of_nothing(partial(_end, kept))
 
+    def _keeps(self, member: State) -> bool:
+        """Say whether backwards without synchronisation left gradients in ``member``, and all below its root."""
+        if not isinstance(member, FullyShardState):
+            return member.reducer.keeps_gradients
+        states = [state for state in self._sharded if state.outermost() is member]
+        own = [handle for state in states for handle in state._handles]
+        handles = own if member.root is None else member.root.handles
+        return any(handle.accumulated.is_unsynced for handle in handles)
 
-def _keeps(member: Root | ReplicateState) -> bool:
-    """Say whether backwards without synchronisation left gradients in ``member``."""
-    if isinstance(member, Root):
-        return any(handle.accumulated.is_unsynced for handle in member.handles)
-    return member.reducer.round.kept > 0
 
-
-def _end(members: Iterable[Root | ReplicateState]) -> None:
+def _end(members: Iterable[State]) -> None:
     """Let ``members`` average their kept gradients in the running backward, unless they do so anyway."""
     with torch.no_grad():
         for member in members:
-            if isinstance(member, Root):
-                member.scheduler.backwards.begin_backward()
+            if isinstance(member, FullyShardState):
+                member.lazy_init().scheduler.backwards.begin_backward()
             else:
+                member.transport.connect()
                 member.reducer.end_kept()
