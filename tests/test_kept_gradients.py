@@ -79,12 +79,16 @@ def run(seed: int) -> None:
     way = rng.choice(WAYS) if root != "none" else "context"
     for number in range(3):
         count, has_kept_pair = rng.randrange(1, 4), False
+        together: set[int] = set()  # what waits because of one context for several
+        alone: set[int] = set()  # what averages in its own backward only
         for micro in range(count):
             is_last = micro == count - 1
             syncs = is_last or not rng.randrange(4)
             common = [kid for kid in range(KIDS) if rng.randrange(2)] or [rng.randrange(KIDS)]
             if is_last and has_kept_pair:
                 common = sorted({1, *common})  # A context covered this one and one other.
+            if is_last:
+                common = sorted({*alone, *common})
             context, covered = nullcontext(), range(0 if syncs else KIDS)
             if way == "setting":
                 model.set_requires_gradient_sync(syncs)
@@ -93,8 +97,13 @@ def run(seed: int) -> None:
             elif not syncs and "none" not in kinds and not rng.randrange(3):
                 first = rng.randrange(2)
                 context, covered, has_kept_pair = no_sync(model.pairs[first]), range(first, first + 2), True
+            elif not syncs and {*kinds} != {"none"} and rng.random() < 0.4:
+                covered = [rng.choice([kid for kid in range(KIDS) if kinds[kid] != "none"])]
+                context = no_sync(model.kids[covered[0]])
+                alone |= {*covered} - together
             elif not syncs:
-                context = no_sync(model)
+                context, together = no_sync(model), {*range(KIDS)}
+            together = {*covered} if has_kept_pair else together & {*covered}
             chosen = [list(common) for _ in range(size)]
             for one, kid in itertools.product(range(size), covered):
                 # Without synchronisation whole copies talk to nobody: ranks may call others.

@@ -72,12 +72,15 @@ class KeptGradients:
         return list(dict.fromkeys(state.root for state in self._sharded if state.root is not None))
 
     def _forget(self) -> None:
+        # What a ``no_sync`` of a part covers keeps gradients on: where that ends, `note` brings the others back.
         for state in self._sharded:
-            state.kept_with = None
+            if not any(handle.sync_after_context for handle in state._handles):
+                state.kept_with = None
         for root in self._roots():
             root.scheduler.unlisten(self)
         for one in self._replicated:
-            one.reducer.kept_with = None
+            if not one.reducer.sync_after_context:
+                one.reducer.kept_with = None
 
     @property
     def has_idle_ranks(self) -> bool:
@@ -113,13 +116,13 @@ class KeptGradients:
             _end(kept) if in_backward() else in_backward_of_nothing(partial(_end, kept))
 
     def _keeps(self, member: State) -> bool:
-        """Say whether backwards without synchronisation left gradients in ``member``, and all below its root."""
+        """Say whether ``member``, or a handle below its root, has kept gradients, and synchronises now."""
         if not isinstance(member, FullyShardState):
-            return member.reducer.keeps_gradients
+            return member.reducer.synchronises and member.reducer.keeps_gradients
         states = [state for state in self._sharded if state.outermost() is member]
         own = [handle for state in states for handle in state._handles]
         handles = own if member.root is None else member.root.handles
-        return any(handle.accumulated.is_unsynced for handle in handles)
+        return any(handle.accumulated.is_unsynced and handle.requires_gradient_sync for handle in handles)
 
 
 def _end(members: Iterable[State]) -> None:
