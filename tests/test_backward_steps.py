@@ -558,16 +558,19 @@ def test_a_deep_copy_does_not_step(api: str) -> None:
     step_in_backward(sgd(twin.parameters()))
 
 
-def stop_in_backward(api: str, ranks: list[int]) -> Any:
+def stop_in_backward(
+    api: str, ranks: list[int], stop: str = "blocks.1", *, before: bool = True, after: bool = True
+) -> Any:
+    """Stop the third of four backwards; ``before`` and ``after`` it, or not, an optimizer steps inside backward."""
     model = annotated(make_model("mlp"), api)
     optimizer = sgd(model.parameters())
-    step_in_backward(optimizer)
+    steps = step_in_backward(optimizer) if before else None
     first = next(model.parameters())
     for number in range(4):
         args, kwargs = inputs_of(model, number, dist.get_rank())
         is_stopped = number == 2 and dist.get_rank() in ranks
         # In the middle: what comes after it in the forward has been stepped by then.
-        hook = model.get_submodule("blocks.1").register_forward_pre_hook(_stop) if is_stopped else None
+        hook = model.get_submodule(stop).register_forward_pre_hook(_stop) if is_stopped else None
         output = model(*args, **kwargs)
         if hook is not None:
             hook.remove()
@@ -578,7 +581,11 @@ def stop_in_backward(api: str, ranks: list[int]) -> Any:
                 loss_of(output).backward()
         else:
             loss_of(output).backward()
+            if steps is None:
+                optimizer.step()
         optimizer.zero_grad()
+        if number == 2 and before != after:
+            steps = step_in_backward(optimizer) if steps is None else steps.remove()
     assert first.isfinite().all()
     return full_params(model)
 
@@ -603,6 +610,32 @@ class _Stop(torch.autograd.Function):
 def test_after_an_exception_in_backward_ranks_are_equal_and_train_on(api: str, ranks: list[int]) -> None:
     one, other = run_threads(stop_in_backward, 2, api, ranks)
     assert_equal_params(one, other, tolerance=0)
+
+
+@pytest.mark.parametrize("stop", ["blocks.1", "blocks.0"])
+@pytest.mark.parametrize(
+    ("api", "ranks", "before"),
+    [
+        *(("replicate", [0, 1], before) for before in (False, True)),
+        *(("mixed", [0, 1], before) for before in (False, True)),
+        ("replicate", [1], True),
+    ],
+)
+def test_steps_begin_or_end_after_a_backward_that_was_stopped(
+    api: str, ranks: list[int], before: bool, stop: str
+) -> None:
+    """What the stopped backward began with holds for it: ranks are equal, and without steps it has changed nothing."""
+    one, other = run_threads(stop_in_backward, 2, api, ranks, stop, before=before, after=not before)
+    assert_equal_params(one, other, tolerance=0)
+    if not before and len(ranks) == 2:
+        model = make_model("mlp")
+        optimizer = sgd(model.parameters())
+        for number in (0, 1, 3):
+            args, kwargs = global_inputs(model, number, 2)
+            loss_of(model(*args, **kwargs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_params(one, full_params(model), tolerance=1e-6)
 
 
 class _OnPieces(torch.optim.SGD):

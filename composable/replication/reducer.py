@@ -240,7 +240,7 @@ class GradientAverager:
     @torch.no_grad()
     def _clear(self, *, synchronises: bool) -> None:
         self.exchange.arrangement.prepare()
-        self.round.clear(self.buckets, synchronises=synchronises)
+        self.round.clear(self.buckets, synchronises=synchronises, steppers=self.steppers)
         self.rounds += 1
 
     def _launch_full(self, arrived: torch.Tensor | None = None) -> None:
@@ -369,12 +369,12 @@ class GradientAverager:
         self.exchange.finish()
         self.exchange.sparse.average(self.exchange.scale, is_stopped=True)
         flags = self.exchange.flags.clone()
-        if not self.steppers:
+        if not self.round.steppers:
             for bucket in self.buckets:
                 bucket.clear()
         self._end_round(flags)
         self._forget_round()
-        if self.steppers:
+        if self.round.steppers:
             # The other ranks step too, before or after they hear of the stop: otherwise parameters would differ.
             self._step_rest(flags.tolist())
 
@@ -429,7 +429,7 @@ class GradientAverager:
 
     def _step(self, params: Sequence[nn.Parameter]) -> None:
         complete = [param for param in params if param.grad is not None]
-        for step in self.steppers:
+        for step in self.round.steppers:
             step(complete)
 
     def count_anew(self) -> None:
@@ -482,8 +482,10 @@ class Reducer(GradientAverager):
         """Let ``steppers`` step the parameters, from the next backward on."""
         self.steppers = tuple(steppers)
         self.exchange.arrangement.is_lazy = bool(steppers)
-        for bucket in self.buckets:
-            bucket.release()  # Gradients in it keep their memory, and are copied.
+        if self.round.phase is Phase.AT_REST:  # Otherwise the next forward recovers a backward that was stopped.
+            self.round.steppers = ()
+            for bucket in self.buckets:
+                bucket.release()  # Gradients in it keep their memory, and are copied.
 
     # Copies, other ranks, the end
 
@@ -541,7 +543,7 @@ class Reducer(GradientAverager):
         self.prepare()
         if any(self._grid.everyone.objects(any(self._kept))):
             self.exchange.arrangement.prepare()
-            self.round.clear(self.buckets, synchronises=True)
+            self.round.clear(self.buckets, synchronises=True, steppers=self.steppers)
             self.round.is_led = True  # Ranks may have kept different numbers.
             for bucket in self.buckets:
                 self.exchange.launch(bucket)

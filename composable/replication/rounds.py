@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from composable.engine import Stepper
 from composable.errors import place_of_rank
 from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
@@ -50,6 +51,7 @@ class Round:
         gaps: How many parameters had no gradient when they were sent: none came, or a hook of a user has dropped it.
         kept: The number of backwards since the last average; -1: this rank follows the others, with zeros.
         forwards: The number of forwards with a graph since the last average; 0: forwards are not counted.
+        steppers: Functions that step parameters in this backward; users may have changed them since.
     """
 
     seen: list[int]
@@ -65,6 +67,7 @@ class Round:
     gaps: int = 0
     kept: int = 0
     forwards: int = 0
+    steppers: tuple[Stepper, ...] = ()
     _armed_modules: set[int] = field(default_factory=set)
     _node: Any = None
     _told: set[str] = field(default_factory=set)  # log lines
@@ -75,7 +78,7 @@ class Round:
         """Every parameter got its gradient, and has it still."""
         return len(self.order) == len(self.seen) and not self.gaps
 
-    def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
+    def clear(self, buckets: Sequence[Bucket], *, synchronises: bool, steppers: tuple[Stepper, ...] = ()) -> None:
         """Reset the state for a backward in which no gradient has arrived yet."""
         self.seen[:] = [0] * len(self.seen)
         self.order.clear()
@@ -85,6 +88,7 @@ class Round:
         for bucket in buckets:
             bucket.pending = bucket.arrivals
         self.synchronises = synchronises
+        self.steppers = steppers
 
     def open(self, end: Callable[[], None]) -> None:
         """Begin a backward; autograd frees the callback ``end`` when the backward has ended or failed."""

@@ -188,8 +188,8 @@ class BackwardSteps:
         unmark_stepped(self._params)
         for unit in self._units:
             unit.step_by([one for one in unit.steppers if one != self._step])
+        # A backward that was stopped steps the rest, as on the other ranks, in the next forward: `_group_of` stays.
         self._units, self._params, self._hooks = [], [], []
-        self._group_of.clear()
 
     def __enter__(self) -> "BackwardSteps":
         return self
