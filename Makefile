@@ -32,7 +32,7 @@ test-all: $(INSTALLED)
 
 # All that a GPU can show, in six minutes, with the machine's own torch: nothing is installed.
 gpu:
-	PATH="$(OWN_PATH)" $(PYTHON) -m tests.gpu --out build/gpu $(ARGS)
+	PATH="$(OWN_PATH)" $(PYTHON) -m tools.gpu --out build/gpu $(ARGS)
 
 # The site, in build/site: pages, and a reference made of docstrings. Warnings and dead links are errors.
 docs: $(DOCS_INSTALLED)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.from_ddp import PAGE, SCRIPTS, page, read
 from tests.world import on_ranks, run_ranks
+from tools.from_ddp import PAGE, SCRIPTS, page, read
 
 PREFIXES = ("module.", "_orig_mod.")
 
@@ -48,5 +48,5 @@ def test_there_are_twenty_scripts_and_each_needs_the_wrapper() -> None:
 
 
 def test_the_page_is_what_the_scripts_say() -> None:
-    # To write it anew: python -m tests.from_ddp
+    # To write it anew: python -m tools.from_ddp
     assert PAGE.read_text() == page()

@@ -17,8 +17,8 @@ from torch import nn
 from composable import UsageError, fully_shard, plan, replicate
 from tests.provoked import messages
 from tests.test_architecture import FILES, FOLDERS, OPEN_FOLDERS
-from tests.tour import lines_of_the_tour, written
 from tests.world import run_ranks
+from tools.tour import lines_of_the_tour, written
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -26,7 +26,7 @@ PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(DOCS.r
 
 
 def test_the_tour_is_that_of_the_files() -> None:
-    assert PAGES["docs/design.md"] == written(PAGES["docs/design.md"]), "run python -m tests.tour"
+    assert PAGES["docs/design.md"] == written(PAGES["docs/design.md"]), "run python -m tools.tour"
 
 
 def test_the_tour_names_every_file_and_none_needs_a_later_one() -> None:

@@ -34,13 +34,13 @@ from composable.engine.finish import Agreement
 from composable.engine.unsharded import DeviceStreams
 from composable.fsdp_module import REFUSED_SETTERS
 from tests.counting import CountingTransport
-from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_list
 from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded
 from tests.pairwise import pairs_of
 from tests.parity import full, full_params
-from tests.runtime.recorded import put_on_device
-from tests.runtime.recording import Recorder
 from tests.world import on_ranks, run_ranks, run_threads
+from tools.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_list
+from tools.streams.recorded import put_on_device
+from tools.streams.recording import Recorder
 
 HANDLES = 4  # of the MLP: the root and three blocks
 
@@ -276,9 +276,6 @@ def test_hooks_on_saved_tensors_around_the_module_get_what_it_saves() -> None:
     assert len(packed) == 1
 
 
-# -- unused parameters
-
-
 # -- storage, groups
 
 
@@ -307,20 +304,6 @@ def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept(keeps: boo
 
 
 # -- the last backward
-
-
-@pytest.mark.parametrize("lasts", [[False, False, True], [False, True, True, False, True]])
-@on_ranks(3)
-def test_gradients_are_those_of_one_process_after_the_last_backward(lasts: list[bool]) -> None:
-    model = sharded()
-    counting = CountingTransport.install(root_of(model))
-    for seed, is_last in enumerate(lasts):
-        model.set_is_last_backward(is_last)
-        loss(model, own_seed(seed)).backward()
-        # Of the reductions that are under way nothing has arrived.
-        assert (model.inp.weight.grad is None) is (not any(lasts[: seed + 1]) and seed == 0)
-    assert counting.counts()["reduce_scatter"] == HANDLES * len(lasts)
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), list(range(len(lasts)))))
 
 
 @pytest.mark.parametrize(("lasts", "count"), [([True, True, True], 3), ([False, False, True], 1)])
@@ -814,5 +797,5 @@ def test_methods_take_what_those_of_torch_take() -> None:
 
 def test_the_page_has_every_method_as_it_is() -> None:
     page = PAGE.read_text()
-    # To write it anew: python -m tests.fsdp_methods
+    # To write it anew: python -m tools.fsdp_methods
     assert with_list(page) == page

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.mutations import mutations_of
+from tools.mutations import mutations_of
 
 SOURCE = '''
 def half(self, numbers, limit=2):

@@ -35,8 +35,8 @@ from tests.counting import CountingTransport
 from tests.live_bytes import LiveBytes
 from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
 from tests.models import seeded
-from tests.runtime.interrupts import interrupted_at, record, sample
 from tests.world import on_ranks, run_ranks, run_threads, told
+from tools.interrupts import interrupted_at, record, sample
 
 
 def train(policy: Any, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -23,9 +23,9 @@ from composable.replication import moment, replicate_state_of
 from composable.testing import simulate
 from composable.whole_model import step_times
 from tests.counting import CountingTransport
-from tests.runtime.recorded import put_on_device
-from tests.runtime.recording import Recorder
 from tests.world import on_ranks, run_ranks, run_threads
+from tools.streams.recorded import put_on_device
+from tools.streams.recording import Recorder
 
 INPUT = torch.arange(12.0).view(3, 4) / 10
 

@@ -1,7 +1,7 @@
 """Random trees, annotated and trained at random, give every gradient and every parameter of one process.
 
-More seeds: ``python -m tests.fuzz.run --seeds 0-5000 --world-size 2,3``. One seed again, with simpler trees that end
-in the same way: ``python -m tests.fuzz.run --seeds 1234 --shrink``. With any options of ``replicate``: ``--replicate``.
+More seeds: ``python -m tools.fuzz.run --seeds 0-5000 --world-size 2,3``. One seed again, with simpler trees that end
+in the same way: ``python -m tools.fuzz.run --seeds 1234 --shrink``. With any options of ``replicate``: ``--replicate``.
 """
 
 from collections import Counter
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.fuzz.annotations import COPY_MODES, MODES
-from tests.fuzz.between import ACTIONS
-from tests.fuzz.cases import Case, draw, draw_hybrid, draw_replicated, kinds_of
-from tests.fuzz.nodes import KINDS
-from tests.fuzz.programs import PROGRAMS
-from tests.fuzz.runner import Outcome, run_case
+from tools.fuzz.annotations import COPY_MODES, MODES
+from tools.fuzz.between import ACTIONS
+from tools.fuzz.cases import Case, draw, draw_hybrid, draw_replicated, kinds_of
+from tools.fuzz.nodes import KINDS
+from tools.fuzz.programs import PROGRAMS
+from tools.fuzz.runner import Outcome, run_case
 
 # (ranks, seeds); together a hundred trees: enough to meet every kind.
 GROUPS = [(2, range(start, start + 20)) for start in range(0, 80, 20)] + [(3, range(240, 255)), (4, range(270, 275))]

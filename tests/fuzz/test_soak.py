@@ -1,8 +1,8 @@
-"""Nothing grows with the number of steps. A thousand of them: ``python -m tests.fuzz.soak``."""
+"""Nothing grows with the number of steps. A thousand of them: ``python -m tools.fuzz.soak``."""
 
 import pytest
 
-from tests.fuzz.soak import SITUATIONS, soak
+from tools.fuzz.soak import SITUATIONS, soak
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

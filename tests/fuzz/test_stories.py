@@ -1,6 +1,6 @@
 """Long random stories of one model are, after each operation, what one process has.
 
-More seeds: ``python -m tests.fuzz.run --stories --seeds 0-300 --world-size 2 --shrink``.
+More seeds: ``python -m tools.fuzz.run --stories --seeds 0-300 --world-size 2 --shrink``.
 """
 
 import dataclasses
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from composable import UsageError
-from tests.fuzz.operations import OPERATIONS, Operation
-from tests.fuzz.runner import Outcome
-from tests.fuzz.stories import Op, Story, draw_story, run_story, shrink_story
-from tests.fuzz.story_parts import Side
+from tools.fuzz.operations import OPERATIONS, Operation
+from tools.fuzz.runner import Outcome
+from tools.fuzz.stories import Op, Story, draw_story, run_story, shrink_story
+from tools.fuzz.story_parts import Side
 
 
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (1, 3), (4, 4)])
@@ -30,7 +30,7 @@ def test_a_seed_is_always_the_same_story_of_15_to_45_operations() -> None:
         story = draw_story(seed, 2)
         assert story == draw_story(seed, 2)
         assert 15 <= len(story.ops) <= 45
-        assert story.command == f"python -m tests.fuzz.run --stories --seeds {seed} --world-size 2"
+        assert story.command == f"python -m tools.fuzz.run --stories --seeds {seed} --world-size 2"
 
 
 def test_so_many_seeds_meet_every_operation() -> None:
@@ -83,7 +83,7 @@ def test_shrinking_leaves_what_a_planted_fault_needs_and_the_command_that_runs_i
     story = draw_story(5, 2)
     found = list(shrink_story(story, run(story), run))
     assert [op.number for op in found[-1][0].ops] == [3, 11]
-    assert found[-1][0].command == "python -m tests.fuzz.run --stories --seeds 5 --world-size 2 --only 3,11"
+    assert found[-1][0].command == "python -m tools.fuzz.run --stories --seeds 5 --world-size 2 --only 3,11"
     assert found[-1][0] == story.only([3, 11])
     # Halves first: few runs are needed.
     assert len(found) < 15

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.gpu.figures import COLUMNS, ENGINES, Row, Work, exposed_columns, figures, table
+from tools.gpu.figures import COLUMNS, ENGINES, Row, Work, exposed_columns, figures, table
 
 
 def measured(until: float) -> list[Row]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.__main__ import PARTS, REPO, main, report_of
-from tests.gpu.published import PAGES, results, with_section
+from tools.gpu.__main__ import PARTS, REPO, main, report_of
+from tools.gpu.published import PAGES, results, with_section
 
 
 def test_the_command_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_say_what_the_results_say(page: str) -> None:
     text = (REPO / page).read_text()
-    assert text == with_section(text, PAGES[page](results())), "run: python -m tests.gpu.published"
+    assert text == with_section(text, PAGES[page](results())), "run: python -m tools.gpu.published"
 
 
 def test_without_results_pages_say_that_nothing_has_run() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.optim.optimizer_sweep import PACKAGES, PAGE, judge, kinds_of, rows_of
+from tools.optimizer_sweep import PACKAGES, PAGE, judge, kinds_of, rows_of
 
 ROWS = rows_of(PAGE.read_text())
 
@@ -16,7 +16,7 @@ def kinds_or_skip(package: str) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_class_that_a_package_exports_has_a_row(package: str) -> None:
-    # To write it anew: python -m tests.optim.optimizer_sweep
+    # To write it anew: python -m tools.optimizer_sweep
     assert kinds_or_skip(package) == sorted(key for key in ROWS if key.rpartition(".")[0] == package)
 
 

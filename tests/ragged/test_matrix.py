@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import optim
 
-from tests.ragged_matrix import CHEAP, PAGE, ROWS, Outcome, compile_step, prove, with_table
 from tests.ragged_pairs import CUTS
 from tests.world import run_ranks
+from tools.ragged_matrix import CHEAP, PAGE, ROWS, Outcome, compile_step, prove, with_table
 
 # Operations that must never gather, by the start of their names.
 WITHOUT_GATHERS = [
@@ -42,7 +42,7 @@ def test_the_ranks_do_what_one_process_does(world_size: int, cut: str) -> None:
 def test_the_table_in_the_docs_is_what_came_out() -> None:
     page = PAGE.read_text()
     found = {(size, cut): proved(size, cut) for size, cut in WORLDS}
-    # To write it anew, from all world sizes: python -m tests.ragged_matrix
+    # To write it anew, from all world sizes: python -m tools.ragged_matrix
     assert with_table(page, found) == page
 
 
@@ -64,7 +64,7 @@ def test_rules_stand_in_where_torch_skips_subclasses() -> None:
         import composable.dtensor.tensor as registration
         from composable.dtensor.gather import GatheredView
         from composable.dtensor.tensor import RaggedDTensor
-        from tests.ragged_matrix import prove
+        from tools.ragged_matrix import prove
 
         # What torch 2.11 does: its own C++ path takes the subclasses along.
         kept = [(cls, cls.__dict__["__torch_dispatch__"]) for cls in (RaggedDTensor, GatheredView)]

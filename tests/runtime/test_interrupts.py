@@ -1,6 +1,6 @@
 """After an exception or Ctrl-C at any line of the package, on all ranks alike, the next step is that of one process.
 
-A few lines of each program are tried.
+A few lines of each program are tried. More: ``python -m tools.interrupts``.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from composable.ground.casts import CastBuffers, LentBuffer
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
 from composable.whole_model import BackwardSteps
-from tests.runtime.interrupt_programs import PROGRAMS, Program
-from tests.runtime.interrupts import Point, points_of, sample, train_through, try_points
 from tests.world import on_ranks, run_ranks
+from tools.interrupt_programs import PROGRAMS, Program
+from tools.interrupts import Point, points_of, sample, train_through, try_points
 
 NAMES = [program.name for program in PROGRAMS]
 

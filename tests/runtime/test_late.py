@@ -10,9 +10,9 @@ from torch import nn
 
 from composable.errors import UsageError
 from tests.parity import assert_equal_params, assert_equal_runs, train_reference
-from tests.runtime.bench import Case
-from tests.runtime.late import LateDevice
-from tests.runtime.late_cases import (
+from tools.streams.bench import Case
+from tools.streams.late import LateDevice
+from tools.streams.late_cases import (
     FOUND,
     PROGRAMS,
     broken,

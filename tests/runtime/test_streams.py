@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.bench import Case, run_case
-from tests.runtime.between_steps import saver
-from tests.runtime.recording import Recorder
-from tests.runtime.stream_cases import CASES, ON_BLOCKS, SECONDARY
 from tests.world import run_ranks
+from tools.streams.bench import Case, run_case
+from tools.streams.between_steps import saver
+from tools.streams.recording import Recorder
+from tools.streams.stream_cases import CASES, ON_BLOCKS, SECONDARY
 
 TWO = pytest.mark.parametrize("world_size", [2], indirect=True)
 # With one rank only the transport differs; a shard rests elsewhere in the same way with and without secondary ones.

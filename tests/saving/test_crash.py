@@ -1,8 +1,8 @@
-"""A few of the kills that ``tests/crash.py`` does on demand."""
+"""A few of the kills that ``tools/crash.py`` does on demand."""
 
 from pathlib import Path
 
-from tests.crash import ROOT, crash_run, unbroken_curve
+from tools.crash import ROOT, crash_run, unbroken_curve
 
 
 def test_runs_that_are_killed_lose_nothing(tmp_path: Path) -> None:

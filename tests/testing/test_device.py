@@ -12,7 +12,7 @@ from composable import ConfigError, DesyncError
 from composable.ground.torch_private import AllgatherOptions
 from composable.testing import Delay, Drop, Fault, simulate
 from composable.testing.device_streams import SimulatedDevice, poison
-from tests.runtime.late import LateDevice
+from tools.streams.late import LateDevice
 
 # Names of newer and older releases of torch.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
