@@ -4,16 +4,18 @@ import contextlib
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composable import load_checkpoint, plan
+from tests.world import run_ranks
 
 ROOT = Path(__file__).parent.parent
 TRAIN, RESUME, CLUSTER = (ROOT / "docs" / f"{name}.md" for name in ("train", "resume", "cluster"))
@@ -42,25 +44,46 @@ WITH_WEIGHTS = patched(WITH_CHECKPOINTS, shown(RESUME, "diff")[1])
 ON_A_CLUSTER = patched(WITH_CHECKPOINTS, shown(CLUSTER, "diff")[0])
 
 
-def start(folder: Path, source: str, launcher: list[str], **environ: str) -> "subprocess.Popen[str]":
-    """Start a stage in ``folder``, in float64: then the order in which ranks add changes none of the digits."""
-    exact = source.replace("torch.manual_seed(0)", "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)")
-    (folder / "train.py").write_text(exact.replace(":.4f}", ":.9f}"))
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, *launcher, "train.py"]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=-1, stderr=-1, text=True)
+def exact(source: str) -> str:
+    """Return a stage in float64: then the order in which ranks add changes none of the digits."""
+    source = source.replace("torch.manual_seed(0)", "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)")
+    return source.replace(":.4f}", ":.9f}")
 
 
-def losses_of(process: "subprocess.Popen[str]", *, ends_well: bool = True) -> dict[int, float]:
-    printed, errors = process.communicate()
-    assert (process.returncode == 0) == ends_well, printed + errors
+def losses_in(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (.*)$", printed, re.MULTILINE)}
+
+
+def run_stage(source: str, folder: str, ranks_per_host: int = 0) -> dict[int, float]:
+    """Run a stage on this rank, whose process group is there already, and return the losses that it prints."""
+    host = {"COMPOSABLE_HOST": f"host{dist.get_rank() // ranks_per_host}", "RUN": "run"} if ranks_per_host else {}
+    printed, before = io.StringIO(), os.getcwd()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.dict(os.environ, host),
+            mock.patch.object(dist, "init_process_group"),
+            contextlib.redirect_stdout(printed),
+        ):
+            exec(exact(source), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    return losses_in(printed.getvalue())
+
+
+def run_by_torchrun(source: str, folder: Path, ranks: int, **environ: str) -> "tuple[int, dict[int, float], str]":
+    """Run a stage as its page says; return the exit status, the losses, and all that was said."""
+    (folder / "train.py").write_text(exact(source))
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, *STANDALONE, str(ranks), "train.py"]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, losses_in(done.stdout), done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    return losses_of(start(tmp_path_factory.mktemp("one"), ONE_DEVICE, []))
+    return run_ranks(run_stage, 1, ONE_DEVICE, str(tmp_path_factory.mktemp("one")))[0]
 
 
 def test_one_device_learns_and_the_pages_show_its_losses(one_device: dict[int, float]) -> None:
@@ -98,15 +121,16 @@ def test_resume_shows_the_whole_script() -> None:
 
 @pytest.mark.parametrize("source", [WITH_REPLICATE, WITH_FULLY_SHARD], ids=["replicate", "fully_shard"])
 def test_two_ranks_print_the_losses_of_one_device(source: str, one_device: dict[int, float], tmp_path: Path) -> None:
-    assert losses_of(start(tmp_path, source, [*STANDALONE, "2"])) == pytest.approx(one_device, abs=1e-8)
+    assert run_ranks(run_stage, 2, source, str(tmp_path)) == [pytest.approx(one_device, abs=1e-8), {}]
 
 
 def test_two_ranks_are_killed_and_three_go_on(one_device: dict[int, float], tmp_path: Path) -> None:
-    killed = losses_of(start(tmp_path, WITH_CHECKPOINTS, [*STANDALONE, "2"], DIE_AT="13"), ends_well=False)
+    status, killed, said = run_by_torchrun(WITH_CHECKPOINTS, tmp_path, 2, DIE_AT="13")
+    assert status, said
     assert list(killed) == [5, 10]
     left = [text for text in shown(RESUME, "text") if text.startswith("step-")]
     assert ["".join(f"{name}\n" for name in sorted(os.listdir(tmp_path / "run")))] == left
-    resumed = losses_of(start(tmp_path, WITH_WEIGHTS, [*STANDALONE, "3"]))
+    resumed, *_ = run_ranks(run_stage, 3, WITH_WEIGHTS, str(tmp_path))
     assert list(resumed) == [15, 20]
     assert {**killed, **resumed} == pytest.approx(one_device, abs=1e-8)
 
@@ -118,20 +142,7 @@ def test_two_ranks_are_killed_and_three_go_on(one_device: dict[int, float], tmp_
     torch.testing.assert_close(weights, model.state_dict(), rtol=0, atol=0)
 
 
-def test_two_launchers_train_as_two_hosts(one_device: dict[int, float], tmp_path: Path) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    both = [*STANDALONE[:2], "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "localhost", "--master-port"]
-    hosts = [
-        start(
-            tmp_path,
-            ON_A_CLUSTER,
-            [*both, str(port), "--node-rank", str(host)],
-            COMPOSABLE_HOST=f"host{host}",
-            RUN="run",
-        )
-        for host in range(2)
-    ]
-    losses = [losses_of(host) for host in hosts]
-    assert losses == [pytest.approx(one_device, abs=1e-8), {}]
+def test_four_ranks_train_as_on_two_hosts(one_device: dict[int, float], tmp_path: Path) -> None:
+    losses = run_ranks(run_stage, 4, ON_A_CLUSTER, str(tmp_path), ranks_per_host=2)
+    assert losses == [pytest.approx(one_device, abs=1e-8), {}, {}, {}]
     assert (tmp_path / "run" / "step-000020").is_dir()
