@@ -24,9 +24,9 @@ from composable import (
 )
 from composable.engine.paths import CopyGather, ThenPath
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
-from tests.option_tables import put_elsewhere
 from tests.parity import LR, full_params, inputs_of
 from tests.world import on_ranks
+from tools.options.tables import put_elsewhere
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 8

@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 
 import composable
-from tests.option_runs import FIRST, cases_of, check
-from tests.option_tables import TABLES
 from tests.pairwise import Value, case_of, pairs_of, pairwise, text_of
+from tools.options.runs import FIRST, cases_of, check
+from tools.options.tables import TABLES
 
 
 @pytest.mark.parametrize("case", cases_of("fully_shard")[:FIRST])
@@ -62,8 +62,8 @@ ELSEWHERE = {
 
 def test_a_failure_says_how_to_run_the_case_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # The one process forgets what the ranks do between two steps.
-    monkeypatch.setattr("tests.option_runs._write", lambda model: None)
-    with pytest.raises(AssertionError, match=r'again: python -m tests.option_runs fully_shard "between=written"'):
+    monkeypatch.setattr("tools.options.runs._write", lambda model: None)
+    with pytest.raises(AssertionError, match=r'again: python -m tools.options.runs fully_shard "between=written"'):
         check("fully_shard", "between=written")
 
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from composable import clip_grad_norm_, fully_shard, replicate
-from tests import option_runs
 from tests.models import random_input, seeded
 from tests.parity import full
 from tests.place import here, on_device
@@ -26,6 +25,7 @@ from tests.subclasses import Int8Weight
 from tests.world import run_threads
 from tools.fuzz.cases import draw, draw_hybrid, draw_replicated
 from tools.fuzz.runner import run_case
+from tools.options import runs
 
 __all__ = ["Row", "ranks"]
 
@@ -88,7 +88,7 @@ def _cases(device: torch.device) -> Iterator[tuple[str, Run]]:
     found: list[tuple[str, Run]] = [
         (f"options: {api}: {text or 'defaults'}", partial(_run_options, api, text))
         for api in ("fully_shard", "replicate")
-        for text in option_runs.cases_of(api)
+        for text in runs.cases_of(api)
         if device.type == "cpu" or not any(value in text for value in HOST_ONLY)
     ]
     for kind, drawn in {"": draw, ", replicate": draw_replicated, ", hybrid": draw_hybrid}.items():
@@ -110,7 +110,7 @@ def _cases(device: torch.device) -> Iterator[tuple[str, Run]]:
 
 
 def _run_options(api: str, text: str) -> tuple[str, str]:
-    option_runs.check(api, text, in_threads=True)
+    runs.check(api, text, in_threads=True)
     return "right", ""
 
 

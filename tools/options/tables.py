@@ -1,6 +1,6 @@
 """Every option of ``fully_shard`` and ``replicate`` that trains: its values, what each does to the one process, and more.
 
-The tables are data for ``tests/option_runs.py``. Of a ``Value``, ``ranks`` is what ranks do, ``alone`` what the one
+The tables are data for ``tools/options/runs.py``. Of a ``Value``, ``ranks`` is what ranks do, ``alone`` what the one
 process does for it: nothing, for most, since where parameters rest and what travels when is no matter of numbers.
 ``only`` and ``without`` say what it cannot be combined with.
 

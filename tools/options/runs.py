@@ -1,11 +1,11 @@
 """Trains any combination of options on ranks and in one process, and compares losses and full parameters.
 
-    python -m tests.option_runs fully_shard "ranks=3, model=gpt"     one case again
-    python -m tests.option_runs replicate                            all cases of the table
+    python -m tools.options.runs fully_shard "ranks=3, model=gpt"     one case again
+    python -m tools.options.runs replicate                            all cases of the table
 
 The one process, the oracle, takes the inputs of every rank in turn, makes the casts that are asked for, averages, and
 steps. It knows nothing of sharding, buckets or schedules. What an option changes in it stands beside the option, in
-``tests/option_tables.py``.
+``tools/options/tables.py``.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 
 from composable import HandleOptions, MixedPrecisionPolicy, fallback_counts, joinable
 from tests.models import loss_of, seeded
-from tests.option_tables import BF16, FP16, MODELS, NO_CASTS, REFUSED, TABLES, Moment, blocks_of
 from tests.pairwise import Case, case_of, pairwise, text_of
 from tests.parity import Run, assert_equal_runs, full
 from tests.place import here
 from tests.world import run_ranks, run_threads
+from tools.options.tables import BF16, FP16, MODELS, NO_CASTS, REFUSED, TABLES, Moment, blocks_of
 
 __all__ = ["FIRST", "cases_of", "check"]
 
@@ -73,7 +73,7 @@ def check(api: str, text: str, *, in_threads: bool = False) -> None:
             found = run(_train_on_a_rank, work.world_size, api, text, folder)
         assert_equal_runs(found, expected, tolerance=work.tolerance)
     except Exception as error:
-        again = f'python -m tests.option_runs {api} "{text}"'
+        again = f'python -m tools.options.runs {api} "{text}"'
         raise AssertionError(f"{error}\n{type(error).__name__}, of ranks or numbers; again: {again}") from error
 
 
