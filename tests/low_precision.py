@@ -14,7 +14,7 @@ from tests.models import random_input, seeded
 from tests.parity import full
 
 __all__ = [
-    *("BF16", "DIM", "FP16", "FP32", "Block", "Net", "batch_of", "make_net"),
+    *("BF16", "DIM", "FP16", "FP32", "Block", "Net", "Spy", "batch_of", "make_net"),
     *("reduced_in_one_process", "train_in_one_process", "whole"),
 ]
 
@@ -52,6 +52,27 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+class Spy(nn.Module):
+    """Tells what it is called with and what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[tuple[torch.dtype, ...]] = []
+        self.holds_params = True
+        self.error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.holds_params &= isinstance(self.weight, nn.Parameter)
+        self.seen.append((x.dtype, self.weight.dtype, next(self.parameters()).dtype, self.table.dtype))
+        if self.error is not None:
+            raise self.error
+        return x * self.weight * self.table.to(x.dtype)
 
 
 def make_net(dtype: torch.dtype = FP32) -> Net:

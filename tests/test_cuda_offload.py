@@ -11,7 +11,6 @@ from composable import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    UsageError,
     accelerate_optimizer,
     clip_grad_norm_,
     fully_shard,
@@ -171,24 +170,6 @@ def test_copies_shown_values_and_plain_models() -> None:
         torch.testing.assert_close(full(mine), 2 * full(theirs), rtol=0, atol=0)
     unannotate(model)
     assert {param.device.type for param in model.parameters()} == {"cpu"}
-
-
-def test_a_meta_model_gets_its_memory_on_the_host_and_its_buffers_on_the_device() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    fully_shard(model, offload_policy=CPUOffloadPolicy())
-    model.to_empty(device="cpu")
-    model.load_state_dict(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).state_dict())
-    model(torch.ones(4, 8)).sum().backward()
-    assert_at_rest(model, pinned=True)
-    assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}
-
-
-def test_a_model_that_was_moved_to_the_device_says_so() -> None:
-    model = sharded(CPUOffloadPolicy())
-    model.cuda()
-    with pytest.raises(UsageError, match="offload_policy keeps them on cpu"):
-        backward(model, 0)
 
 
 def test_less_memory_of_the_device_is_taken_at_rest_and_at_the_peak() -> None:

@@ -141,49 +141,6 @@ def test_an_overlapped_optimizer_registers_with_a_view() -> None:
 # Uneven inputs
 
 
-class Normed(nn.Module):
-    """A module with buffers that follow the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(4, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.out = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(self.inp(x)).relu())
-
-
-def train_unevenly(counts: list[int], *, as_wrapper: bool, divides_by_all: bool) -> dict[str, torch.Tensor]:
-    """Train with as many inputs as ``counts`` has for this rank; returns parameters and buffers."""
-    model = seeded(Normed, 0)
-    module: nn.Module = DistributedDataParallel(model) if as_wrapper else replicate(model)
-    view: Any = module if as_wrapper else as_ddp(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rank = dist.get_rank()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Join([view], divide_by_initial_world_size=divides_by_all):
-            for step in range(counts[rank]):
-                module(random_input(10 * step + rank, 3, 4)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("counts", "divides_by_all"), [([5, 2], False), ([6, 0], True), ([1, 3, 5], False), ([5, 1, 1], True)]
-)
-def test_ranks_with_uneven_inputs_train_as_below_the_wrapper(counts: list[int], divides_by_all: bool) -> None:
-    ours, theirs = (
-        run_ranks(train_unevenly, len(counts), counts, as_wrapper=one, divides_by_all=divides_by_all)
-        for one in (False, True)
-    )
-    for found, expected in zip(ours, theirs, strict=True):
-        assert_equal_params(found, expected, tolerance=1e-6)
-    assert_equal_params(ours[0], ours[-1], tolerance=0)
-
-
 def drop_gradients(model: nn.Module, when: str, step: int, at: str) -> None:
     """Drop the gradients of ``model`` at the begin or the end of a step, if that is where this loop does so."""
     way, _, place = when.partition(" ")

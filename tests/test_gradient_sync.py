@@ -1,6 +1,5 @@
 """Gradients that backwards leave on their ranks, and what synchronises them later."""
 
-import random
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
@@ -41,22 +40,6 @@ def assert_gradients_of_one_process(model: nn.Module, name: str) -> None:
         args, kwargs = global_inputs(plain, step, dist.get_world_size())
         loss_of(plain(*args, **kwargs)).backward()
     assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
-
-
-@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(8)])
-@on_ranks()
-def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> None:
-    """Run micro batches of which some, chosen alike on all ranks, stay on their rank."""
-    rng = random.Random(seed)
-    name = rng.choice(["mlp", "gpt_tied", "frozen_mixed", "uneven", "unused", "tied_across"])
-    model = annotate(make_model(name), rng.choice(["root", "policy"]))
-    for step in range(MICRO_BATCHES):
-        with nullcontext() if rng.randrange(2) else no_sync(model):
-            backward(model, step)
-        if rng.randrange(2):
-            reduce_gradients(model)
-    reduce_gradients(model)
-    assert_gradients_of_one_process(model, name)
 
 
 @pytest.mark.parametrize("setting", ["set_is_last_backward", "set_manual_backward_finalization"])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -17,13 +17,8 @@ from composable import no_sync, register_comm_hook, replicate
 from composable.errors import ComposableError, UsageError
 from tests.models import BATCH, DIM, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
 from tests.parity import (
-    Run,
-    assert_equal_runs,
-    global_inputs,
     gradients_of,
     inputs_of,
-    train_annotated,
-    train_reference,
 )
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -51,17 +46,6 @@ def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 # -- parity
-
-
-def train(name: str) -> Run:
-    return train_annotated(name, replicate)
-
-
-@pytest.mark.parametrize("name", ["gpt_tied", "mixed_dtypes"])
-def test_training_on_real_processes_equals_one_process(name: str) -> None:
-    # bfloat16 gradients of half a batch each do not add up to those of the whole one.
-    tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
-    assert_equal_runs(run_ranks(train, 2, name), train_reference(name, 2), tolerance=tolerance)
 
 
 # -- ways to run forward and backward
@@ -254,20 +238,6 @@ def test_so_it_is_where_a_replicated_module_gives_the_loss(*, reentrant: bool) -
     torch.testing.assert_close(gradients_of(block), gradients_of(plain))
 
 
-@on_ranks(2)
-def test_a_parameter_used_in_a_local_backward_is_not_unused() -> None:
-    model = replicate(seeded(Gated, 0))
-    x = random_input(dist.get_rank(), BATCH, DIM)
-    with no_sync(model):
-        model(x, "left right").square().mean().backward()
-    model(x, "").square().mean().backward()
-    plain = seeded(Gated, 0)
-    for rank in range(2):
-        for used in ("left right", ""):
-            (plain(random_input(rank, BATCH, DIM), used).square().mean() / 2).backward()
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-
-
 # -- exceptions
 
 
@@ -277,18 +247,6 @@ class StopHereError(Exception):
 
 def raise_stop(*_: object) -> None:
     raise StopHereError
-
-
-@on_ranks(2)
-def test_the_step_after_an_exception_in_forward_works() -> None:
-    model = replicate(make_model("mlp"))
-    handle = model.out.register_forward_hook(raise_stop)
-    with pytest.raises(StopHereError):
-        loss_at(model, 0, dist.get_rank())
-    handle.remove()
-    loss_at(model, 0, dist.get_rank()).backward()
-    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 0, rank))
-    torch.testing.assert_close(gradients_of(model), expected)
 
 
 def fail_in_backward(fqn: str, ranks: list[int], *, set_to_none: bool = True) -> str:
@@ -311,11 +269,6 @@ def fail_in_backward(fqn: str, ranks: list[int], *, set_to_none: bool = True) ->
     return error
 
 
-@pytest.mark.parametrize("fqn", ["out.bias", "inp.weight"])
-def test_the_step_after_an_exception_in_backward_works(fqn: str) -> None:
-    assert run_threads(fail_in_backward, 2, fqn, [0, 1]) == ["stopped", "stopped"]
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting(*, set_to_none: bool) -> None:
     first, second = run_ranks(fail_in_backward, 2, "blocks.1.up.weight", [1], set_to_none=set_to_none)
@@ -330,21 +283,6 @@ rank 1 did not finish backward: an exception stopped it there
 
 
 # -- what is made equal at annotation and before forward
-
-
-@pytest.mark.parametrize("name", ["gpt_tied", "mixed_dtypes", "with_buffers"])
-@on_ranks(3)
-def test_every_rank_starts_with_the_tensors_of_the_first(name: str) -> None:
-    model = make_model(name, seed=dist.get_rank())
-    identities = {fqn: id(param) for fqn, param in model.named_parameters()}
-    with torch.no_grad():
-        for buffer in model.buffers():
-            buffer.add_(dist.get_rank())
-    replicate(model)
-    first = make_model(name, seed=0)
-    assert {fqn: id(param) for fqn, param in model.named_parameters()} == identities
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(torch.equal(a, b) for a, b in zip(tensors, [*first.parameters(), *first.buffers()], strict=True))
 
 
 @on_ranks(2)
@@ -549,21 +487,6 @@ def test_a_process_group_of_some_ranks_leaves_the_others_alone() -> None:
     torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
-def train_on_mesh_dims() -> dict[str, torch.Tensor]:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    model = make_model("mlp", seed=dist.get_rank())
-    replicate(model, mesh=mesh["outer"])
-    loss_at(model, 0, dist.get_rank()).backward()
-    return gradients_of(model)
-
-
-def test_a_mesh_dim_gives_the_ranks() -> None:
-    results = run_threads(train_on_mesh_dims, 4)
-    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
-    torch.testing.assert_close(results[1], results[3], rtol=0, atol=0)
-    assert not torch.equal(results[0]["inp.weight"], results[1]["inp.weight"])
-
-
 @on_ranks(2)
 def test_an_ignored_module_keeps_its_own_parameters_and_gradients() -> None:
     rank = dist.get_rank()
@@ -636,55 +559,6 @@ def test_what_torch_was_told_to_ignore_is_what_its_wrapper_ignores() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def gradients_with_hook(name: str) -> dict[str, torch.Tensor]:
-    hooks = {
-        "fp16 around all-reduce": (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-        "PowerSGD": (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
-    }
-    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
-    register_comm_hook(model, *hooks[name])
-    for step in range(4):
-        model.zero_grad()
-        loss_at(model, step, dist.get_rank()).backward()
-    return gradients_of(model)
-
-
-@pytest.mark.parametrize(("hook", "tolerance"), [("fp16 around all-reduce", 2e-3), ("PowerSGD", 0.1)])
-def test_torchs_communication_hooks_run(hook: str, tolerance: float) -> None:
-    first, second = run_threads(gradients_with_hook, 2, hook)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    plain = make_model("mlp")
-    args, kwargs = global_inputs(plain, 3, 2)
-    loss_of(plain(*args, **kwargs)).backward()
-    torch.testing.assert_close(first, gradients_of(plain), rtol=tolerance, atol=tolerance)
-
-
-def compressed_twice(*, as_ddp: bool) -> list[dict[str, torch.Tensor]]:
-    """Return the gradients of some steps with PowerSGD inside of fp16, below ``replicate`` or torch's wrapper."""
-    # One matrix: its approximation begins with random numbers that depend on what else is in the bucket.
-    model = seeded(lambda: nn.Linear(32, 32), 0)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    hook = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
-    module: nn.Module = model
-    if as_ddp:
-        module = DistributedDataParallel(model)
-        module.register_comm_hook(state, hook)
-    else:
-        register_comm_hook(replicate(model), state, hook)
-    found = []
-    for step in range(5):
-        model.zero_grad()
-        module(random_input(10 * step + dist.get_rank(), BATCH, 32)).square().mean().backward()
-        found.append(gradients_of(model))
-    return found
-
-
-def test_compression_around_powersgd_gives_what_it_gives_below_torchs_wrapper() -> None:
-    ours, theirs = (run_ranks(compressed_twice, 2, as_ddp=as_ddp) for as_ddp in (False, True))
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-    assert all(torch.isfinite(grad).all() for step in ours[0] for grad in step.values())
-
-
 @on_ranks(2)
 def test_unused_parameters_are_an_error_on_every_rank_with_a_hook_too() -> None:
     model, rank = replicate(seeded(Gated, 0)), dist.get_rank()
@@ -692,42 +566,6 @@ def test_unused_parameters_are_an_error_on_every_rank_with_a_hook_too() -> None:
     text = message(lambda: model(random_input(0, BATCH, DIM), "left right" if rank else "").sum().backward())
     said = "rank 0 ended backward without a gradient for" if rank else "a gradient for 2 parameters:"
     assert f"{said} 'left.weight', 'right.weight'" in text
-
-
-@pytest.mark.cuda
-def test_training_on_cuda_equals_training_without_ranks() -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, plain = make_model("mlp").cuda(), make_model("mlp").cuda()
-        replicate(model, bucket_cap_mb=TINY_CAP_MB)
-        for step in range(3):
-            for one in (model, plain):
-                one.zero_grad()
-                one(random_input(step, BATCH, DIM).cuda()).square().mean().backward()
-            torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("before", [False, True])
-@on_ranks(2)
-def test_the_attribute_by_which_ddp_stops_averaging_does_so_here(*, before: bool) -> None:
-    rank = dist.get_rank()
-    model, plain = make_model("mlp"), make_model("mlp")
-    if not before:
-        replicate(model)
-    model.require_backward_grad_sync = False
-    if before:
-        replicate(model)
-    assert not model.require_backward_grad_sync
-    loss_at(model, 0, rank).backward()
-    loss_at(plain, 0, rank).backward()
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-    model.require_backward_grad_sync = True
-    loss_at(model, 1, rank).backward()
-    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 0, rank) + loss_at(plain, 1, rank))
-    torch.testing.assert_close(gradients_of(model), expected)
 
 
 def watch(model: Any) -> list[str]:
@@ -765,34 +603,4 @@ def test_hooks_of_users_run_as_on_the_plain_module(*, before: bool) -> None:
             (loss_with_input_gradient(plain, step, other) / world_size).backward()
         assert called == wanted and len(wanted) == 10
         called.clear()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-
-
-class TwoHeads(nn.Module):
-    """Two outputs that share no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a(x), self.b(x)
-
-
-@pytest.mark.parametrize("finds_unused", [True, False])
-@on_ranks(2)
-def test_a_backward_for_each_output_needs_unused_parameters_to_be_found(*, finds_unused: bool) -> None:
-    model, plain = replicate(seeded(TwoHeads, 0), find_unused_parameters=finds_unused), seeded(TwoHeads, 0)
-    if not finds_unused:
-        with pytest.raises(UsageError, match="pass find_unused_parameters=True"):
-            model(random_input(0, 3, 4))[0].sum().backward()
-        return
-    for _ in range(3):
-        for one in (model, plain):
-            one.zero_grad()
-        for output in model(random_input(dist.get_rank(), 3, 4)):
-            output.square().mean().backward()
-        for rank in range(2):
-            for output in plain(random_input(rank, 3, 4)):
-                (output.square().mean() / 2).backward()
         torch.testing.assert_close(gradients_of(model), gradients_of(plain))

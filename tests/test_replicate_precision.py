@@ -1,4 +1,7 @@
-"""Mixed precision of ``replicate``: parity with one process that makes the same casts, and parameters that stay."""
+"""Mixed precision of ``replicate``: what modules hold and when, and parameters that stay.
+
+What both annotations do alike: ``test_mixed_precision.py``.
+"""
 
 import copy
 import gc
@@ -33,7 +36,7 @@ from composable import (
 )
 from tests.counting import CountingTransport
 from tests.live_bytes import LiveBytes
-from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
+from tests.low_precision import BF16, DIM, FP16, FP32, Spy, batch_of, make_net
 from tests.models import seeded
 from tests.world import on_ranks, run_ranks, run_threads, told
 from tools.interrupts import interrupted_at, record, sample
@@ -52,35 +55,7 @@ def train(policy: Any, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
-def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: MixedPrecisionPolicy) -> None:
-    expected = train_in_one_process(policy, 2, steps=1, micros=1, dtype=BF16, make=torch.optim.SGD)
-    for found in run_threads(train, 2, policy, dtype=BF16):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
-
-
 # What modules hold, and when
-
-
-class Spy(nn.Module):
-    """Tells what it is called with and what it holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
-        self.register_buffer("table", torch.linspace(0, 1, DIM))
-        self.register_buffer("calls", torch.zeros(()))
-        self.seen: list[tuple[torch.dtype, ...]] = []
-        self.holds_params = True
-        self.error: BaseException | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.holds_params &= isinstance(self.weight, nn.Parameter)
-        self.seen.append((x.dtype, self.weight.dtype, next(self.parameters()).dtype, self.table.dtype))
-        if self.error is not None:
-            raise self.error
-        return x * self.weight * self.table.to(x.dtype)
 
 
 def is_itself(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
@@ -400,51 +375,6 @@ def test_hooks_on_parameters_and_autograd_grad_see_the_parameters() -> None:
 
 
 @on_ranks(2)
-def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.BatchNorm1d(DIM)), nn.Linear(DIM, DIM))
-    policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, skipped_module_classes=(nn.BatchNorm1d,))
-    replicate(model, mp_policy=policy)
-    seen: list[Any] = []
-    norm = model[1][0]
-    norm.register_forward_hook(lambda module, args, out: seen.extend([module.weight.dtype, module.running_mean.dtype]))
-    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    for one in (model, copy.deepcopy(model)):
-        one(torch.randn(4, DIM)).float().sum().backward()
-    assert norm.num_batches_tracked.item() == 1
-    assert seen[:3] == [FP32, FP32, BF16]
-
-
-@pytest.mark.parametrize(
-    ("inner", "outer", "expected"),
-    [
-        (None, MixedPrecisionPolicy(BF16), [(BF16, BF16), (BF16, BF16)]),
-        (MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16), [(BF16, BF16), (FP32, FP32)]),
-        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(), [(FP32, FP32), (BF16, BF16)]),
-        (
-            MixedPrecisionPolicy(BF16, cast_forward_inputs=False),
-            MixedPrecisionPolicy(FP16, cast_forward_inputs=False, cast_root_forward_inputs=True),
-            [(FP16, FP16), (FP16, BF16)],
-        ),
-        (
-            MixedPrecisionPolicy(BF16, cast_root_forward_inputs=False),
-            MixedPrecisionPolicy(FP16, cast_root_forward_inputs=False),
-            [(FP32, FP16), (BF16, BF16)],
-        ),
-    ],
-)
-@on_ranks(1)
-def test_each_annotation_casts_its_inputs_and_parameters(
-    inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy, expected: list[tuple[torch.dtype, ...]]
-) -> None:
-    model = nn.Sequential(Spy(), Spy())
-    if inner is not None:
-        replicate(model[1], mp_policy=inner)
-    replicate(model, mp_policy=outer)
-    model(torch.ones(2, DIM))
-    assert [spy.seen[0][:2] for spy in model] == expected
-
-
-@on_ranks(2)
 def test_ignored_modules_are_left_in_their_dtype() -> None:
     model = nn.Sequential(Spy(), Spy())
     replicate(model, ignored_modules=[model[1]], mp_policy=MixedPrecisionPolicy(BF16))
@@ -511,32 +441,6 @@ def test_gradients_may_stay_in_low_precision() -> None:
     assert model.weight.grad.unique().tolist() == [5]
 
 
-def scale_losses() -> list[Any]:
-    model = nn.Linear(DIM, 1, bias=False)
-    nn.init.ones_(model.weight)
-    replicate(model, mp_policy=MixedPrecisionPolicy(FP16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    found = []
-    for _ in range(8):
-        # Of the last rank alone the scaled gradient overflows, until the scale has gone down.
-        x = torch.full((1, DIM), 1.0 if dist.get_rank() == 1 else 1e-4)
-        scaler.scale(model(x).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        found.append((scaler.get_scale(), model.weight.detach().clone()))
-    return found
-
-
-def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none() -> None:
-    first, second = run_threads(scale_losses, 2)
-    scales = [scale for scale, _ in first]
-    assert scales[0] == 2.0**19 and scales[-1] == scales[-2] <= 2.0**16
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert not torch.equal(first[-1][1], torch.ones(1, DIM))
-
-
 @pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
 @on_ranks(2)
 def test_communication_hooks_get_the_bucket_in_low_precision(hook: Callable[..., Any] | None) -> None:
@@ -585,28 +489,6 @@ def test_gradients_travel_in_the_dtype_of_the_reduction(policy: MixedPrecisionPo
 
 
 # Life
-
-
-@on_ranks(2)
-def test_copies_cast_too_and_what_is_undone_does_not() -> None:
-    rank = dist.get_rank()
-    model = make_net()
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32), find_unused_parameters=True)
-    model(batch_of(0, rank, 0)).float().square().mean().backward()
-    copied = copy.deepcopy(model)
-    for one in (model, copied):
-        one.zero_grad()
-        one(batch_of(1, rank, 0)).float().square().mean().backward()
-    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
-        assert own is not other and other.dtype is FP32
-        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0)
-    before = dict(model.named_parameters())
-    unannotate(model)
-    assert is_itself(model, before)
-    assert model(batch_of(0, rank, 0)).dtype is FP32
-    assert copied(batch_of(0, rank, 0)).dtype is BF16
-    replicate(model, mp_policy=MixedPrecisionPolicy(FP16), find_unused_parameters=True)
-    assert model(batch_of(0, rank, 0)).dtype is FP16
 
 
 @on_ranks(1)

@@ -62,36 +62,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, world_si
     optimizer.zero_grad()
 
 
-def copy_and_train(way: str, name: str, world_size: int) -> list[dict[str, torch.Tensor]]:
-    """Return what becomes of a model, a copy before the first forward, and one made with its optimizer later."""
-    model = make_model(name)
-    WAYS[way](model)
-    early = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    step(model, optimizer, 0, world_size)
-    late, late_optimizer = copy.deepcopy((model, optimizer))
-    early_optimizer = torch.optim.SGD([p for p in early.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    for seed in (1, 2):
-        step(late, late_optimizer, 10 + seed, world_size)
-        step(model, optimizer, seed, world_size)
-        step(early, early_optimizer, 20 + seed, world_size)
-    return [full_params(one) for one in (model, early, late)]
-
-
-def copies_of_cases(cases: list[tuple[str, str]]) -> list[list[dict[str, torch.Tensor]]]:
-    return [copy_and_train(way, name, dist.get_world_size()) for way, name in cases]
-
-
-def test_a_copy_and_its_original_train_as_two_plain_models() -> None:
-    expected = [copy_and_train("plain", name, 3) for _, name in CASES]
-    for found in run_threads(copies_of_cases, 3, CASES):
-        for case, models, references in zip(CASES, found, expected, strict=True):
-            # Activations of bfloat16 round wherever the batch is cut.
-            tolerance = 1e-3 if "mixed_dtypes" in case else 1e-6
-            for which, model, reference in zip(("original", "early", "late"), models, references, strict=True):
-                assert_equal_params(model, reference, tolerance=tolerance, where=f"{case}, {which}")
-
-
 @on_ranks(2)
 def test_a_copy_that_has_not_run_reduces_the_gradients_it_was_given() -> None:
     model = fully_shard(make_model("mlp"), policy=BLOCK_CLASSES)

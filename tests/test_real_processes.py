@@ -1,18 +1,16 @@
-"""``fully_shard`` against single-process training, over models, ways of annotating and world sizes."""
+"""Both annotations on real processes against single-process training, and checkpoints around sharded modules."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import HandleOptions, ModuleWrapPolicy, fully_shard
+from composable import HandleOptions, ModuleWrapPolicy, fully_shard, replicate
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.pairwise import pairs_of
 from tests.parity import (
-    Run,
     assert_equal_params,
     assert_equal_runs,
     full,
@@ -31,24 +29,24 @@ def by_hand(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def train(name: str, annotate: Callable[[nn.Module], None]) -> Run:
-    return train_annotated(name, annotate)
-
-
-# Tied weights across hand-annotated handles are an error: only a policy sees the whole tree.
 # bfloat16 gradients of half a batch each do not add up to those of the whole one.
 TOLERANCE = {"mixed_dtypes": 2e-2}
 
 
-def by_policy_over(transport: str, model: nn.Module) -> None:
-    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), options=HandleOptions(transport=transport))
+def annotate(way: str, model: nn.Module) -> None:
+    if way == "replicate":
+        replicate(model)
+    else:
+        fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), options=HandleOptions(transport=way))
 
 
 @pytest.mark.parametrize(
-    *pairs_of(name=["gpt_tied", "mixed_dtypes"], world_size=[2, 3], transport=["point_to_point", "process_group"])
+    *pairs_of(
+        name=["gpt_tied", "mixed_dtypes"], world_size=[2, 3], way=["point_to_point", "process_group", "replicate"]
+    )
 )
-def test_training_on_real_processes_equals_one_process(name: str, world_size: int, transport: str) -> None:
-    runs = run_ranks(train, world_size, name, functools.partial(by_policy_over, transport))
+def test_training_on_real_processes_equals_one_process(name: str, world_size: int, way: str) -> None:
+    runs = run_ranks(train_annotated, world_size, name, functools.partial(annotate, way))
     assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
 
 
