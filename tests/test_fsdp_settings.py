@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import logging
-import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +36,7 @@ from tests.counting import CountingTransport
 from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded
 from tests.pairwise import pairs_of
 from tests.parity import full, full_params
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 from tools.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_list
 from tools.streams.recorded import put_on_device
 from tools.streams.recording import Recorder
@@ -666,112 +665,6 @@ def test_a_setter_of_what_is_no_longer_annotated_says_so() -> None:
     unannotate(model)
     with pytest.raises(UsageError, match="no longer annotated"):
         setter(True)
-
-
-# -- all of them together
-
-
-class Tree(nn.Module):
-    """Modules in modules, one used or not, an embedding, and a handle of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, DIM)
-        self.left = nn.Sequential(MLPBlock(DIM, 6), nn.LayerNorm(DIM))
-        self.right = MLPBlock(DIM, 7)
-        self.head, self.other = nn.Linear(DIM, 3), nn.Linear(DIM, 3)
-
-    def forward(self, tokens: torch.Tensor, is_right: bool, is_other: bool) -> torch.Tensor:
-        x = self.left(self.embed(tokens))
-        return (self.other if is_other else self.head)(self.right(x) if is_right else x)
-
-
-def annotated_tree() -> Any:
-    model: Any = seeded(Tree, 0)
-    fully_shard(model.embed)
-    fully_shard(model.left[0])
-    fully_shard(model.left)
-    fully_shard(model.right)
-    return fully_shard(model)
-
-
-def change_something(rng: random.Random, model: Any) -> None:
-    part = rng.choice([model, model.left, model.left[0], model.right, model.embed])
-    recurse = rng.random() < 0.5
-    name = rng.choice(["reshard_after_forward", "reshard_after_backward", "keep_unsharded_storage", "buffers"])
-    is_on = rng.random() < 0.5
-    if name == "buffers":
-        part.set_reduce_scatter_max_input_buffers(rng.randint(1, 4), recurse=recurse)
-    else:
-        getattr(part, f"set_{name}")(is_on, recurse=recurse)
-    if rng.random() < 0.3:
-        model.embed.set_unshard_in_backward(rng.random() < 0.5)
-    if rng.random() < 0.3:
-        others = rng.sample([model.left, model.left[0], model.right, model.embed], 2)
-        part.set_modules_to_backward_prefetch(others)
-
-
-def batch(step: int, micro: int, rank: int) -> torch.Tensor:
-    return random_tokens(1000 * step + 10 * micro + rank, 2, 3, vocab=16)
-
-
-def steps_of(seed: int, model: Any, ranks: list[int], scale: float, annotated: bool) -> list[dict[str, torch.Tensor]]:
-    """Train for some steps; what differs between an annotated run and a plain one draws nothing at random."""
-    rng = random.Random(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    found = []
-    for step in range(4):
-        changes = [rng.randrange(1 << 30) for _ in range(rng.randint(0, 3))]
-        micros = rng.randint(1, 3)
-        rights = [rng.random() < 0.5 for _ in range(micros)]
-        others = [[rng.random() < 0.4 for _ in range(3)] for _ in range(micros)]
-        syncs = [rng.random() < 0.6 for _ in range(micros - 1)] + [True]
-        lasts = [rng.random() < 0.5 for _ in range(micros - 1)] + [True]
-        by_hand, is_cut_short, by_copy = rng.random() < 0.3, rng.random() < 0.2, rng.random() < 0.2
-        fills = rng.random() < 0.3
-        if annotated:
-            for change in changes:
-                change_something(random.Random(change), model)
-            model.set_manual_backward_finalization(by_hand)
-            if is_cut_short:
-                model.set_is_last_backward(False)
-                with no_sync(model):
-                    model(batch(99, 0, ranks[0]), True, True).square().mean().backward()
-                model.reset_iter_state()
-        for micro in range(micros):
-            if annotated:
-                model.set_requires_gradient_sync(syncs[micro])
-                model.set_is_last_backward(lasts[micro])
-                model.set_reduce_scatter_unused_params(fills)
-            for rank in ranks:
-                out = model(batch(step, micro, rank), rights[micro], others[micro][rank])
-                (out.square().mean() * scale).backward()
-        if fills and not annotated:
-            for param in [*model.head.parameters(), *model.other.parameters()]:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if annotated and by_hand:
-            handle = model.finalize_backward(async_op=is_cut_short)
-            if handle is not None:
-                handle.wait()
-        found.append({fqn: full(p.grad) for fqn, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-        if annotated and by_copy:
-            assert settings_of(copy.deepcopy(model)) == settings_of(model)
-        found.append({fqn: full(p) for fqn, p in model.named_parameters()})
-    return found
-
-
-def random_settings(seed: int) -> list[dict[str, torch.Tensor]]:
-    return steps_of(seed, annotated_tree(), [dist.get_rank()], 1.0, True)
-
-
-@pytest.mark.parametrize(("seed", "world_size"), [(seed, 2 + seed % 2) for seed in range(8)])  # 200 were run by hand
-def test_whatever_is_set_between_steps_training_is_that_of_one_process(seed: int, world_size: int) -> None:
-    expected = steps_of(seed, seeded(Tree, 0), list(range(world_size)), 1 / world_size, False)
-    for found in run_threads(random_settings, world_size, seed):
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{number}")
 
 
 # -- the page

@@ -14,8 +14,11 @@ from tools.fuzz.runner import Outcome
 from tools.fuzz.stories import Op, Story, draw_story, run_story, shrink_story
 from tools.fuzz.story_parts import Side
 
+# (ranks, seed); together so many that every operation is met.
+STORIES = [(2, 1), (3, 2), (1, 3), (4, 4), *((2, seed) for seed in (7, 21, 30, 32, 49, 54))]
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (1, 3), (4, 4)])
+
+@pytest.mark.parametrize(("world_size", "seed"), STORIES)
 def test_a_story_on_ranks_goes_as_in_one_process(world_size: int, seed: int) -> None:
     story = draw_story(seed, world_size)
     outcome, ended = run_story(story)
@@ -33,8 +36,8 @@ def test_a_seed_is_always_the_same_story_of_15_to_45_operations() -> None:
         assert story.command == f"python -m tools.fuzz.run --stories --seeds {seed} --world-size 2"
 
 
-def test_so_many_seeds_meet_every_operation() -> None:
-    assert {op.name for seed in range(150) for op in draw_story(seed, 2).ops} == OPERATIONS.keys()
+def test_so_few_stories_meet_every_operation() -> None:
+    assert {op.name for size, seed in STORIES for op in draw_story(seed, size).ops} == OPERATIONS.keys()
 
 
 def _wrong_number(side: Side) -> None:
