@@ -1,19 +1,25 @@
-"""Runs pytest in two processes that share the test files: ``python -m tests.side_by_side [arguments of pytest]``.
+"""Runs pytest in several processes that share the test files: ``python -m tests.side_by_side [arguments of pytest]``.
 
-Ranks wait for each other more than they compute, so one process leaves half of two cores idle. Each process takes the
-next file that the other has not taken. The first shows what it does as it goes; the report of the other follows at the
-end. A process that is stuck is ended by pytest's own limit for a test, with the stacks of its threads.
+Ranks wait for each other, for timeouts and for processes that start, so there is one process more than cores. Each
+takes the next file that no other has taken; files that wait most come first, or one of them would run alone at the
+end. The first process shows what it does as it goes; the reports of the others follow at the end. A process that is
+stuck is ended by pytest's own limit for a test, with the stacks of its threads.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+PROCESSES = min(os.cpu_count() or 2, 7) + 1
+# Of minutes each, most of them spent waiting: for a timeout, for torchrun, for a compiler.
+FIRST = ("test_two_hosts.py", "test_compiled_autograd.py", "test_examples.py", "test_installation.py", "test_wheel.py")
 _WORST_LAST = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
@@ -25,6 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Who is started in the background of a script ignores it, and could not be asked for a report.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(SharedFiles(config.getoption("--share-files")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of ``FIRST`` first, each as a whole."""
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
 class SharedFiles:
@@ -70,21 +81,21 @@ class SharedFiles:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the tests, and return the exit status of the process that did worse."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         plugins = ["-p", "tests.tiers", "-p", "tests.side_by_side", f"--share-files={folder}"]
         command = [sys.executable, "-m", "pytest", *plugins, *arguments]
-        runs = [
-            subprocess.Popen(command),
-            subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL),
-        ]
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(PROCESSES - 1)]
+        runs = [subprocess.Popen(command)]
+        runs += [subprocess.Popen(command, stdout=one, stderr=one, stdin=subprocess.DEVNULL) for one in outputs]
         try:
             codes = [one.wait() for one in runs]
         except KeyboardInterrupt:
-            # The terminal has told both.
+            # The terminal has told all.
             codes = [one.wait() for one in runs]
         finally:
-            output.seek(0)
-            print(output.read(), end="", flush=True)
+            for output in outputs:
+                output.seek(0)
+                print(output.read(), end="", flush=True)
     return max(codes, key=lambda code: _WORST_LAST.index(code) if code in _WORST_LAST else len(_WORST_LAST))
 
 

@@ -1,4 +1,4 @@
-"""Two processes of pytest that share the test files."""
+"""Processes of pytest that share the test files."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def run(folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("broken", [None, 2])
-def test_each_test_runs_once_and_a_failure_in_either_process_is_one(tmp_path: Path, broken: int | None) -> None:
+def test_each_test_runs_once_and_a_failure_in_any_process_is_one(tmp_path: Path, broken: int | None) -> None:
     log = tmp_path / "log"
     for number in range(4):
         text = FILE.format(log=str(log), name=number, claim=number != broken)

@@ -44,9 +44,7 @@ def test_the_wheel_installs_and_runs_the_readme_example(tmp_path: Path) -> None:
     assert found
     # The checkout may be installed in this environment too: say which one was imported.
     (tmp_path / "train.py").write_text(found[1] + "\nimport composable\nassert 'site' in composable.__file__\n")
-    printed = run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-    )
-    assert "7 handles over 2 ranks" in printed
+    # One rank, with what torchrun would tell it: that launches two in test_readme.py.
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environ = {**os.environ, **rank, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    assert "7 handles over 1 rank" in run([sys.executable, "train.py"], cwd=tmp_path, env=environ)
