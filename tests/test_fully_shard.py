@@ -608,19 +608,6 @@ def test_a_method_that_is_not_registered_is_an_error_that_says_how() -> None:
         assert "register_fsdp_forward_method(module, name)" in caught.value.fix
 
 
-@on_ranks(2)
-def test_parameters_frozen_at_annotation_train_once_they_are_unfrozen() -> None:
-    model = make_model("mlp")
-    model.blocks[1].requires_grad_(requires_grad=False)
-    annotate(model, "policy")
-    step(model)
-    model.zero_grad()
-    model.requires_grad_()
-    step(model)
-    assert len(grads_of(model)) == len(list(model.parameters()))
-    assert_grads_of_one_process(model)
-
-
 class FrozenLoop(nn.Module):
     """Frozen blocks that alternate, so that each is recorded before the other, and a head that trains."""
 
@@ -775,14 +762,6 @@ def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
     model.zero_grad()
     step(model)
     assert_grads_of_one_process(model)
-
-
-@on_ranks(2)
-def test_a_sparse_gradient_is_a_clear_error() -> None:
-    model = fully_shard(nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)))
-    with pytest.raises(UsageError, match="a gradient is sparse") as caught:
-        model(torch.tensor([1, 2])).sum().backward()
-    assert f"rank {dist.get_rank()}, parameter '0.weight'" in str(caught.value) and caught.value.fix
 
 
 @on_ranks(2)

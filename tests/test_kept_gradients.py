@@ -239,9 +239,9 @@ def test_a_root_that_first_runs_after_the_context_ends_what_others_keep() -> Non
 
 
 @pytest.mark.parametrize("left", range(KIDS))
-@pytest.mark.parametrize("kinds", [*itertools.product(["replicate", "shard"], repeat=KIDS)], ids=" ".join)
+@pytest.mark.parametrize("kinds", [["replicate"] * 3, ["shard"] * 3, ["replicate", "shard", "shard"]], ids=" ".join)
 @on_ranks(2)
-def test_the_rest_ends_after_one_is_unannotated(kinds: tuple[str, ...], left: int) -> None:
+def test_the_rest_ends_after_one_is_unannotated(kinds: list[str], left: int) -> None:
     model, plain, rank = Chosen(), Chosen(), dist.get_rank()
     for kid, kind in zip(model.kids, kinds, strict=True):
         annotate(kid, kind)

@@ -22,7 +22,6 @@ from composable import (
     unshard_params,
 )
 from composable.annotation.root import Root
-from composable.engine import RestingPlace
 from tests.counting import Collective, CountingTransport
 from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
 from tests.parity import Run, assert_equal_runs, full, train_annotated, train_reference
@@ -362,26 +361,6 @@ def test_a_forward_without_backward_leaves_nothing_that_the_next_one_uses() -> N
     with unshard_params(model):
         for param, right in zip(model.parameters(), expected, strict=True):
             assert torch.equal(param, right)
-
-
-@on_ranks(4)
-def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
-    """Let shards rest where the buffers are not, and train as without; return the model."""
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    models = [shard(net(), mp_policy=policy) for _ in range(2)]
-    home = RestingPlace(torch.device("cpu"), is_elsewhere=True)
-    for flat in [flat for handle in fully_shard.state(models[0])._handles for flat in handle.buffers]:
-        flat.home = flat.routes.home = home
-    for step in range(2):
-        for model in models:
-            model.zero_grad()
-            loss(model, step).backward()
-            write(model, 2)
-        for found, expected in zip(*map(grads, models), strict=True):
-            assert torch.equal(found, expected)
-    counting = CountingTransport.install(root_of(models[0]))
-    loss(models[0]).backward()
-    assert gathers(counting.records) == (3, 3)
 
 
 # What ends early
