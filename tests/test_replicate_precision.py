@@ -4,10 +4,8 @@ What both annotations do alike: ``test_mixed_precision.py``.
 """
 
 import copy
-import gc
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -489,17 +487,6 @@ def test_gradients_travel_in_the_dtype_of_the_reduction(policy: MixedPrecisionPo
 
 
 # Life
-
-
-@on_ranks(1)
-def test_a_model_is_freed_with_its_copies() -> None:
-    model = nn.Sequential(Spy())
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
-    model(torch.ones(2, DIM)).sum().backward()
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def save_and_load(folder: Any, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import MixedPrecisionPolicy, as_ddp, no_sync
+from composable import MixedPrecisionPolicy, as_ddp
 from composable.replicate import replicate
-from composable.replication import replicate_state_of
 from tests.world import on_ranks, run_ranks
 
 
@@ -58,44 +56,6 @@ def test_dropped_models_are_collected_with_their_threads_and_files(deep: bool) -
         gc.collect()
         dist.barrier()
     assert count_of_process() == counts[-1]
-
-
-def annotate(kind: str) -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ModuleList([nn.Linear(4, 4)])[0])
-    if kind == "parts":
-        for part in model:
-            replicate(part)
-        return model
-    if kind == "list":
-        replicate([model[0], model[2]])
-        return model
-    replicate(model, static_graph=kind == "static", gradient_as_bucket_view=kind != "own")
-    return copy.deepcopy(model) if kind == "copy" else model
-
-
-@pytest.mark.parametrize("kind", ["whole", "parts", "list", "static", "own", "copy", "no_sync"])
-@on_ranks(2)
-def test_what_is_dropped_is_freed_at_once(kind: str) -> None:
-    """Without Python's collector, as plain modules and those in DistributedDataParallel are."""
-    gc.collect()
-    gc.disable()
-    try:
-        model = annotate(kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for number in range(3):
-            keeps = kind == "no_sync" and number == 2
-            with no_sync(model) if keeps else nullcontext():
-                model(torch.ones(2, 4)).sum().backward()
-            if number < 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        found = [weakref.ref(one) for one in (model, *model.modules(), *model.parameters())]
-        found += [weakref.ref(param.grad) for param in model.parameters()]
-        found += [weakref.ref(state) for state in filter(None, map(replicate_state_of, model.modules()))]
-        del model, optimizer
-        assert [one() for one in found] == [None] * len(found)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
