@@ -44,6 +44,8 @@ try:
     from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the values of a tree, as they are saved
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # makes a tree of values that were read
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict  # `load` warns where
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict  # there is no group
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _api as dtensor_api  # makes DTensors of local tensors, and of full values
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor

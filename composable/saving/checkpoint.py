@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -25,15 +24,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from composable.comm import Ranks, call_before_destroy, explain_waits, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.ground.names import as_path, check_bool, check_module, described
+from composable.ground.torch_private import load_state_dict, save_state_dict
 from composable.saving import contents, run_folder
 from composable.saving.entries import names_on_all
 from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest
@@ -293,10 +290,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         contents.check_fit(metadata, manifest.optimizers, model, names, elsewhere)
         flat = contents.targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
-    with _named(f"the load of {folder}"), _as_ours(failure), warnings.catch_warnings():
-        # Without a process group torch warns; here this means a single process.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(flat, storage_reader=reader, planner=contents.DataPlanner(folder))
+    with _named(f"the load of {folder}"), _as_ours(failure):
+        load_state_dict(flat, reader, no_dist=ranks.group is None, planner=contents.DataPlanner(folder))
     with ranks.agreed():
         try:
             contents.apply(flat, metadata, model, optimizers)
@@ -361,24 +356,10 @@ def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[
     what = f"{folder} was not written to its end; earlier checkpoints are as they were"
     with _as_ours(what):
         writer = _SummingWriter(folder)
-        if ranks.group is None:
-            _write_alone(state, writer)
-        else:
-            save(state, storage_writer=writer, process_group=ranks.group)
+        save_state_dict(state, writer, ranks.group, no_dist=ranks.group is None)
         mine = [(name, saved.bytes, saved.crc32) for name, saved in writer.sums.items()]
         sums = {name: FileSum(*saved) for part in ranks.objects(mine) for name, *saved in part}
         return Path(_on_first(ranks, lambda: str(publish(sums)), what))
-
-
-def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
-    """Save like torch's ``save`` in one process, without its warning: only the main thread may change filters."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
 # -- reading
