@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
 from composable.dtensor.packed import values_of
-from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
+from composable.dtensor.spec import RaggedLayout, replicated_spec, slice_full
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_running
 from composable.ground.names import check_bool
@@ -29,6 +29,7 @@ from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
+    TensorMeta,
     disabled_torch_function,
     dtensor_new,
     is_tracing,
@@ -37,6 +38,7 @@ from composable.ground.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from composable.planning import RaggedShard, strides_of
 
 # (tensor subclass, operation, args, kwargs) -> result
 Rule: TypeAlias = Callable[[Any, OpOverload, Sequence[Any], Mapping[str, Any]], Any]
@@ -57,19 +59,13 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
         return block
     if block.is_meta:
         return layout.empty_full(block.dtype, block.device)
-    device, home = torch.device(layout.mesh.device_type), block.device
-    joined = block if home.type == device.type else block.to(device)
-    levels = [*zip(layout.splits, layout.shapes_around(), layout.split_ranks, strict=True)]
-    for split, shape, ranks in reversed(levels):
-        parts = parts_of(shape[split.dim], ranks.size)
-        width = shape.numel() // max(shape[split.dim], 1)
-        bounds = [0, *(stop * width for _, stop in parts)]
-        pieces = _gather_flat(joined.reshape(-1), bounds, ranks).split([hi - lo for lo, hi in pairwise(bounds)])
-        shapes = [with_dim(shape, split.dim, stop - start) for start, stop in parts]
-        joined = torch.cat([piece.view(size) for piece, size in zip(pieces, shapes, strict=True)], split.dim)
-    if layout.order:
-        joined = layout.empty_full(joined.dtype, joined.device).copy_(joined)
-    return joined if home.type == device.type else joined.to(home)
+    # The block is Replicate along the dim that was cut; torch joins the blocks.
+    placements = [Replicate() if isinstance(one, RaggedShard) else one for one in layout.placements]
+    meta = TensorMeta(layout.shape, strides_of(layout.shape), block.dtype)
+    spec = DTensorSpec(layout.mesh, tuple(placements), tensor_meta=meta)
+    blocks: DTensor = wrap(DTensor, block.to(layout.mesh.device_type).contiguous(), spec)
+    full = blocks.redistribute(placements=[Replicate()] * layout.mesh.ndim)._local_tensor.to(block.device)
+    return layout.empty_full(full.dtype, full.device).copy_(full) if layout.order else full
 
 
 def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:

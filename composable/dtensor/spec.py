@@ -11,7 +11,7 @@ row of the block and 1-D otherwise; a *full* tensor has the parameter's shape.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import add
 from types import MappingProxyType
@@ -27,7 +27,15 @@ from composable.comm import Ranks
 from composable.dtensor.packed import PackedPiece, memory_of
 from composable.errors import ConfigError, UsageError
 from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
-from composable.planning import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
+from composable.planning import (
+    RaggedShard,
+    boxes,
+    in_memory_order,
+    in_order_of_dims,
+    local_shape,
+    part_of_dim,
+    strides_of,
+)
 
 
 class Label(Protocol):
@@ -124,32 +132,26 @@ class RaggedLayout:
         cut = self.bounds, self.rank, self.order, self.splits
         return RaggedLayout, (self.mesh, self.mesh_dim, self.shape, *cut), {"is_stored": self.is_stored}
 
-    def shapes_around(self) -> Iterator[torch.Size]:
-        """Yield, for each split, the shape on this rank before the split."""
-        shape = self.shape
-        for mesh_dim, dim, rank in self.splits:
-            yield shape
-            start, stop = parts_of(shape[dim], self.mesh.size(mesh_dim))[rank]
-            shape = torch.Size(with_dim(shape, dim, stop - start))
-
     def block_at(self, places: Sequence[int]) -> tuple[tuple[int, ...], torch.Size]:
         """Return the offsets in the whole at which the block of a rank begins, and the block's shape.
 
         Args:
             places: The places of the rank within the mesh dims of the splits.
         """
-        offsets, shape = (0,) * len(self.shape), self.shape
+        offsets, sizes = [0] * len(self.shape), [*self.shape]
         for split, place in zip(self.splits, places, strict=True):
-            start, stop = parts_of(shape[split.dim], self.mesh.size(split.mesh_dim))[place]
-            offsets = with_dim(offsets, split.dim, offsets[split.dim] + start)
-            shape = torch.Size(with_dim(shape, split.dim, stop - start))
-        return offsets, shape
+            start, stop = part_of_dim(sizes[split.dim], self.mesh.size(split.mesh_dim), place)
+            offsets[split.dim] += start
+            sizes[split.dim] = stop - start
+        return tuple(offsets), torch.Size(sizes)
 
     @property
     def is_even(self) -> bool:
         """Every block has the same shape."""
-        around = zip(self.splits, self.shapes_around())
-        return all(shape[split.dim] % self.mesh.size(split.mesh_dim) == 0 for split, shape in around)
+        counts = [1] * len(self.shape)
+        for split in self.splits:
+            counts[split.dim] *= self.mesh.size(split.mesh_dim)
+        return all(size % count == 0 for size, count in zip(self.shape, counts))
 
     @property
     def global_rank(self) -> int:
@@ -370,16 +372,6 @@ def slice_full(full: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 def slice_block(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return this rank's piece [local_shape] of a block [block_shape], as ``slice_full`` does."""
     return layout.flat(block)[layout.lo : layout.hi].view(layout.local_shape)
-
-
-def parts_of(size: int, count: int) -> list[tuple[int, int]]:
-    """Return each rank's range of a dim of ``size``, as ``Shard`` splits it over ``count`` ranks; some may be empty."""
-    step = -(-size // count)
-    return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(count)]
-
-
-def with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 # -- in torch.distributed.checkpoint, which stores tensors as axis-aligned boxes: a flat range is a few boxes. Each box

@@ -9,6 +9,7 @@ from composable.planning.layout import (
     in_memory_order,
     in_order_of_dims,
     local_shape,
+    part_of_dim,
     strides_of,
 )
 from composable.planning.options import (

@@ -128,6 +128,12 @@ def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int, order: S
     return (numel // row, *shape[1:])
 
 
+def part_of_dim(size: int, count: int, place: int) -> tuple[int, int]:
+    """Return the range of a dim of ``size`` that ``Shard`` gives to one of ``count`` ranks; it may be empty."""
+    step = -(-size // count)
+    return min(place * step, size), min((place + 1) * step, size)
+
+
 def boxes(
     shape: Sequence[int], lo: int, hi: int, order: Sequence[int] = ()
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

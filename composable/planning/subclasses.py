@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from composable.errors import ConfigError
 from composable.ground.names import list_text
 from composable.ground.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
-from composable.planning.layout import order_of, strides_of
+from composable.planning.layout import order_of, part_of_dim, strides_of
 
 Kind = Literal["marked", "bytes", "gathered", "split"]
 PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -95,9 +95,9 @@ class SplitNode:
         if value.shape != self.block_shape and value.shape == spec.shape:
             for mesh_dim, placement in enumerate(spec.placements):
                 if isinstance(placement, Shard):
-                    step = -(-value.shape[placement.dim] // spec.mesh.size(mesh_dim))
-                    start = min(spec.mesh.get_local_rank(mesh_dim) * step, value.shape[placement.dim])
-                    value = value.narrow(placement.dim, start, min(step, value.shape[placement.dim] - start))
+                    size, place = value.shape[placement.dim], spec.mesh.get_local_rank(mesh_dim)
+                    start, stop = part_of_dim(size, spec.mesh.size(mesh_dim), place)
+                    value = value.narrow(placement.dim, start, stop - start)
         return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SplitNode":
