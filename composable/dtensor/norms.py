@@ -99,17 +99,15 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
 
     Within a piece low precision is accumulated in fp32; over pieces everything is in fp64.
     """
-    groups: list[tuple[RaggedLayout, list[int]]] = []
-    for index, tensor in enumerate(tensors):
-        layout: RaggedLayout = tensor._spec.layout
-        members = next((members for known, members in groups if layout.shares_ranks(known)), None)
-        if members is None:
-            groups.append((layout, members := []))
-        members.append(index)
+    layouts: list[RaggedLayout] = [tensor._spec.layout for tensor in tensors]
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for index, layout in enumerate(layouts):
+        groups.setdefault((layout.mesh, layout.cut_dims), []).append(index)
     found: list[Any] = [None] * len(tensors)
     # On one mesh where possible: the caller can add up norms only if these are DTensors of one mesh.
-    wide = widest(layout for layout, _ in groups) if groups else None
-    for layout, members in groups:
+    wide = widest(layouts) if layouts else None
+    for members in groups.values():
+        layout = layouts[members[0]]
         whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
         mesh = wide.mesh if wide is not None and shares_cut(wide.mesh, layout) else layout.mesh
         real = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]

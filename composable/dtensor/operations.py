@@ -36,7 +36,8 @@ from composable.ground.torch_private import OpOverload, dtensor_new, tree_leaves
 
 aten = torch.ops.aten
 
-# An unknown list operation gathers: new ones need not be element-wise (`_foreach_mm` is not).
+# An unknown list operation gathers: new ones need not be element-wise (`_foreach_mm` is not). torch's tags do not say
+# which are: list operations have none, and `max` is tagged for two operands, while `_foreach_max` reduces.
 _FOREACH_ELEMENTWISE = frozenset(
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor "
     "frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh "
@@ -99,18 +100,14 @@ def _choose(op: OpOverload) -> Rule:
     if name in _NEW and not changed:
         return _new
     if torch.Tag.nondeterministic_seeded in op.tags:
-        if is_in_place:
-            return _random_in_place
-        return _random_like if name.endswith("_like") and not changed else gather_and_run
+        return _random if is_in_place or (name.endswith("_like") and not changed) else gather_and_run
     returns = op._schema.returns
     is_pointwise = torch.Tag.pointwise in op.tags or name in _UNTAGGED_POINTWISE
     # Operations with other results reduce, such as `equal`.
     if is_pointwise and returns and all(str(ret.type) == "Tensor" for ret in returns):
         if not changed:
             return _pointwise
-        if is_in_place:
-            return _pointwise_in_place
-        return _pointwise_out if changed == ["out"] else gather_and_run
+        return _pointwise_into if is_in_place or changed == ["out"] else gather_and_run
     return gather_and_run
 
 
@@ -171,28 +168,21 @@ def _forbidden(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 # -- random numbers: this rank's piece of the numbers that one process would draw; all ranks need equal seeds
 
 
-def _random_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    this, full = args[0], _random_canvas(op, args)
-    op(full, *args[1:], **kwargs)
-    this._local_tensor.copy_(slice_full(full, this._spec.layout))
-    return this
-
-
-def _random_like(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
-    full = op(_random_canvas(op, args), *args[1:], **kwargs)
-    local = slice_full(full, args[0]._spec.layout).clone()
-    return wrap(cls, local, args[0]._spec.cast(local.dtype))
-
-
-def _random_canvas(op: OpOverload, args: Sequence[Any]) -> torch.Tensor:
+def _random(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation that draws in place, or a new tensor of the same shape."""
     if any(isinstance(value, torch.Tensor) for value in args[1:]):
         raise UsageError(
             f"{op} draws random numbers that depend on another tensor",
             fix="draw on full_tensor(), then copy_() the result into the parameter",
         )
-    layout: RaggedLayout = args[0]._spec.layout
-    return layout.empty_full(args[0]._local_tensor.dtype, args[0]._local_tensor.device)
+    this, layout = args[0], args[0]._spec.layout
+    full = layout.empty_full(this._local_tensor.dtype, this._local_tensor.device)
+    drawn = op(full, *args[1:], **{name: value for name, value in kwargs.items() if name != "memory_format"})
+    piece = slice_full(drawn, layout)
+    if drawn is full:
+        this._local_tensor.copy_(piece)
+        return this
+    return wrap(cls, piece.clone(), this._spec.cast(piece.dtype))
 
 
 # -- element-wise operations on one tensor
@@ -250,22 +240,14 @@ def _pointwise(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     return tuple(wrap(cls, part, spec.cast(part.dtype)) for part in result)
 
 
-def _pointwise_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    this = args[0]
-    local_args = _local_operands(cls, args, this._spec) if type(this) is cls else None
+def _pointwise_into(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation that writes to its first argument or to ``out``."""
+    target: Any = kwargs.get("out", args[0])
+    local_args = _local_operands(cls, args, target._spec) if type(target) is cls else None
     if local_args is None:
         return gather_and_run(cls, op, args, kwargs)
-    op(*local_args, **kwargs)
-    return this
-
-
-def _pointwise_out(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    out: Any = kwargs["out"]
-    local_args = _local_operands(cls, args, out._spec) if type(out) is cls else None
-    if local_args is None:
-        return gather_and_run(cls, op, args, kwargs)
-    op(*local_args, **{**kwargs, "out": out._local_tensor})
-    return out
+    op(*local_args, **({**kwargs, "out": target._local_tensor} if "out" in kwargs else kwargs))
+    return target
 
 
 def _copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -274,7 +256,7 @@ def _copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     if type(this) is cls and type(source) is cls and not this._spec.layout.matches(source._spec.layout):
         count_fallback(str(op), source._spec.layout)
         args = (this, gather_full(source._local_tensor, source._spec.layout), *args[2:])
-    return _pointwise_in_place(cls, op, args, kwargs)
+    return _pointwise_into(cls, op, args, kwargs)
 
 
 def _masked_put_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -293,7 +275,7 @@ def _masked_put_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: 
 def _zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Set one tensor or a list to zero, and mark the pieces: this drops a gradient that waits for later ones."""
     is_list = isinstance(args[0], (list, tuple))
-    result = (_foreach_in_place if is_list else _pointwise_in_place)(cls, op, args, kwargs)
+    result = (_foreach_in_place if is_list else _pointwise_into)(cls, op, args, kwargs)
     for tensor in args[0] if is_list else args[:1]:
         if type(tensor) is cls:
             tensor._local_tensor._composable_zeroed = True

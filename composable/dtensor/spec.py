@@ -191,10 +191,6 @@ class RaggedLayout:
         # A new tensor: the incoming gradient may have other readers.
         return ranks.reduce(grad.contiguous() / ranks.size, ReduceOp.SUM)
 
-    def shares_ranks(self, other: "RaggedLayout") -> bool:
-        """Say whether two tensors are cut, and split, over the same dims of the same mesh."""
-        return self.cut_dims == other.cut_dims and (self.mesh is other.mesh or self.mesh == other.mesh)
-
     def matches(self, other: "RaggedLayout") -> bool:
         """Say whether the pieces of two tensors cover the same elements on every rank."""
         return self is other or (
@@ -202,7 +198,8 @@ class RaggedLayout:
             and self.shape == other.shape
             and self.order == other.order
             and self.splits == other.splits
-            and self.shares_ranks(other)
+            and self.cut_dims == other.cut_dims
+            and (self.mesh is other.mesh or self.mesh == other.mesh)
         )
 
     def empty_full(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

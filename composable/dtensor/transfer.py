@@ -236,6 +236,10 @@ def _check_lists(original: Any, *tensors: Any) -> None:
     original(*tensors)
 
 
+def _is_ragged(placements: Sequence[Placement] | None) -> bool:
+    return any(isinstance(placement, RaggedShard) for placement in placements or ())
+
+
 def _distribute_tensor(
     original: Any,
     tensor: Any,
@@ -244,7 +248,7 @@ def _distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
-    if device_mesh is None or not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+    if device_mesh is None or not _is_ragged(placements):
         if is_parameter(tensor):
             raise UsageError(
                 f"distribute_tensor of a parameter {list(tensor.shape)} that fully_shard has sharded",
@@ -268,7 +272,7 @@ def _with_ragged_target(original: Any) -> Any:
         **options: Any,
     ) -> Any:
         # torch itself would leave the pieces as they are, and call them ragged.
-        if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+        if not _is_ragged(placements):
             return original(tensor, device_mesh, placements, **options)
         other_mesh = device_mesh is not None and device_mesh != tensor.device_mesh
         casts = options.get("forward_dtype") or options.get("backward_dtype")
@@ -280,10 +284,6 @@ def _with_ragged_target(original: Any) -> Any:
         return _distribute(tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
 
     return redistribute
-
-
-def _is_ragged(placements: Sequence[Placement] | None) -> bool:
-    return any(type(placement) is RaggedShard for placement in placements or ())
 
 
 def _with_ragged_instances(original: Any) -> Any:
