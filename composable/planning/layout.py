@@ -245,14 +245,10 @@ class FlatLayout:
 
     def padding_by_rank(self) -> list[int]:
         """Return for each rank how many elements of its shard belong to no parameter."""
-        padding, filled = [0] * self.world_size, 0
-        for start, stop in (*((span.start, span.stop) for span in self.spans), (self.numel, self.numel)):
-            while filled < start:
-                rank = filled // self.shard_numel
-                end = min(start, (rank + 1) * self.shard_numel)
-                padding[rank] += end - filled
-                filled = end
-            filled = stop
+        padding = [self.shard_numel] * self.world_size
+        for span in self.spans:
+            for rank, (lo, hi) in enumerate(pairwise(self.bounds(span))):
+                padding[rank] -= hi - lo
         return padding
 
     def shard_of(self, rank: int) -> slice:
