@@ -12,7 +12,6 @@ Source: gradient clipping, arXiv 1211.5063.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -215,28 +214,17 @@ class _Home(NamedTuple):
         return self.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else mesh.mesh.tolist()
 
 
-@dataclass(eq=False)
-class _CutAlike:
-    """This rank's pieces of one annotation's tensors that are cut over the same groups of ranks.
-
-    Attributes:
-        home: The ranks and mesh of the tensors; ``None``: no annotation is known.
-        cut: The groups of ranks.
-        locals: The pieces.
-    """
-
-    home: _Home | None
-    cut: _Cut
-    locals: list[torch.Tensor] = field(default_factory=list)
+# This rank's tensors of one annotation that are cut over the same groups of ranks; ``None``: no annotation is known.
+_Group: TypeAlias = tuple[_Home | None, _Cut]
 
 
 class _Pieces:
     """This rank's pieces of tensors, by the tensors' home and the groups of ranks that they are cut over."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[_Home | None, _Cut], _CutAlike] = {}
+        self._pieces: dict[_Group, list[torch.Tensor]] = {}
         # Groups of ragged tensors, by a key that is quick to compute, since there are many tensors.
-        self._known: dict[tuple[object, ...], _CutAlike] = {}
+        self._known: dict[tuple[object, ...], _Group] = {}
         # Groups of ranks of which some modules in the same tree are annotated on a part only.
         self._with_parts: set[tuple[int, ...]] = set()
         # Equal ranks of two meshes are one group.
@@ -247,11 +235,11 @@ class _Pieces:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that all tensors promote to."""
-        dtypes = {local.dtype for group in self._groups.values() for local in group.locals}
+        dtypes = {local.dtype for locals_ in self._pieces.values() for local in locals_}
         kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
         return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
-    def group_of(self, tensor: torch.Tensor) -> _CutAlike:
+    def group_of(self, tensor: torch.Tensor) -> _Group:
         """Return the group of a parameter or ragged gradient; the group takes part also if it has no gradient here."""
         if type(tensor) is not RaggedDTensor:
             claim = claim_of(tensor)
@@ -263,7 +251,7 @@ class _Pieces:
             found = self._known[key] = self._group(tensor, layout.label)
         return found
 
-    def _group(self, tensor: torch.Tensor, owner: object) -> _CutAlike:
+    def _group(self, tensor: torch.Tensor, owner: object) -> _Group:
         ranks = ranks_of_param(tensor)
         home = None
         if ranks is not None:
@@ -273,8 +261,9 @@ class _Pieces:
             if getattr(owner, "has_parts", False):
                 # All ranks of the parameter have this flag, also those without such a module.
                 self._with_parts.add(ranks.numbers)
-        cut = self._cut_of(tensor)
-        return self._groups.setdefault((home, cut), _CutAlike(home, cut))
+        group = home, self._cut_of(tensor)
+        self._pieces.setdefault(group, [])
+        return group
 
     def _cut_of(self, tensor: torch.Tensor) -> _Cut:
         """Return the groups over which the pieces of a tensor have to be added up."""
@@ -286,25 +275,22 @@ class _Pieces:
                 f"this rank is not in the mesh {spec.mesh} of a tensor of shape {list(tensor.shape)}",
                 fix="list the tensors of this rank only",
             )
-        ragged = isinstance(tensor, RaggedDTensor)
-        dims = spec.layout.cut_dims if ragged else cut_dims(tensor)
-        return tuple(
-            self._one(Ranks.of_mesh(spec.mesh, dim)) for dim in dims if ragged or not spec.placements[dim].is_partial()
-        )
+        dims = [dim for dim in cut_dims(tensor) if not spec.placements[dim].is_partial()]
+        return tuple(self._one(Ranks.of_mesh(spec.mesh, dim)) for dim in dims)
 
     def _one(self, ranks: Ranks) -> Ranks:
         return self._ranks.setdefault((ranks.numbers, ranks.device.type), ranks)
 
-    def add(self, tensor: torch.Tensor, group: _CutAlike, owner: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor, group: _Group, owner: torch.Tensor) -> None:
         """Add this rank's piece of a tensor of ``owner``, a parameter or itself; ``group`` is the owner's."""
         if type(tensor) is not RaggedDTensor and isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
                 tensor = tensor.redistribute(placements=placements)
-            cut = self._cut_of(tensor)
-            group = self._groups.setdefault((group.home, cut), _CutAlike(group.home, cut))
-        group.locals.append(_local(tensor))
-        self.named.append((owner, group.locals[-1]))
+            group = group[0], self._cut_of(tensor)
+        local = _local(tensor)
+        self._pieces.setdefault(group, []).append(local)
+        self.named.append((owner, local))
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
         """Return the norm of all pieces of all ranks, in fp64. Collective over the groups."""
@@ -312,7 +298,7 @@ class _Pieces:
         check_bool("error_if_nonfinite", error_if_nonfinite)
         check_bool("foreach", foreach, or_none=True)
         whole = NormParts(order)
-        devices = (local.device for group in self._groups.values() for local in group.locals)
+        devices = (local.device for locals_ in self._pieces.values() for local in locals_)
         total = whole.norms(self._part_of_all(whole, next(devices, torch.device("cpu"))))[0]
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
@@ -332,15 +318,14 @@ class _Pieces:
 
     def _part_of_all(self, whole: NormParts, device: torch.device) -> torch.Tensor:
         """Return the part of the norm from all pieces of all ranks. Collective over the groups."""
-        homes = dict.fromkeys(home for home, _ in self._groups if home is not None)
+        homes = dict.fromkeys(home for home, _ in self._pieces if home is not None)
         self._outer = outer = max((home.ranks for home in homes), key=lambda ranks: ranks.order, default=None)
         everywhere: dict[_Cut, torch.Tensor] = {}
         apart: dict[_Home, dict[_Cut, torch.Tensor]] = {}
-        for (home, cut), group in self._groups.items():
+        for (home, cut), locals_ in self._pieces.items():
             is_apart = home is not None and outer is not None and set(home.ranks.numbers) < set(outer.numbers)
             into = apart.setdefault(home, {}) if is_apart and home is not None else everywhere
-            part = _part_of(group.locals, whole, device)
-            into[cut] = whole.join(torch.cat([into[cut], part], 1)) if cut in into else part
+            _join_into(into, cut, _part_of(locals_, whole, device), whole)
         if outer is not None:
             if outer.numbers in self._with_parts:
                 # Every rank of ``outer`` makes this all-reduce, also one that lists no tensor of a part.
@@ -349,9 +334,7 @@ class _Pieces:
                 of_part = self._add_over_ranks(apart[home], whole, device)
                 if not home.is_first_of(outer):
                     of_part = whole.nothing((1,), device)  # Another rank that has it adds it.
-                cut = (self._one(outer),)
-                told = everywhere.get(cut, whole.nothing((1,), device))
-                everywhere[cut] = whole.join(torch.cat([told, of_part], 1))
+                _join_into(everywhere, (self._one(outer),), of_part, whole)
         return self._add_over_ranks(everywhere, whole, device)
 
     def _add_over_ranks(self, parts: dict[_Cut, torch.Tensor], whole: NormParts, device: torch.device) -> torch.Tensor:
@@ -362,8 +345,12 @@ class _Pieces:
             reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(device)
             for cut, part in zip(cuts, reduced):
                 rest = tuple(other for other in cut if other != group)
-                parts[rest] = whole.join(torch.cat([parts[rest], part], 1)) if rest in parts else part
+                _join_into(parts, rest, part, whole)
         return parts.get((), whole.nothing((1,), device))
+
+
+def _join_into(parts: dict[_Cut, torch.Tensor], cut: _Cut, part: torch.Tensor, whole: NormParts) -> None:
+    parts[cut] = whole.join(torch.cat([parts[cut], part], 1)) if cut in parts else part
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
