@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
@@ -313,16 +312,10 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="call this on each part of the model that is on one set of ranks, or pick it by names=",
         )
-    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    others = ranks_along((mesh, dim) for mesh in meshes for dim in range(mesh.ndim))
-    return ModelRanks.of(next(iter(found.values())), others)
-
-
-def ranks_along(mesh_dims: Iterable[tuple[DeviceMesh, int]]) -> list[Ranks]:
-    """Return the ranks along dims of meshes that this rank is in, each set of ranks once."""
-    unique = {(id(mesh), dim): (mesh, dim) for mesh, dim in mesh_dims}
-    found = [Ranks.of_mesh(mesh, dim) for mesh, dim in unique.values()]
-    return list({ranks.numbers: ranks for ranks in found}.values())
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    along = [Ranks.of_mesh(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
+    others = {ranks.numbers: ranks for ranks in along}
+    return ModelRanks.of(next(iter(found.values())), list(others.values()))
 
 
 def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:

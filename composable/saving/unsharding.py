@@ -5,7 +5,7 @@ own buffers, and forward and backward may run. If only one rank or the host show
 has another dtype, they are copies, and one handle at a time passes through a device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 import _traversal_utils
-from composable.comm import Ranks
+from composable.annotation import model_ranks_of
 from composable.dtensor import RaggedDTensor, collect_blocks, memory_of, slice_block
 from composable.engine import Handle, Lent, Scheduler, attach
 from composable.errors import UsageError, place_of_rank
 from composable.features import spread_from
 from composable.ground.names import check_bool, check_module, describe_module, list_text
-from composable.saving.entries import ranks_along
 
 
 class _Options(NamedTuple):
@@ -78,8 +77,8 @@ def unshard_params(
     try:
         # If one rank must not write back, no rank does: it may be that only others own changed elements.
         with ExitStack() as agreeing:
-            for ranks in _all_ranks([handle for handle, _ in found] if writeback else []):
-                agreeing.enter_context(ranks.agreed())
+            for model in model_ranks_of(handle for handle, _ in found if writeback).values():
+                agreeing.enter_context(model.everyone.agreed())
             for one in shown:
                 one.show()
             yield
@@ -91,14 +90,6 @@ def unshard_params(
     finally:
         for one in shown:
             one.restore()
-
-
-def _all_ranks(handles: Sequence[Handle]) -> list[Ranks]:
-    """Return the ranks of the handles, and the groups of ranks that have other blocks of their parameters."""
-    layouts = [param.layout for one in handles for param in one.params]
-    beside = [(layout.mesh, dim) for layout in layouts for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
-    found = [one.grid.everyone for one in handles[:1]] + ranks_along(beside)
-    return list({ranks.numbers: ranks for ranks in found}.values())
 
 
 def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[Handle, Scheduler]]:
