@@ -27,8 +27,6 @@ from composable.ground.torch_hooks import around_state_dict
 from composable.ground.torch_private import dcp_state_dict, module_load, state_dict_utils
 
 _MAX_SHOWN = 20
-# An attribute of the last function of torch that is replaced.
-_MARK = "_composable_taught"
 
 
 # -- keys and values that do not fit
@@ -167,12 +165,11 @@ def _check_before_load(
 
 def register_room(module: nn.Module) -> list[RemovableHandle]:
     """Register hooks that give ``state_dict()`` and ``load_state_dict()`` sharded parameters with memory."""
-    has_state = any(True for _ in _state_of_bytes(module))
     return around_state_dict(
         module,
         before_save=[_reshard],
-        after_save=[_show_sharded, *([_add_state] if has_state else [])],
-        before_load=[_reshard, make_room, *([_load_state] if has_state else [])],
+        after_save=[_show_sharded, _add_state],
+        before_load=[_reshard, make_room, _load_state],
         after_load=[_bring_back],
     )
 
@@ -238,8 +235,10 @@ def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     The module of a parameter saves and loads them, as without shards.
     """
     handle = handle_of_module(module)
-    for param in handle.params if handle is not None else ():
-        if handle is None or param.form is None or param.form.kind != "bytes":
+    if handle is None:
+        return
+    for param in handle.params:
+        if param.form is None or param.form.kind != "bytes":
             continue
         fqn = param.fqn.partition(".")[2] if len(handle.module_fqns) > 1 else param.fqn
         if any(owner in module.modules() for owner, _ in param.owners[:1]):
@@ -273,12 +272,11 @@ def _load_state(
 
 def teach_torch_to_load() -> None:
     """Make torch's loading of full state dicts cut values for our parameters, and check them before it loads; once."""
-    if not hasattr(dcp_state_dict._load_model_state_dict, _MARK):
-        state_dict_utils._distribute_tensors = _with_ragged_values(state_dict_utils._distribute_tensors)
+    if not hasattr(state_dict_utils._distribute_tensors, "__wrapped__"):
         for name in ("_distribute_state_dict", "_broadcast_state_dict"):
             setattr(dcp_state_dict, name, _with_ragged_scalars(getattr(dcp_state_dict, name)))
         dcp_state_dict._load_model_state_dict = _with_check(dcp_state_dict._load_model_state_dict)
-        setattr(dcp_state_dict._load_model_state_dict, _MARK, True)
+        state_dict_utils._distribute_tensors = _with_ragged_values(state_dict_utils._distribute_tensors)
 
 
 def _with_check(original: Any) -> Any:
