@@ -175,13 +175,13 @@ class RaggedLayout:
         return tuple(Ranks.of_mesh(self.mesh, split.mesh_dim) for split in self.splits)
 
     @property
-    def every_ranks(self) -> tuple[Ranks, ...]:
+    def reduction_groups(self) -> tuple[Ranks, ...]:
         """The groups over which pieces have to be added up, one after the other, for a sum over the whole."""
         return (self.ranks, *self.split_ranks)
 
     def reduce(self, tensor: torch.Tensor, op: "ReduceOp.RedOpType") -> torch.Tensor:
         """Reduce a small tensor [any] over all ranks that hold different elements; as ``Ranks.reduce``."""
-        for ranks in self.every_ranks:
+        for ranks in self.reduction_groups:
             tensor = ranks.reduce(tensor, op)
         return tensor
 
@@ -309,12 +309,14 @@ def ragged_spec(
     found = []
     for other, dim in sorted(splits.items()):
         if not (0 <= other < mesh.ndim and other != mesh_dim and -len(size) <= dim < len(size)):
-            raise ConfigError(f"dim {dim} of {list(size)} cannot be split over mesh dim {other} of {mesh.ndim}")
+            what = f"dim {dim} of {list(size)} cannot be split over mesh dim {other} of {mesh.ndim}"
+            raise ConfigError(what, fix="give dims of the tensor, and mesh dims other than that of the cut")
         found.append(Split(other, dim % len(size), coordinate[other]))
     layout = RaggedLayout(mesh, mesh_dim, size, bounds, coordinate[mesh_dim], tuple(order), tuple(found))
     block = layout.block_shape
     if bounds[-1] != block.numel():
-        raise ConfigError(f"bounds {bounds} end before or after the {block.numel()} elements of {list(block)}")
+        what = f"bounds {bounds} end before or after the {block.numel()} elements of {list(block)}"
+        raise ConfigError(what, fix="end them at the number of elements of this rank's block")
     return RaggedSpec(layout, dtype)
 
 
@@ -428,7 +430,8 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
                 piece = piece.view(chunk.sizes)
             return piece if values is memory_of(local) else PackedPiece.around(piece, local, values)
         start = stop
-    raise ConfigError(f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.global_rank}")
+    what = f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.global_rank}"
+    raise ConfigError(what, fix="leave the offsets as the plan of torch.distributed.checkpoint has them")
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,8 @@ class SplitNode:
             if value.shape != spec.shape or value.device_mesh != spec.mesh:
                 raise ConfigError(
                     f"{list(value.shape)} placed {value.placements} on {value.device_mesh} for a parameter of "
-                    f"{list(spec.shape)} placed {spec.placements} on {spec.mesh}"
+                    f"{list(spec.shape)} placed {spec.placements} on {spec.mesh}",
+                    fix="distribute_tensor(value.full_tensor(), mesh, placements), with those of the parameter",
                 )
             if value.placements != spec.placements:
                 with torch.no_grad():

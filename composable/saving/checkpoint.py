@@ -38,6 +38,10 @@ from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
+_WRITE_FIX = "make room and let this process write there, or save to another folder"
+_READ_FIX = "pass a folder that the first rank can read"
+_HALF_LOADED_FIX = "load another checkpoint before you use the model: some of its values may be those of this one"
+
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
@@ -195,7 +199,9 @@ def save_checkpoint(
             packed = None if extra is None else contents.as_data(extra, "extra")
             if asynchronous:
                 state = contents.staged(state)
-        partial = Path(_on_first(ranks, lambda: str(run_folder.begin(run, step)), f"cannot write to {folder}"))
+        partial = Path(
+            _on_first(ranks, lambda: str(run_folder.begin(run, step)), f"cannot write to {folder}", _WRITE_FIX)
+        )
     writers = _writers(ranks, previous) if asynchronous else ranks
 
     def publish(sums: dict[str, FileSum]) -> Path:
@@ -276,7 +282,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         found = run_folder.find_folder(as_path("path", path).absolute())
         return str(found), run_folder.read_manifest(found).as_bytes()
 
-    place, content = _on_first(ranks, find, f"cannot read {path}")
+    place, content = _on_first(ranks, find, f"cannot read {path}", _READ_FIX)
     folder, manifest = Path(place), run_folder.read_manifest(Path(place), content)
     # All files are read, each on one rank.
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
@@ -284,20 +290,21 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     _check_undamaged(folder, [line for lines in damage for line in lines])
     failure = f"{folder} was not loaded to its end"
     names, elsewhere = names_on_all(ranks, model, optimizers)
-    with ranks.agreed(), _as_ours(failure):
+    with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
         reader = contents.DataReader(folder, manifest.files)
         metadata = reader.read_metadata()
         contents.check_fit(metadata, manifest.optimizers, model, names, elsewhere)
         flat = contents.targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
-    with _named(f"the load of {folder}"), _as_ours(failure):
+    with _named(f"the load of {folder}"), _as_ours(failure, _HALF_LOADED_FIX):
         load_state_dict(flat, reader, no_dist=ranks.group is None, planner=contents.DataPlanner(folder))
     with ranks.agreed():
         try:
             contents.apply(flat, metadata, model, optimizers)
         # Whoever made a checkpoint up may have given the optimizer, or a module's extra state, values of any type.
         except Exception as error:
-            raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
+            at = f"{place_of_rank()}: {type(error).__name__}: {error}"
+            raise UsageError(failure, at=at, fix=_HALF_LOADED_FIX) from error
     return checkpoint
 
 
@@ -311,10 +318,10 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optim
     return optimizers if optimizer is not None else ()
 
 
-def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
+def _on_first(ranks: Ranks, call: Callable[[], T], failure: str, fix: str) -> T:
     """Return on every rank what ``call`` returns on the first; ``failure`` is the text for errors of the system."""
     result: Any = None
-    with ranks.agreed(), _as_ours(failure):
+    with ranks.agreed(), _as_ours(failure, fix):
         if ranks.rank == 0:
             result = call()
     first: T = ranks.object_of(0, result)
@@ -354,12 +361,12 @@ class _SummingWriter(FileSystemWriter):
 def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[[dict[str, FileSum]], Path]) -> Path:
     """Write this rank's part; return when the checkpoint of all ranks has its final name. Collective."""
     what = f"{folder} was not written to its end; earlier checkpoints are as they were"
-    with _as_ours(what):
+    with _as_ours(what, _WRITE_FIX):
         writer = _SummingWriter(folder)
         save_state_dict(state, writer, ranks.group, no_dist=ranks.group is None)
         mine = [(name, saved.bytes, saved.crc32) for name, saved in writer.sums.items()]
         sums = {name: FileSum(*saved) for part in ranks.objects(mine) for name, *saved in part}
-        return Path(_on_first(ranks, lambda: str(publish(sums)), what))
+        return Path(_on_first(ranks, lambda: str(publish(sums)), what, _WRITE_FIX))
 
 
 # -- reading
@@ -391,7 +398,7 @@ def _named(call: str) -> Iterator[None]:
 
 
 @contextmanager
-def _as_ours(what: str) -> Iterator[None]:
+def _as_ours(what: str, fix: str) -> Iterator[None]:
     """Turn an error of torch's writers and readers, the same on every rank, into an error of this library."""
     try:
         yield
@@ -403,6 +410,6 @@ def _as_ours(what: str) -> Iterator[None]:
             raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
         # torch's text about a pickle is replaced: it advises to trust the file.
         text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
-        raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {text}") from cause
+        raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {text}", fix=fix) from cause
     except OSError as error:
-        raise UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
+        raise UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {error}", fix=fix) from error

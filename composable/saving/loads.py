@@ -334,7 +334,8 @@ def _with_ragged_scalars(original: Any) -> Any:
 
 def _cut_into(target: Any, full: torch.Tensor) -> Any:
     if full.shape != target.shape:
-        raise ConfigError(f"a full tensor of shape {list(full.shape)} for one of shape {list(target.shape)}")
+        what = f"a full tensor of shape {list(full.shape)} for one of shape {list(target.shape)}"
+        raise ConfigError(what, at=place_of_rank(), fix="load a state dict with tensors of the model's full shapes")
     piece = slice_full(full, target._spec.layout)
     if target.is_meta:
         return RaggedDTensor.wrap(piece.detach().clone(), target._spec.cast(piece.dtype))
