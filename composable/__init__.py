@@ -1,5 +1,7 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
+from typing import TYPE_CHECKING
+
 from composable.activation_checkpoint import checkpoint
 from composable.annotated_module import no_sync, reduce_gradients
 from composable.comm import DataParallelMeshDims, explain_waits, set_divergence_timeout
@@ -48,23 +50,33 @@ from composable.replicate_module import (
     update_process_group,
 )
 from composable.saving import (
-    SavedCheckpoint,
-    SaveHandle,
-    find_checkpoint,
     full_state_dict,
     iter_full_params,
-    load_checkpoint,
     load_full_params,
     load_full_state_dict,
     load_safetensors,
-    save_checkpoint,
     save_safetensors,
-    teach_torch_to_load,
     unshard_params,
 )
 from composable.unannotate import unannotate
 from composable.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
 from composable.whole_model import BackwardSteps, Timeline, TimelineEvent, step_in_backward, timeline
+
+if TYPE_CHECKING:
+    from composable.saving import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
+else:
+
+    def __getattr__(name: str) -> object:
+        """Return a name that ``composable.saving`` imports at its first use."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import composable.saving
+
+        return getattr(composable.saving, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "BackwardSteps",
@@ -153,12 +165,14 @@ def install() -> None:
     * ``RaggedDTensor`` joins the types that optimizers and ``clip_grad_norm_`` treat in lists. On torch 2.11 torch
       also finds our rule for each operation on them.
     * ``distribute_tensor`` and ``DTensor.redistribute`` take the placement ``RaggedShard``.
-    * ``set_model_state_dict``, ``set_optimizer_state_dict`` and similar functions cut full values for our
-      parameters, and refuse values that do not fit before they change anything.
     * Every backward asks annotated models first whether it begins at tensors that are no outputs.
     * ``Module.to``, ``half`` and similar methods ask the sharded modules below before they convert anything.
     * Every optimizer checks its parameters before each step: a parameter that an annotation has replaced, or
       that has no values, is an error.
+
+    The first annotation teaches ``set_model_state_dict``, ``set_optimizer_state_dict`` and similar functions to cut
+    full values for our parameters, and to refuse values that do not fit before they change anything: torch's files for
+    them take as long to import as this package.
 
     Calls without tensors of this library run torch's own code unchanged.
 
@@ -167,7 +181,6 @@ def install() -> None:
     """
     register_ragged()
     teach_torch()
-    teach_torch_to_load()
     check_every_step()
     let_watch_backwards()
     check_conversions()

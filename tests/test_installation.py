@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed import tensor as dtensor
-from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.optim import optimizer as torch_optimizer
 
 from composable import RaggedDTensor, install
@@ -75,14 +74,30 @@ def test_a_process_that_has_imported_torch_before_sees_what_is_needed_and_no_mor
     assert done.stdout.splitlines() == ["plain optimizers", "identity", "names imported before"]
 
 
+def test_the_import_waits_with_the_files_of_torch_that_take_as_long_as_itself() -> None:
+    # What torch imports by itself for DTensors does not count, as the first optimizer imports it anyway.
+    program = """
+        import sys, torch, torch.distributed, torch.distributed.tensor
+        before = {*sys.modules}
+        import composable
+        new = {*sys.modules} - before
+        print(*sorted(name for name in new if name.startswith("torch.distributed.checkpoint")))
+        print(len([name for name in new if not name.startswith("composable")]))
+        assert composable.save_checkpoint.__module__ == "composable.saving.checkpoint"
+        assert not hasattr(composable, "no_such_name") and "save_checkpoint" in dir(composable)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    checkpoints, number = done.stdout.splitlines()
+    assert not checkpoints and int(number) <= 20, done.stdout
+
+
 def test_installing_again_changes_nothing() -> None:
     def state() -> list[object]:
         return [
             dtensor.distribute_tensor.__code__,
             dtensor.DTensor.redistribute,
             torch.nn.Module._apply,
-            dcp_state_dict._load_model_state_dict,
-            dcp_state_dict._load_optim_state_dict,
             len(torch_optimizer._global_optimizer_pre_hooks),
             len(torch.serialization.get_safe_globals()),
             torch_optimizer._foreach_supported_types.count(RaggedDTensor),

@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import add
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate, Shard
 
 from composable.comm import Ranks
@@ -36,6 +34,10 @@ from composable.planning import (
     part_of_dim,
     strides_of,
 )
+
+if TYPE_CHECKING:  # they take long to import, and are needed only to save and load
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Label(Protocol):
@@ -377,8 +379,10 @@ def slice_block(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 # is saved from the local piece, and read into it at any world size: no tensor is communicated.
 
 
-def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
+def chunks_of(layout: RaggedLayout) -> "list[ChunkStorageMetadata]":
     """Return the boxes of this rank's piece; an empty list if the rank owns nothing."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     if not layout.shape.numel():
         # Without a chunk a tensor without elements would be missing from the checkpoint.
         return [ChunkStorageMetadata(torch.Size([0] * len(layout.shape)), layout.shape)] if layout.rank == 0 else []
@@ -388,7 +392,7 @@ def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
     ]
 
 
-def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[WriteItem]:
+def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> "list[WriteItem]":
     """Return one write item for each box of ``local`` [local_shape].
 
     All replicas with the same cut offer their items; the planner drops duplicates.
@@ -396,6 +400,9 @@ def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[
     Raises:
         UsageError: ``local`` is on the meta device, and has no values to write.
     """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     if local.is_meta:
         raise UsageError(f"{fqn!r} is on the meta device: there is nothing to save", fix="materialize the model first")
     if not layout.is_stored:
@@ -411,7 +418,7 @@ def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[
     ]
 
 
-def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+def piece_at(index: "MetadataIndex", local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return the box that starts at ``index.offset`` as a view of the local tensor [local_shape].
 
     Raises:

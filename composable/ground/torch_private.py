@@ -40,12 +40,6 @@ try:
     from torch.distributed import _functional_collectives as traceable_collectives  # torch.compile traces them
     from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # whether a graph is being made
     from torch.distributed.distributed_c10d import _ensure_all_tensors_same_dtype as check_of_collectives  # of lists
-    from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
-    from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the values of a tree, as they are saved
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # makes a tree of values that were read
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict  # `load` warns where
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict  # there is no group
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _api as dtensor_api  # makes DTensors of local tensors, and of full values
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
@@ -215,6 +209,45 @@ def dispatch_rule_holder() -> Any:
     from torch._library.simple_registry import GenericTorchDispatchRuleHolder  # one for each operation
 
     return GenericTorchDispatchRuleHolder
+
+
+# -- state dicts: composable/saving/. These files take longer to import than all of this package, so it waits
+
+
+def loading_of_torch() -> tuple[Any, Any]:
+    """Return torch's files that load full state dicts (scalars stay plain), and that shard their values."""
+    from torch.distributed import _state_dict_utils  # its `_distribute_tensors` shards full values
+    from torch.distributed.checkpoint import state_dict
+
+    return state_dict, _state_dict_utils
+
+
+def save_state_dict(*args: Any, **kwargs: Any) -> Any:
+    """Save as torch's ``save``, which warns where there is no group."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    return _save_state_dict(*args, **kwargs)
+
+
+def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+    """Load as torch's ``load``, which warns where there is no group."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    return _load_state_dict(*args, **kwargs)
+
+
+def flatten_state_dict(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a tree of dicts and lists, as they are saved, and the path of each."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict(tree)
+
+
+def unflatten_state_dict(values: Any, paths: Any) -> dict[str, Any]:
+    """Return the tree of dicts and lists that ``flatten_state_dict`` took apart."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    return unflatten_state_dict(values, paths)
 
 
 # -- parameters with two faces: composable/engine/

@@ -1,12 +1,31 @@
 """Full values, state dicts, and checkpoints."""
 
-from composable.saving.checkpoint import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
+from typing import TYPE_CHECKING
+
 from composable.saving.full_values import (
     full_state_dict,
     iter_full_params,
     load_full_params,
     load_full_state_dict,
 )
-from composable.saving.loads import register_load_check, register_room, teach_torch_to_load
+from composable.saving.loads import register_load_check, register_room
 from composable.saving.safetensors import load_safetensors, save_safetensors
 from composable.saving.unsharding import unshard_params
+
+if TYPE_CHECKING:
+    from composable.saving.checkpoint import (
+        SavedCheckpoint,
+        SaveHandle,
+        find_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        """Return a name of the file that runs torch's checkpoints, which take as long to import as this package."""
+        if name not in {"SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"}:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from composable.saving import checkpoint
+
+        return getattr(checkpoint, name)

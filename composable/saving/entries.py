@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
@@ -129,6 +128,8 @@ def _check_optimized(
 
 def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return for each name in the model the ranks with pieces or copies; empty unless others have more ranks."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes long to import
+
     homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
     named = {name: param for param, name in names_of_params(model).items() if name in homes}
     layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]

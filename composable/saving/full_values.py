@@ -20,7 +20,6 @@ from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
 from composable.errors import ConfigError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described, plain_fqn
-from composable.saving.contents import as_data, read_data
 from composable.saving.entries import (
     Entries,
     Names,
@@ -172,6 +171,8 @@ def _load_the_rest(
     model: nn.Module, entries: Entries, given: list[str], held: Mapping[str, Any] | None, ranks: Ranks, src: int
 ) -> None:
     """Load values other than tensors, such as extra state, through torch, which also runs the modules' own hooks."""
+    from composable.saving.contents import as_data, read_data  # takes long to import, with torch's checkpoints
+
     others = [key for key in given if not isinstance(entries.values[key], torch.Tensor)]
     with ranks.agreed():
         packed = None if held is None else as_data({key: held[key] for key in others}, "extra state")

@@ -24,7 +24,7 @@ from composable.ground.contract import get_registry
 from composable.ground.frames import is_strict_load
 from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
 from composable.ground.torch_hooks import around_state_dict
-from composable.ground.torch_private import dcp_state_dict, module_load, state_dict_utils
+from composable.ground.torch_private import loading_of_torch, module_load
 
 _MAX_SHOWN = 20
 
@@ -144,6 +144,7 @@ def _entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, tor
 
 def register_load_check(module: nn.Module) -> list[RemovableHandle]:
     """Register a check that refuses a state dict before any value of it is copied into an annotated module."""
+    _teach_torch_to_load()
     return around_state_dict(module, before_load=[_check_before_load])
 
 
@@ -270,8 +271,12 @@ def _load_state(
 # -- torch's loading of full state dicts
 
 
-def teach_torch_to_load() -> None:
-    """Make torch's loading of full state dicts cut values for our parameters, and check them before it loads; once."""
+def _teach_torch_to_load() -> None:
+    """Make torch's loading of full state dicts cut values for our parameters, and check them before it loads; once.
+
+    Not when this package is imported: torch's files take as long to import, and there are no such parameters yet.
+    """
+    dcp_state_dict, state_dict_utils = loading_of_torch()
     if not hasattr(state_dict_utils._distribute_tensors, "__wrapped__"):
         for name in ("_distribute_state_dict", "_broadcast_state_dict"):
             setattr(dcp_state_dict, name, _with_ragged_scalars(getattr(dcp_state_dict, name)))
