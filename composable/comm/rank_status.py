@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable.ground.frames import call_in, outwards, place_in, runs_backward
+from composable.ground.frames import outwards, place_in
 from composable.ground.names import as_kind, ranks_text
+from composable.ground.torch_hooks import any_backward_runs
 from composable.ground.torch_private import groups_of_process, started_in
 
 # In place of a tag: a transport's collective in the order of its group, and one that torch.distributed counts there.
@@ -45,6 +46,14 @@ _OURS = str(Path(__file__).resolve().parent.parent) + os.sep
 _TESTING = f"{_OURS}testing{os.sep}"
 _TORCHS_WAITS = (dist.distributed_c10d.__file__, torch.futures.__file__)
 _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
+# Functions that users call by other names; empty: around the call of another function.
+_AS_USERS_SAY = {
+    "annotate": "",
+    "annotate_on_rank": "",
+    "join_hook": "Join",
+    "load_model_state_dict": "set_model_state_dict",
+    "write": "save_checkpoint",
+}
 # torch's collectives, by their code objects: unlike messages, the n-th one of a group is the same on all ranks.
 _COLLECTIVES = {
     inspect.unwrap(getattr(dist, name)).__code__: name
@@ -368,10 +377,9 @@ def local_status() -> RankStatus:
     """Return the status of this process."""
     groups = groups_of_process()
     talking = [one for one in _all_of(_RECORD.transports) if _is_alive(one, groups)]
-    in_backward = any(map(runs_backward, sys._current_frames().values()))
     told: dict[int, AnnotationStatus] = {}
     for tree in _all_of(_RECORD.trees):
-        one = tree.tell(in_backward=in_backward)
+        one = tree.tell(in_backward=any_backward_runs())
         if one is not None and _is_alive(one.transport, groups):
             told[id(tree)] = one
     started = {f"{name} {COUNTED}": started_in(group) for name, group in groups.items()}
@@ -453,7 +461,13 @@ def name_of(started: Started) -> tuple[str, object]:
 
 def call_around(frame: FrameType | None) -> str:
     """Return the name, for messages, of this package's call that contains a frame; if none does, of torch's call."""
-    name = call_in(frame, _OURS, (_TESTING, *_NOT_THE_USERS))
+    name = ""
+    for each in outwards(frame):
+        own, file = each.f_code.co_name, each.f_code.co_filename
+        if file.startswith(_OURS) and not file.startswith(_TESTING):
+            name = (not own.startswith(("_", "<")) and _AS_USERS_SAY.get(own, own)) or name
+        elif name and not file.startswith((_TESTING, *_NOT_THE_USERS)):
+            break
     return name or ("a collective" if frame is None else f"torch.distributed.{frame.f_code.co_name}")
 
 

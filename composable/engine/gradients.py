@@ -29,8 +29,9 @@ from composable.dtensor import RaggedDTensor, assign_grad, memory_of, was_zeroed
 from composable.engine.param import ShardedParam
 from composable.engine.routes import Routes
 from composable.errors import UsageError, place_of_rank
-from composable.ground.frames import in_backward_of_function, will_get_gradient
+from composable.ground.frames import will_get_gradient
 from composable.ground.ownership import CHANGES
+from composable.ground.torch_hooks import in_backward_of_function
 from composable.ground.torch_private import foreach_copy_, optimizers_in_backward
 from composable.planning import BufferPlan, ShardSplit, Span
 

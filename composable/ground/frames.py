@@ -1,7 +1,26 @@
-"""Reads Python frames to see which code runs now.
+"""Says which code runs now: by flags, and where nothing else tells it, by Python frames.
 
-Where torch or Python does not pass on the arguments of a caller, the caller's frame has them. Except for
-``in_backward``, nothing here is for a hot path or a compiled region.
+Where torch or Python does not pass on what a caller was asked, the caller's frame has it. Frames are found by the code
+object of a function of torch or Python, never by a name, and on the calling thread only. Nothing here but
+``in_backward`` is for a hot path. Questions that are put to frames:
+
+========================  ====================================  ======================================================
+Question                  Why nothing else tells it             Where the frames are missing
+========================  ====================================  ======================================================
+``modules_in_call``       Modules without hooks of ours run     Not in a compiled graph, where no hook of ours asks.
+                          too.                                  Calls of other threads are not seen.
+``modules_of_copy``,      ``deepcopy`` passes on its memo only. A copy that is made without ``copy.deepcopy`` counts
+``is_part_of_module``                                           as a copy of the module itself.
+``is_strict_load``        Torch always passes ``True`` to       The load is taken as one that is not strict.
+                          hooks.
+``is_functional_call``    It swaps parameters, and calls no     Parameters that it lends are refused as if they were
+                          hook.                                 added or replaced.
+``in_split_backward``     Torch's pipelines call no hook.       The backward counts as a whole one.
+``is_running``            ``torch.save`` pickles as messages    Torch's own error, in place of ours; a parameter that
+                          do; averagers and loads set values.   a load assigns counts as assigned by the user.
+========================  ====================================  ======================================================
+
+``comm/rank_status.py`` reads frames of other threads for places in messages, and for waits in users' own collectives.
 """
 
 import copy
@@ -16,7 +35,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from composable.errors import UsageError, place_of_rank
@@ -24,7 +42,6 @@ from composable.ground.names import describe_module
 from composable.ground.torch_hooks import values_held_by
 from composable.ground.torch_private import (
     autograd_profiler,
-    backward_code,
     current_autograd_node,
     current_graph_task_id,
     functional_call_code,
@@ -35,14 +52,6 @@ from composable.ground.torch_private import (
     will_engine_execute_node,
 )
 
-# Functions that users call by other names; empty: around the call of another function.
-_AS_USERS_SAY = {
-    "annotate": "",
-    "annotate_on_rank": "",
-    "join_hook": "Join",
-    "load_model_state_dict": "set_model_state_dict",
-    "write": "save_checkpoint",
-}
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -50,11 +59,6 @@ _T = TypeVar("_T")
 def in_backward() -> bool:
     """Say whether autograd is running a backward on this thread."""
     return current_graph_task_id() != -1
-
-
-def runs_backward(frame: FrameType) -> bool:
-    """Say whether autograd is running a backward on the thread whose innermost frame is ``frame``."""
-    return next(_frames_of(backward_code, frame=frame), None) is not None
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -75,30 +79,6 @@ def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
         if not each.f_code.co_filename.startswith(not_the_users):
             return f"{Path(each.f_code.co_filename).name}:{each.f_lineno}, in {each.f_code.co_name}"
     return ""
-
-
-def call_in(frame: FrameType | None, ours: str, not_the_users: tuple[str, ...]) -> str:
-    """Return the name of the call of a package that the user's code around a frame makes; empty if it makes none.
-
-    Args:
-        frame: The innermost frame of the thread.
-        ours: The beginning of the paths of the package's files.
-        not_the_users: As for ``place_in``; first the beginning of paths in the package whose functions do not count.
-    """
-    name = ""
-    for each in outwards(frame):
-        own, file = each.f_code.co_name, each.f_code.co_filename
-        if file.startswith(ours) and not file.startswith(not_the_users[0]):
-            name = (not own.startswith(("_", "<")) and _AS_USERS_SAY.get(own, own)) or name
-        elif name and not file.startswith(not_the_users):
-            break
-    return name
-
-
-def in_backward_of_function() -> bool:
-    """Say whether the backward of an ``autograd.Function``, such as a reentrant checkpoint, started the running one."""
-    inner = next(_frames_of(backward_code), None)
-    return inner is not None and next(_frames_of(BackwardCFunction.apply.__code__, frame=inner), None) is not None
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
@@ -190,8 +170,8 @@ def is_running(code: CodeType | None) -> bool:
     return code is not None and next(_frames_of(code), None) is not None
 
 
-def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[FrameType]:
-    frame = frame or inspect.currentframe()
+def _frames_of(*codes: CodeType) -> Iterator[FrameType]:
+    frame = inspect.currentframe()
     while frame is not None:  # not by `outwards`, to be fast: some callers run in every call of a module
         if frame.f_code in codes:
             yield frame

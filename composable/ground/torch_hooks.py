@@ -17,6 +17,7 @@ from weakref import WeakSet, WeakValueDictionary, proxy
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -116,14 +117,21 @@ class EndOfBackward:
                 failures.clear()
 
 
+class _OfThread(threading.local):
+    """The watchers whose last forward a thread ran, and whether its backward runs inside of an autograd function's."""
+
+    watchers: "WeakSet[BackwardWatcher] | None" = None
+    is_in_function = False
+
+
 class _Endings:
     """The ``EndOfBackward`` of each running backward, and the count that gives endings their numbers."""
 
-    __slots__ = ("_lock", "_running", "next_number", "watchers")
+    __slots__ = ("_lock", "_running", "here", "next_number", "threads")
 
     def __init__(self) -> None:
-        # Of each thread, as ``here``: those whose last forward it ran.
-        self.watchers = threading.local()
+        self.here = _OfThread()
+        self.threads: set[int] = set()  # those in a backward
         self.next_number = itertools.count().__next__
         # By autograd's id of the backward, which is unique.
         self._running: WeakValueDictionary[int, EndOfBackward] = WeakValueDictionary()
@@ -175,9 +183,9 @@ def watch_backwards(watcher: BackwardWatcher, before: "WeakSet[BackwardWatcher] 
 
     Returns the watchers of this thread, to be passed as ``before`` next time.
     """
-    here: WeakSet[BackwardWatcher] | None = getattr(_ENDINGS.watchers, "here", None)
+    here = _ENDINGS.here.watchers
     if here is None:
-        here = _ENDINGS.watchers.here = WeakSet()
+        here = _ENDINGS.here.watchers = WeakSet()
     if before is not None:
         before.discard(watcher)
     here.add(watcher)
@@ -185,32 +193,50 @@ def watch_backwards(watcher: BackwardWatcher, before: "WeakSet[BackwardWatcher] 
 
 
 def let_watch_backwards() -> None:
-    """Let ``watch_backwards`` have an effect; a second call changes nothing."""
+    """Let the functions that ask about backwards know of them; a second call changes nothing."""
     replace_body(run_backward, _run_watched)
+
+
+def any_backward_runs() -> bool:
+    """Say whether any thread of this process runs a backward."""
+    return bool(_ENDINGS.threads)
+
+
+def in_backward_of_function() -> bool:
+    """Say whether the backward of an ``autograd.Function``, such as a reentrant checkpoint, started the running one."""
+    return _ENDINGS.here.is_in_function
 
 
 @opaque
 def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    # Inside another backward, this one is a part of it.
-    known = getattr(_ENDINGS.watchers, "here", None) if current_graph_task_id() == -1 else None
-    if not known:
-        return original(outputs, *args, **kwargs)
-    watchers, early = _looked(known, outputs)
+    here, threads, thread = _ENDINGS.here, _ENDINGS.threads, threading.get_ident()
+    if current_graph_task_id() != -1:
+        # Inside another backward, this one is a part of it.
+        before = here.is_in_function
+        here.is_in_function = before or isinstance(current_autograd_node(), BackwardCFunction)
+        try:
+            return original(outputs, *args, **kwargs)
+        finally:
+            here.is_in_function = before
+    watchers: list[Any] = []
     hooks: list[RemovableHandle] = []
-    if early:
-
-        @opaque
-        def begin(_: object) -> None:
-            while early:
-                early.pop(0).begin_early()
-
-        for output in outputs:
-            if isinstance(output, torch.Tensor):
-                hooks.append(output.register_hook(begin))
-            else:  # an edge of a graph
-                hooks.append(output.node.register_prehook(begin))
     has_failed = True
+    threads.add(thread)
     try:
+        if here.watchers:
+            watchers, early = _looked(here.watchers, outputs)
+            if early:
+
+                @opaque
+                def begin(_: object) -> None:
+                    while early:
+                        early.pop(0).begin_early()
+
+                for output in outputs:
+                    if isinstance(output, torch.Tensor):
+                        hooks.append(output.register_hook(begin))
+                    else:  # an edge of a graph
+                        hooks.append(output.node.register_prehook(begin))
         result = original(outputs, *args, **kwargs)
         has_failed = False
     except RuntimeError as error:
@@ -219,9 +245,11 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
                 raise explained from None
         raise
     finally:
+        threads.discard(thread)
         for hook in hooks:
             hook.remove()
-        _end_unseen(watchers, has_failed=has_failed)
+        if watchers:
+            _end_unseen(watchers, has_failed=has_failed)
     return result
 
 

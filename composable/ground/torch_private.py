@@ -28,7 +28,7 @@ try:
     # -- transport: composable/comm/
     from torch._C._distributed_c10d import AllgatherOptions  # the only options torch.distributed does not export
 
-    from torch.autograd.graph import _engine_run_backward  # its frame shows that a thread runs a backward
+    from torch.autograd.graph import _engine_run_backward  # every backward goes through it
 
     # -- ragged parameters: composable/dtensor/
     from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
@@ -80,9 +80,8 @@ try:
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
     module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
-    run_backward: Callable[..., Any] = _engine_run_backward  # every backward goes through it
+    run_backward: Callable[..., Any] = _engine_run_backward
     set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter  # that autograd compares
-    backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
     functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
     # Used below, at run time; listed here so that the import fails too if a name is gone.
