@@ -22,6 +22,7 @@ from composable import (
     replicate,
     set_divergence_timeout,
 )
+from composable.comm.rank_status import Diagnosis
 from composable.ground.torch_private import store_of_default_group
 from tests.world import on_ranks, run_ranks
 
@@ -73,7 +74,7 @@ def wait_until_all_are_told() -> None:
     """Return when the ranks have been told that they have diverged."""
     store = store_of_default_group()
     number = 0
-    while not store.get(f"composable watch/{number}/verdict").startswith(b"1"):
+    while not Diagnosis.from_text(store.get(f"composable watch/{number}/verdict").decode()).groups:
         number += 1
 
 
@@ -410,7 +411,7 @@ def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_th
     dist.init_process_group("gloo", store=dist.PrefixStore("next", store), rank=rank, world_size=2)
     assert dist.group.WORLD.group_name == name
     dist.barrier()
-    questions.set("0/verdict", f"1 {name}\nthe last world has diverged")
+    questions.set("0/verdict", Diagnosis((name,), ("the last world has diverged",)).as_text())
     for watch in watches:
         watch.join(200)
         assert not watch.is_alive()

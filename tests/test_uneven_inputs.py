@@ -35,6 +35,7 @@ from composable import (
 )
 from composable.annotation import sharded_state_of
 from composable.comm import Ranks
+from composable.comm.rank_status import Diagnosis
 from composable.ground.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
@@ -777,7 +778,7 @@ def fail_while_it_follows(way: str) -> str:
     except KeyError as error:
         store = store_of_default_group()
         number = 0
-        while not store.get(f"composable watch/{number}/verdict").startswith(b"1"):
+        while not Diagnosis.from_text(store.get(f"composable watch/{number}/verdict").decode()).groups:
             number += 1
         return repr(error)
     except DesyncError as error:

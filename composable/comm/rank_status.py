@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,8 +123,21 @@ class Tree:
         return f"has left {step} of {self.name}{': ' if self.failure else ''}{self.failure}"
 
 
+class _Told:
+    """A dataclass that travels through the store as JSON."""
+
+    def as_text(self) -> str:
+        """Return the value as text, which ``from_text`` reads."""
+        return json.dumps(asdict(self))  # type: ignore[call-overload]  # each subclass is a dataclass
+
+    @classmethod
+    def from_text(cls, text: str) -> Any:
+        """Return the value that ``as_text`` wrote; raises ``ValueError`` for any other text."""
+        return as_kind(cls, json.loads(text), "the answer")
+
+
 @dataclass(frozen=True)
-class RankStatus:
+class RankStatus(_Told):
     """The wait of a rank, and the collectives that it has started so far.
 
     Attributes:
@@ -153,18 +166,9 @@ class RankStatus:
         recent = self.recent.get(wait.group, ()) if wait.tag == ORDERED else ()
         return 0 <= back < len(recent) and recent[-1 - back] != wait.kind
 
-    def as_text(self) -> str:
-        """Return the status as text, which ``from_text`` reads."""
-        return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_text(text: str) -> "RankStatus":
-        """Return the status that ``as_text`` wrote; raises ``ValueError`` for any other text."""
-        found: RankStatus = as_kind(RankStatus, json.loads(text), "the status")
-        return found
-
-
-class Diagnosis(NamedTuple):
+@dataclass(frozen=True)
+class Diagnosis(_Told):
     """The answer of ``diagnose``, which all ranks get.
 
     Attributes:
@@ -174,19 +178,6 @@ class Diagnosis(NamedTuple):
 
     groups: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
-
-    def as_text(self) -> str:
-        """Return the diagnosis as text, which ``from_text`` reads."""
-        return "\n".join([" ".join(["1" if self.groups else "0", *self.groups]), *self.lines])
-
-    @staticmethod
-    def from_text(text: str) -> "Diagnosis":
-        """Return the diagnosis that ``as_text`` wrote; raises ``ValueError`` for any other text."""
-        first, *lines = text.split("\n")
-        is_doomed, *groups = first.split()
-        if is_doomed != ("1" if groups else "0"):
-            raise ValueError("it is no diagnosis")
-        return Diagnosis(tuple(groups), tuple(lines))
 
 
 class Order:

@@ -496,7 +496,6 @@ def make_group(
     check_store()
     # Counted before the attempt, so that the ranks' counts stay equal if one rank fails.
     number = next(kept_with(world, ("made", *numbers), lambda: itertools.count(1)))
-    # Without spaces, which separate the names of groups in the text of a diagnosis.
     name = f"composable:{number}:{'-'.join(map(str, numbers))}"
     timeout, rank = told_timeout(like), str(world.rank())
     if len(numbers) == 1 or not real_backend(world):
