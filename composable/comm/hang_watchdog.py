@@ -182,7 +182,7 @@ def _words_of(words: Store, ranks: Sequence[int]) -> dict[int, str]:
     return {one: words.get(str(one)).decode(errors="replace") for one in ranks if words.check([str(one)])}
 
 
-def _in_time(ask: Callable[[], _T], otherwise: _T) -> _T:
+def _in_time(ask: Callable[[], _T], otherwise: _T, limit_s: float = _MIN_PATIENCE_S) -> _T:
     """Return what ``ask`` has of a store, or ``otherwise`` if that fails or takes long: its host may be gone."""
     answers: list[_T] = []
 
@@ -192,7 +192,7 @@ def _in_time(ask: Callable[[], _T], otherwise: _T) -> _T:
 
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
-    asking.join(_MIN_PATIENCE_S)
+    asking.join(limit_s)
     return answers[0] if answers else otherwise
 
 
@@ -327,50 +327,34 @@ class _Thread(threading.Thread):
         self._pause_s = min(limit_s / _LOOKS, _MAX_PAUSE_S)
         self._patience_s = max(_PATIENCE_LOOKS * self._pause_s, _MIN_PATIENCE_S)
         self._question = 0
-        self._wake = threading.Event()
-        self._looked = threading.Condition()
-        self._looks = 0
-        self._is_ended = self._has_caught_up = False
+        self._ended = threading.Event()
+        self._looking = threading.Lock()
+        self._has_caught_up = False
         self._seen: _Seen | None = None
         self._told: set[str] = set()
 
     def end(self) -> None:
         """End the thread, and wait a short time for its end."""
-        self._is_ended = True
-        self._wake.set()
+        self._ended.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout=_MIN_PATIENCE_S)
 
     def look_now(self) -> None:
-        """Wait until the thread has read the decisions of the other ranks so far, if the store still answers."""
-        deadline = time.monotonic() + 2 * self._patience_s
-        with self._looked:
-            # A look that is under way may have read the store too early: wait for the look after it.
-            enough = self._looks + 2
-            while self._looks < enough and self.is_alive() and not self._is_ended and time.monotonic() < deadline:
-                self._wake.set()
-                self._looked.wait(self._patience_s / 20)
+        """Read the decisions of the other ranks so far, if the store still answers."""
+        if self.is_alive() and not self._ended.is_set():
+            # Not as a part of a look that is under way, which may have read the store too early.
+            _in_time(self._look, None, 2 * self._patience_s)
 
     def run(self) -> None:
-        try:
-            while not self._is_ended and not self._is_over():
-                failure: Exception | None = None
-                try:
-                    self._look()
-                except Exception as error:
-                    failure = error
-                with self._looked:
-                    self._looks += 1
-                    self._looked.notify_all()
-                is_woken = self._wake.wait(self._pause_s)
-                self._wake.clear()
-                # The store ends with the rank or the launcher that holds it, often just before this rank ends.
-                if failure is not None and not is_woken and not self._is_over():
-                    self._warn("the store of the process group has failed", f"{type(failure).__name__}: {failure}")
-        finally:
-            with self._looked:
-                self._is_ended = True
-                self._looked.notify_all()
+        while not self._ended.is_set() and not self._is_over():
+            failure: Exception | None = None
+            try:
+                self._look()
+            except Exception as error:
+                failure = error
+            # The store ends with the rank or the launcher that holds it, often just before this rank ends.
+            if not self._ended.wait(self._pause_s) and failure is not None and not self._is_over():
+                self._warn("the store of the process group has failed", f"{type(failure).__name__}: {failure}")
 
     def _is_over(self) -> bool:
         """Say whether the process group was destroyed."""
@@ -380,12 +364,13 @@ class _Thread(threading.Thread):
         return f"{self._question}/{what}"
 
     def _look(self) -> None:
-        while not self._has_caught_up and self._store.check([self._key("verdict")]):
-            self._question += 1  # An old question.
-        self._has_caught_up = True
-        is_asker = self._has_waited_too_long() and self._store.add(self._key("asked"), 1) == 1
-        if is_asker or self._store.check([self._key("asked")]):
-            self._answer(is_asker=is_asker)
+        with self._looking:
+            while not self._has_caught_up and self._store.check([self._key("verdict")]):
+                self._question += 1  # An old question.
+            self._has_caught_up = True
+            is_asker = self._has_waited_too_long() and self._store.add(self._key("asked"), 1) == 1
+            if is_asker or self._store.check([self._key("asked")]):
+                self._answer(is_asker=is_asker)
 
     def _has_waited_too_long(self) -> bool:
         now, found, seen = time.monotonic(), waiting_here(), self._seen
@@ -454,7 +439,7 @@ class _Thread(threading.Thread):
     def _has_come(self, key: str, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
         while not self._store.check([key]):
-            if time.monotonic() >= deadline or self._is_ended:
+            if time.monotonic() >= deadline or self._ended.is_set():
                 return False
             time.sleep(min(self._pause_s, 0.02))
         return True
