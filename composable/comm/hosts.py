@@ -34,19 +34,28 @@ def hosts_of(ranks: Ranks) -> tuple[int, ...]:
         return (0,) * ranks.size
     known: list[int] = kept_with(group, "hosts", list)
     if not known:
-        known += number_hosts(_names_of_hosts(ranks, group))
+        names = _names_of_hosts(ranks, group)
+        # From 0 on, in the order in which hosts first appear.
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        known += [numbers[name] for name in names]
     return tuple(known)
 
 
-def known_hosts(ranks: Ranks) -> tuple[int, ...]:
-    """Return the result of an earlier ``hosts_of`` for the group of ``ranks``; empty: there is none. Not collective."""
-    return () if ranks.group is None else tuple(kept_with(ranks.group, "hosts", list[int]))
+def expected_hosts(ranks: Ranks) -> tuple[int, ...]:
+    """Return the result of an earlier ``hosts_of``, or what torchrun's count of ranks says; empty: neither is known.
+
+    Not collective.
+    """
+    known = () if ranks.group is None else tuple(kept_with(ranks.group, "hosts", list[int]))
+    return known or _launched(ranks)
 
 
-def number_hosts(names: Sequence[str]) -> tuple[int, ...]:
-    """Return a number for each host name: equal for equal names, from 0 on in the order of their first appearance."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
+def _launched(ranks: Ranks) -> tuple[int, ...]:
+    """Return the hosts on which torchrun has started ``ranks``; empty: it did not start them, or hosts differ."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    on_each = int(count) if count.isdecimal() else 0
+    is_known = on_each > 0 and dist.get_world_size() % on_each == 0
+    return tuple(number // on_each for number in ranks.numbers) if is_known else ()
 
 
 def rows_of_hosts(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -75,10 +84,8 @@ def _names_of_hosts(ranks: Ranks, group: dist.ProcessGroup) -> Sequence[str]:
     if simulated is not None:
         return tuple(simulated)
     if ranks.is_alone:
-        # The fake backend: there are no other ranks to ask, so take the number of ranks for each host.
-        count = os.environ.get("LOCAL_WORLD_SIZE", "")
-        on_each = int(count) if count.isdigit() and int(count) else dist.get_world_size()
-        return [str(number // on_each) for number in ranks.numbers]
+        # The fake backend: there are no other ranks to ask.
+        return list(map(str, _launched(ranks) or (0,) * ranks.size))
     return ranks.objects(_own_host())
 
 

@@ -1,6 +1,5 @@
 """The ranks that share parameters, and the ranks that hold copies of a shard."""
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm.hosts import hosts_of, known_hosts, rows_of_hosts
+from composable.comm.hosts import expected_hosts, hosts_of, rows_of_hosts
 from composable.comm.ranks import (
     Ranks,
     default_group,
@@ -113,16 +112,9 @@ class Grid:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The host of each rank, one copy of all shards after the other; empty: not known.
-
-        The numbers are a result of ``hosts_of``, if it was called before; else they follow torchrun's count of ranks.
-        """
-        rows = self.rows or (self.shard.numbers,)
-        told = dict(zip(self.everyone.numbers, known_hosts(self.everyone)))
-        if told:
-            return tuple(told[number] for row in rows for number in row)
-        ranks_per_host = _ranks_per_host()
-        return tuple(number // ranks_per_host for row in rows for number in row) if ranks_per_host else ()
+        """The host of each rank, one copy of all shards after the other; empty: not known."""
+        told = dict(zip(self.everyone.numbers, expected_hosts(self.everyone)))
+        return tuple(told[number] for row in self.rows or (self.shard.numbers,) for number in row) if told else ()
 
     def replica_of(self, number: int) -> int:
         """Return the index in ``replicas`` of the copy of all shards that the global rank ``number`` is in."""
@@ -306,13 +298,6 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
         return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
 
     return kept_with(world, ("mesh of hosts", kind), make)
-
-
-def _ranks_per_host() -> int | None:
-    """Return how many ranks torchrun has started on each host; ``None``: it did not start them, or hosts differ."""
-    known = os.environ.get("LOCAL_WORLD_SIZE", "")
-    count = int(known) if known.isdecimal() else 0
-    return count if count and dist.get_world_size() % count == 0 else None
 
 
 def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:
