@@ -94,20 +94,6 @@ def _with_copies(part: CollectivePart) -> CollectivePart:
     return replace(part, inputs=[one.detach().clone() for one in part.inputs])
 
 
-def _move(recv: "Transfer", send: "Transfer", device: SimulatedDevice | None) -> Any:
-    """Copy a message without a trace in autograd, as a process group does; returns what ``_exchange`` does."""
-    with torch.no_grad(), without_modes():
-        if device is None or (recv.mark is None and send.mark is None):
-            _copy(recv.tensor, send.tensor)
-            return None
-        with device.communicating(send.group, (send.mark, recv.mark)) as stream:
-            if device.is_adverse:
-                poison([recv.tensor.detach()])
-                device.sleep()
-            _copy(recv.tensor, send.tensor)
-            return stream.record_event()
-
-
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     # `detach` shares the version counter, so autograd sees the change, as after a real collective.
     with torch.inference_mode(target.is_inference()):
@@ -133,8 +119,8 @@ def _reduce(parts: Sequence[CollectivePart], call: Call) -> None:
     _copy(parts[call.root].outputs[0], _reduced([part.inputs[0] for part in parts], call.reduction))
 
 
-def _all_gather(parts: Sequence[CollectivePart], call: Call) -> None:
-    for part in parts:
+def _gather(parts: Sequence[CollectivePart], call: Call) -> None:
+    for part in parts:  # Those of ranks that get nothing have no outputs.
         for output, source in zip(part.outputs, parts):
             _copy(output, source.inputs[0])
 
@@ -150,11 +136,6 @@ def _broadcast(parts: Sequence[CollectivePart], call: Call) -> None:
     for rank, part in enumerate(parts):
         if rank != call.root:
             _copy(part.outputs[0], parts[call.root].inputs[0])
-
-
-def _gather(parts: Sequence[CollectivePart], call: Call) -> None:
-    for output, part in zip(parts[call.root].outputs, parts):
-        _copy(output, part.inputs[0])
 
 
 def _scatter(parts: Sequence[CollectivePart], call: Call) -> None:
@@ -175,7 +156,7 @@ def _all_to_all(parts: Sequence[CollectivePart], call: Call) -> None:
 
 
 _BODIES: dict[str, Callable[[Sequence[CollectivePart], Call], None]] = {
-    "all_gather": _all_gather,
+    "all_gather": _gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
     "barrier": lambda parts, call: None,
@@ -335,6 +316,9 @@ class Board:
         if send.tensor.numel() != recv.tensor.numel() or send.tensor.dtype != recv.tensor.dtype:
             send.failure = recv.failure = f"a message does not fit: {send.describe()} meets {recv.describe()}"
         else:
-            send.done = recv.done = _move(recv, send, self.device)
+            # A message is a gather of one tensor on one rank.
+            sent = Call("gather", [CollectivePart([send.tensor])], mark=send.mark)
+            received = Call("gather", [CollectivePart((), [recv.tensor])], mark=recv.mark)
+            send.done = recv.done = _exchange([sent, received], send.group, self.device)
         recv.peer = send.own
         send.is_over = recv.is_over = True
