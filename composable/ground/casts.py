@@ -37,50 +37,74 @@ from composable.ground.torch_private import (
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+# A container of the caller, the key, index or name in it, the tensor that it held, and the cast one that it holds now.
+_Swap = tuple[Any, Any, Any, Any]
+
+
+def cast_floats(value: Any, dtype: torch.dtype, swaps: list[_Swap] | None = None) -> Any:
     """Return ``value`` with its floating-point tensors, of any shapes, cast to ``dtype`` by differentiable operations.
 
     It looks into tuples, lists, dicts, dataclasses and all other containers of torch's pytrees; a value with nothing
     to cast stays the same object.
+
+    Args:
+        value: Any value.
+        dtype: The dtype to cast to.
+        swaps: If given, containers that can be written to stay the same objects, and what was written is added here.
     """
     if isinstance(value, torch.Tensor):
-        if value.dtype is dtype or not value.is_floating_point():
-            return value
-        return value.to(dtype)
+        return value if value.dtype is dtype or not value.is_floating_point() else value.to(dtype)
     if value is None or isinstance(value, _PLAIN):
         return value
-    kind = type(value)
-    # Most forwards take these types, and a tree map costs as much as ten tensors that need no cast.
-    if kind is tuple or kind is list:
-        parts = [cast_floats(part, dtype) for part in value]
-        return value if all(map(operator.is_, parts, value)) else kind(parts)
-    if kind is dict:
-        items = {key: cast_floats(part, dtype) for key, part in value.items()}
-        return value if all(map(operator.is_, items.values(), value.values())) else items
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_fields(value, dtype)
+    if isinstance(value, tuple):
+        parts = [cast_floats(part, dtype, swaps) for part in value]
+        if all(map(operator.is_, parts, value)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    is_record = False
+    if isinstance(value, dict):
+        held = list(value.items())
+    elif isinstance(value, (list, deque)):
+        held = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)]
+        is_record = True
+    else:
+        return _cast_in_pytree(value, dtype, swaps)
+    casts = [cast_floats(part, dtype, swaps) for _, part in held]
+    if all(map(operator.is_, casts, [part for _, part in held])):
+        return value
+    if is_record and value.__dataclass_params__.frozen:
+        swaps = None
+    found = value
+    if swaps is None:
+        # torch.compile cannot trace `copy.copy` of a list or dict.
+        found = value.copy() if type(value) in (list, dict) else copy.copy(value)
+    for (key, part), cast in zip(held, casts, strict=True):
+        if swaps is not None:
+            if cast is part:
+                continue
+            swaps.append((value, key, part, cast))
+        if not is_record:
+            found[key] = cast
+        elif swaps is not None:
+            setattr(found, key, cast)
+        else:
+            object.__setattr__(found, key, cast)
+    return found
+
+
+def _cast_in_pytree(value: Any, dtype: torch.dtype, swaps: list[_Swap] | None) -> Any:
     is_changed = False
 
     def cast(leaf: Any) -> Any:
         nonlocal is_changed
-        changed = leaf if leaf is value else cast_floats(leaf, dtype)
+        changed = leaf if leaf is value else cast_floats(leaf, dtype, swaps)
         is_changed |= changed is not leaf
         return changed
 
     found = tree_map(cast, value)
     return found if is_changed else value
-
-
-def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
-    changed = value
-    for field in dataclasses.fields(value):
-        held = getattr(value, field.name, None)
-        new = cast_floats(held, dtype)
-        if new is not held:
-            if changed is value:
-                changed = copy.copy(value)
-            object.__setattr__(changed, field.name, new)
-    return changed
 
 
 class CastInputs:
@@ -98,7 +122,7 @@ class CastInputs:
         """Return the inputs of a call that begins, with floating-point tensors in ``dtype``."""
         swaps: list[_Swap] = []
         self._calls.append(swaps)
-        return _cast_held(args, dtype, swaps), {name: _cast_held(one, dtype, swaps) for name, one in kwargs.items()}
+        return cast_floats(args, dtype, swaps), {name: cast_floats(one, dtype, swaps) for name, one in kwargs.items()}
 
     def leave(self, *, keeps: int | None = None) -> None:
         """End the last call, or calls until ``keeps`` are left: their containers hold their own tensors again."""
@@ -114,41 +138,6 @@ class CastInputs:
                         container[key] = own
                 elif getattr(container, key, None) is cast:
                     setattr(container, key, own)
-
-
-# A container of the caller, the key, index or name in it, the tensor that it held, and the cast one that it holds now.
-_Swap = tuple[Any, Any, Any, Any]
-
-
-def _cast_held(value: Any, dtype: torch.dtype, swaps: list[_Swap]) -> Any:
-    """Cast as ``cast_floats``; containers that can be written to stay the same objects, and get into ``swaps``."""
-    if isinstance(value, tuple):
-        parts = [_cast_held(part, dtype, swaps) for part in value]
-        if all(map(operator.is_, parts, value)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    held: list[tuple[Any, Any]]
-    put: Callable[..., None] = operator.setitem
-    if isinstance(value, dict):
-        held = list(value.items())
-    elif isinstance(value, (list, deque)):
-        held = list(enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held, put = [(one.name, getattr(value, one.name, None)) for one in dataclasses.fields(value)], setattr
-    else:
-        return cast_floats(value, dtype)
-    found = value
-    for key, part in held:
-        cast = _cast_held(part, dtype, swaps)
-        if cast is part:
-            continue
-        if put is setattr and value.__dataclass_params__.frozen:
-            found = copy.copy(value) if found is value else found
-            object.__setattr__(found, key, cast)
-        else:
-            put(value, key, cast)
-            swaps.append((value, key, part, cast))
-    return found
 
 
 class LentBuffer:
