@@ -36,13 +36,7 @@ from composable.ground.torch_private import (
 from composable.testing.device_streams import SimulatedDevice, on_device
 from composable.testing.process_group import Fault, FaultPlan, SimulatedGroup, SimulatedRank
 from composable.testing.rendezvous import Board
-from composable.testing.turn_scheduler import (
-    ProcessState,
-    StartedByRank,
-    TurnScheduler,
-    Unwound,
-    taking_turns,
-)
+from composable.testing.turn_scheduler import ProcessState, TurnScheduler, Unwound, taking_turns
 
 T = TypeVar("T")
 
@@ -244,7 +238,9 @@ class _Simulation:
         self._device = device
         self._timeout_s = timeout_s
         ranks = range(world_size)
-        threads = [StartedByRank(target=self._run_rank, args=(rank,), name=f"rank {rank}") for rank in ranks]
+        threads = [
+            threading.Thread(target=self._run_rank, args=(rank,), name=f"rank {rank}", daemon=True) for rank in ranks
+        ]
         self._turns = TurnScheduler(threads, seed, () if device is None else device.generators)
         self._store = RankStore(self._turns)
         self._outcome = Outcome()
@@ -279,6 +275,8 @@ class _Simulation:
 
     def _run_rank(self, rank: int) -> None:
         thread, how = self._turns.threads[rank], "returned"
+        # The process ends without this thread, but threads that a rank starts are no daemons by default.
+        thread.thread._daemonic = False  # type: ignore[attr-defined]  # Python takes this from the thread that starts
         self._turns.enter(thread)
         stream = None if self._device is None else self._device.new_stream()
         try:

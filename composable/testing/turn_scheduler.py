@@ -66,24 +66,6 @@ class ProcessState:
             setattr(warnings, part, value)
 
 
-class StartedByRank(threading.Thread):
-    """A rank's own thread: a daemon for the process, but threads that it starts are no daemons by default."""
-
-    _runs = False
-
-    def run(self) -> None:
-        self._runs = True
-        super().run()
-
-    @property
-    def daemon(self) -> bool:
-        return not self._runs
-
-    @daemon.setter
-    def daemon(self, value: bool) -> None:
-        pass
-
-
 class _Wait(NamedTuple):
     """The wait of a thread; see ``TurnScheduler.wait``."""
 
