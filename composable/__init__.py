@@ -25,7 +25,6 @@ from composable.fully_shard import HandleOptions, fully_shard
 from composable.ground.contract import contract, get_registry
 from composable.ground.torch_hooks import let_watch_backwards
 from composable.optim import (
-    accelerate_optimizer,
     check_every_step,
     clip_grad_norm_,
     get_total_norm,
@@ -54,25 +53,38 @@ from composable.saving import (
     iter_full_params,
     load_full_params,
     load_full_state_dict,
-    load_safetensors,
-    save_safetensors,
     unshard_params,
 )
 from composable.unannotate import unannotate
-from composable.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
-from composable.whole_model import BackwardSteps, Timeline, TimelineEvent, step_in_backward, timeline
+from composable.whole_model import BackwardSteps, step_in_backward
 
 if TYPE_CHECKING:
+    from composable.extras import (
+        DDPView,
+        Timeline,
+        TimelineEvent,
+        UnevenInputs,
+        accelerate_optimizer,
+        as_ddp,
+        joinable,
+        load_safetensors,
+        save_safetensors,
+        timeline,
+    )
     from composable.saving import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
 else:
 
     def __getattr__(name: str) -> object:
-        """Return a name that ``composable.saving`` imports at its first use."""
+        """Return a name that is imported at its first use: of checkpoints, which use torch's, or of the extras."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import composable.saving
+        from composable import saving
 
-        return getattr(composable.saving, name)
+        if hasattr(saving, name):
+            return getattr(saving, name)
+        from composable import extras
+
+        return getattr(extras, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -4,7 +4,12 @@ import ast
 import functools
 import importlib
 import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +41,9 @@ EDGES: dict[str, set[str]] = {
     "whole_model": BASE | {"planning", "comm", "engine", "annotation", "replication", "optim"},
 }
 # With a face that shows what others take.
-FOLDERS = {*"testing comm planning dtensor engine features annotation replication optim saving whole_model".split()}
+FOLDERS = {
+    *"testing comm planning dtensor engine features annotation replication optim saving whole_model extras".split()
+}
 # What others take file by file: there is no face that would import all of it.
 OPEN_FOLDERS = {"ground"}
 # What users call, and what it stands on among its own kind: it may import everything above.
@@ -50,11 +57,15 @@ ENTRIES: dict[str, set[str]] = {
     "replicate": {"replicate_module"},
     "replicate_module": {"annotated_module", "comm_hooks"},
     "unannotate": {"activation_checkpoint", "fsdp_module", "replicate_module"},
-    "uneven_inputs": {"comm_hooks"},
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
+EDGES["extras"] = set(EDGES)  # what training does not need: it may import everything, and nothing imports it
 EDGES["testing"] = {"", *BASE}  # as users do, from the package itself; the package never imports it
 EDGES[""] = set(EDGES) - {"testing"}  # composable/__init__.py
+# Methods that users call on an object of the core, and that only an extra can do: imported inside of the method.
+LATE_IMPORTS = {
+    ("composable.planning.shard_plan", "composable.extras.drawing"): "`ShardPlan.draw`, a picture of a plan"
+}
 # Only these talk to other ranks, or name what does; the others name types, or this rank in a message.
 FILES_THAT_COMMUNICATE = {"comm", "testing"}
 ANY = {"*"}
@@ -135,6 +146,8 @@ def forbidden_edges(name: str, tree: ast.AST) -> list[str]:
     found = []
     for line, target in ((found.line, target) for found in find_imports(tree) for target in sorted(own_files(found))):
         other = room_of(target)
+        if (name, target) in LATE_IMPORTS:
+            continue
         if other == room and room:
             continue
         if other not in EDGES[room] or not other:
@@ -343,7 +356,7 @@ READERS = {
     "composable.saving.checkpoint uses pickle": "the class of an error",
     "composable.saving.contents uses pickle": "the unpickler makes plain values and stand-ins, whatever the file names",
     "composable.saving.contents uses torch.load": "weights_only=True",
-    "composable.saving.safetensors uses importlib.import_module": "the name of an extra that may be missing",
+    "composable.extras.safetensors uses importlib.import_module": "the name of an extra that may be missing",
     "composable.testing.simulation uses ctypes.py_object": "stops a thread of this process",
 }
 UNSAFE = re.compile(
@@ -457,7 +470,91 @@ def test_imports_have_no_cycles() -> None:
     assert not_in_layers({room: others - {""} for room, others in EDGES.items()}) == []
     # A folder's face imports all of its files: between folders it stands for them.
     files = {name: {file for one in find_imports(tree) for file in own_files(one)} for name, tree in TREES.items()}
+    for name, late in LATE_IMPORTS:
+        files[name] -= {late}
     assert not_in_layers(files) == []
+
+
+def test_nothing_of_the_core_needs_the_extras_or_the_testing_of_users() -> None:
+    """But for the names that the package itself gives, and methods of ``LATE_IMPORTS``, which import inside of a call."""
+    apart = {"extras", "testing"}
+    outside = {name: tree for name, tree in TREES.items() if room_of(name) not in {"", *apart}}
+    found = {
+        (name, file)
+        for name, tree in outside.items()
+        for one in find_imports(tree)
+        for file in own_files(one)
+        if room_of(file) in apart
+    }
+    assert found == set(LATE_IMPORTS)
+    for name, late in LATE_IMPORTS:
+        at_the_top = ast.Module([one for one in TREES[name].body if isinstance(one, ast.Import | ast.ImportFrom)], [])
+        assert late not in {file for one in find_imports(at_the_top) for file in own_files(one)}
+    is_loaded = "import sys, composable; print([name for name in sys.modules if name.startswith('composable.extras')])"
+    assert printed_by(is_loaded, REPO) == "[]\n"
+
+
+def printed_by(program: str, folder: Path) -> str:
+    """Run a program with the package of ``folder``, and return what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    found = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+# Trains a sharded and a replicated model, saves both, and loads them.
+CORE_PROGRAM = """
+    import tempfile
+    import torch, torch.distributed as dist
+    from torch import nn
+    import composable
+    from composable import fully_shard, load_checkpoint, replicate, save_checkpoint, step_in_backward
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trained = []
+    for annotate, inside in ((fully_shard, False), (replicate, False), (fully_shard, True), (replicate, True)):
+        torch.manual_seed(0)
+        model = annotate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        steps = step_in_backward(optimizer) if inside else None
+        for _ in range(3):
+            with composable.no_sync(model):
+                model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4)).sum().backward()
+            if steps is None:
+                composable.clip_grad_norm_(model.parameters(), 1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+        if steps is not None:
+            steps.remove()
+        trained.append(composable.full_state_dict(model))
+        with tempfile.TemporaryDirectory() as run:
+            save_checkpoint(run, 3, model, optimizer)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            load_checkpoint(run, model, optimizer)
+        for key, value in composable.full_state_dict(model).items():
+            assert torch.equal(value, trained[-1][key]), key
+            torch.testing.assert_close(value, trained[0][key])
+    assert composable.plan(nn.Linear(2, 2), world_size=2).draw.__name__ == "draw"
+    try:
+        composable.timeline
+    except ImportError as error:
+        print(error)
+    dist.destroy_process_group()
+"""
+
+
+def test_the_core_trains_saves_and_loads_where_the_extras_are_gone(tmp_path: Path) -> None:
+    for path in (path for path in FILES.values() if path.parent.name not in {"extras", "testing"}):
+        target = tmp_path / path.relative_to(REPO)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    assert printed_by(CORE_PROGRAM, tmp_path) == "No module named 'composable.extras'\n"
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import composable
 from composable import ConfigError, Timeline, TimelineEvent, UsageError, fully_shard, no_sync, replicate, timeline
 from composable.annotation import sharded_state_of
+from composable.extras import step_times
 from composable.replication import moment, replicate_state_of
 from composable.testing import simulate
-from composable.whole_model import step_times
 from tests.counting import CountingTransport
 from tests.world import on_ranks, run_ranks, run_threads
 from tools.streams.recorded import put_on_device

@@ -1,6 +1,5 @@
 """The plan, made from names and shapes before any change."""
 
-from composable.planning.drawing import Canvas, shortened
 from composable.planning.layout import (
     RaggedShard,
     ShardSplit,

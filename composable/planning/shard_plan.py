@@ -22,7 +22,6 @@ from composable.ground.names import (
     module_text,
     sibling_lines,
 )
-from composable.planning.drawing import HandleFigures, draw_plan
 from composable.planning.estimate import (
     HandleBytes,
     HandleCollectives,
@@ -442,6 +441,8 @@ class ShardPlan:
             ConfigError: ``ranks_per_host`` does not divide the number of all ranks, or ``optimizer_states`` is not a
                 number of at least 0.
         """
+        from composable.extras.drawing import HandleFigures, draw_plan  # not needed to train
+
         check_number("optimizer_states", optimizer_states, fix="pass 2 for Adam, 1 for momentum, 0 for SGD", least=0)
         placed = self if ranks_per_host is None else self.on_hosts(ranks_per_host)
         is_traffic_known = bool(placed.hosts) or self.world_size * self.replicas == 1

@@ -2,14 +2,25 @@
 
 from typing import TYPE_CHECKING
 
+from composable.saving.entries import (
+    Entries,
+    Names,
+    batches,
+    check_float,
+    entries_for,
+    entries_now,
+    ranks_of,
+)
 from composable.saving.full_values import (
+    IncompatibleKeys,
     full_state_dict,
+    gather_values,
     iter_full_params,
     load_full_params,
     load_full_state_dict,
 )
 from composable.saving.loads import register_load_check, register_room
-from composable.saving.safetensors import load_safetensors, save_safetensors
+from composable.saving.run_folder import sync_folder, write_summed
 from composable.saving.unsharding import unshard_params
 
 if TYPE_CHECKING:

@@ -11,6 +11,4 @@ from composable.whole_model.backward_steps import (
     step_in_backward,
     units_of,
 )
-from composable.whole_model.join import JoinSteps, Owner, connect
 from composable.whole_model.kept import KeptGradients
-from composable.whole_model.step_times import Timeline, TimelineEvent, timeline

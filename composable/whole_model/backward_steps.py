@@ -154,7 +154,7 @@ class BackwardSteps:
         self._lock = threading.Lock()
         self._is_stepping = False
         # Element-wise optimizers step sharded parameters as plain tensors.
-        self._local = LocalStep(type(optimizer), merges=False) if type(optimizer) in ELEMENT_WISE else None
+        self._local = LocalStep(type(optimizer)) if type(optimizer) in ELEMENT_WISE else None
         # While the optimizer steps a part of its parameters: all groups, the groups of the step, their full lists.
         self._narrowed: _Narrowed | None = None
         self._hooks: list[Any] = []

@@ -2,7 +2,7 @@
 
 import math
 
-from composable.planning.drawing import Canvas
+from composable.extras.drawing import Canvas
 
 __all__ = ["BLUE", "FAINT", "GREEN", "GREY", "INK", "ORANGE", "PURPLE", "RED", "SKY", "Picture"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from composable import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlan, plan
+from composable.extras.drawing import Canvas, shortened
 from composable.ground.names import bytes_text
-from composable.planning.drawing import Canvas, shortened
 from tests.models import Block, TinyGPT
 
 SVG = "{http://www.w3.org/2000/svg}"

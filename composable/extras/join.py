@@ -23,7 +23,7 @@ from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
 from composable.replication import ReplicateState
-from composable.whole_model.backward_steps import State
+from composable.whole_model import State
 
 # The owner of a part, which communicates on its own.
 Owner: TypeAlias = Root | ReplicateState

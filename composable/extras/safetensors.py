@@ -24,17 +24,20 @@ from torch import nn
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError, place_of_rank
 from composable.ground.names import as_path, check_bool, described, list_text
-from composable.saving.entries import (
+from composable.saving import (
     Entries,
+    IncompatibleKeys,
     Names,
     batches,
     check_float,
     entries_for,
     entries_now,
+    gather_values,
+    load_full_state_dict,
     ranks_of,
+    sync_folder,
+    write_summed,
 )
-from composable.saving.full_values import IncompatibleKeys, gather_values, load_full_state_dict
-from composable.saving.run_folder import sync_folder, write_summed
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

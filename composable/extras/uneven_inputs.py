@@ -17,9 +17,10 @@ from composable.comm import Ranks, annotating, calling, wait_for_work
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.extras.join import JoinSteps, Owner, connect
 from composable.ground.names import check_bool, check_module, describe_module, described
 from composable.replication import ReplicateState, check_replicated
-from composable.whole_model import JoinSteps, Owner, State, connect, nothing_annotated, states_of
+from composable.whole_model import State, nothing_annotated, states_of
 
 
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":

@@ -23,6 +23,7 @@ from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks
 from composable.engine import Handle, HandleStep, Scheduler, Step, StepEvent
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.extras.drawing import Canvas, shortened
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, described
 from composable.ground.torch_hooks import (
@@ -33,9 +34,9 @@ from composable.ground.torch_hooks import (
     on_gradient,
 )
 from composable.ground.torch_private import opaque, running_transform
-from composable.planning import Canvas, name_modules, shortened
+from composable.planning import name_modules
 from composable.replication import ReplicateState, moment, ms_apart, replicate_state_of
-from composable.whole_model.backward_steps import nothing_annotated, states_of
+from composable.whole_model import nothing_annotated, states_of
 
 # The most steps that are kept, and the most events in a step: forwards before a backward are of one step.
 _MOST_STEPS, _MOST_SPANS = 16, 50_000

@@ -1,10 +1,8 @@
-"""Optimizer steps on plain local tensors.
+"""Optimizer steps on few flat tensors.
 
-Between steps ``param_groups`` and ``state`` hold ragged tensors. During ``step`` torch's own code runs on a
-*stand-in*, an optimizer of the same class that shares options, and whose parameters and state are this rank's local
-tensors, in the same memory. The optimizer itself is never changed for the time of a step, so there is nothing to
-restore after an exception. The plan of one step serves the next as long as the parameters, the options that
-choose kernels, the tensors in the state, and the places of gradients in memory are the same.
+Between steps ``param_groups`` and ``state`` hold ragged tensors. The plan of one step serves the next as long as the
+parameters, the options that choose kernels, the tensors in the state, and the places of gradients in memory are the
+same.
 
 Source: the flat step of ZeRO, arXiv 1910.02054.
 """
@@ -20,28 +18,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import _traversal_utils
-from composable.dtensor import RaggedDTensor, memory_of, note_written, slice_full
+from composable.dtensor import RaggedDTensor, memory_of, note_written
 from composable.engine import ELEMENT_WISE, handle_of, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_module
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import around_optimizer
-from composable.ground.torch_private import DisableTorchFunction
-from composable.optim.rebind import (
+from composable.optim import (
     CHECKS_ITSELF,
-    after_closure,
+    LentPieces,
+    LocalStep,
+    State,
     check_parameters,
     check_replaced,
     cut_state,
     is_per_element,
+    lend_grad,
+    local_grad,
+    state_like,
 )
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-_State: TypeAlias = defaultdict[Any, dict[Any, Any]]
 # The local gradient of each piece.
 _Grads: TypeAlias = Sequence[torch.Tensor | None]
 
-_grad_of: Any = RaggedDTensor.grad.fget
 # The longest vector of fused optimizers' kernels; they compute elements after the last full vector in another way.
 _VECTOR_BYTES = 64
 
@@ -94,14 +94,14 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
             at=place_of_rank(),
             fix="pass the model that the optimizer was built for, after fully_shard",
         )
-    step = LocalStep(type(optimizer), merges=True)
+    step = FlatStep(type(optimizer))
     vars(optimizer)[CHECKS_ITSELF] = step
     around_optimizer(
         optimizer,
         before_step=step.begin,
         after_step=lambda *_: step.end(),
         # A step that is not over by now has failed.
-        before_state_dict=lambda _: step.end(has_failed=True),
+        before_state_dict=lambda _: step.end(),
         after_load=lambda _: step.forget(),
     )
     return optimizer
@@ -156,15 +156,12 @@ class _Unit:
     def lend(self, grads: _Grads) -> bool:
         """Set the gradient of ``tensor``; ``False``: gradients of the pieces no longer lie in one storage."""
         grad = grads[self.indices[0]]
-        if grad is not None:
-            if self._is_flat:
-                try:
-                    grad = grad.as_strided(self.tensor.shape, (1,))
-                except RuntimeError:
-                    return False  # past the end of the storage
-            if self.tensor.grad_dtype != grad.dtype:
-                self.tensor.grad_dtype = grad.dtype  # a policy may keep it in the dtype of the reduction
-        self.tensor.grad = grad
+        if grad is not None and self._is_flat:
+            try:
+                grad = grad.as_strided(self.tensor.shape, (1,))
+            except RuntimeError:
+                return False  # past the end of the storage
+        lend_grad(self.tensor, grad)
         return True
 
     def _cut(self, value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -175,7 +172,7 @@ class _Unit:
         for piece in self.pieces[len(self._starts) :]:
             yield value.new_empty(piece.local.shape)
 
-    def join_state(self, state: _State) -> dict[Any, Any]:
+    def join_state(self, state: State) -> dict[Any, Any]:
         """Return the state of the unit in the memory of its pieces' states, which move into one tensor if needed."""
         entries = [state[piece.param] for piece in self.pieces]
         joined = dict(entries[0])
@@ -190,7 +187,7 @@ class _Unit:
                     # Elements between pieces are padding, zero like the padding of parameters and gradients.
                     joined[key] = flat = locals_[0].new_zeros(self.tensor.numel())
                     for entry, piece, part in zip(entries, self.pieces, self._cut(flat)):
-                        entry[key] = _as_of(piece, part.copy_(entry[key]._local_tensor))
+                        entry[key] = state_like(piece.param, part.copy_(entry[key]._local_tensor))
             elif len(entries) > 1:
                 numbers = value.detach().reshape(1).expand(len(entries)).clone()
                 for entry, number in zip(entries, numbers.unbind()):
@@ -205,7 +202,7 @@ class _Unit:
         for key, value in joined.items():
             parts: Iterable[Any] = [value]
             if isinstance(value, torch.Tensor) and value.shape == self.tensor.shape:
-                parts = map(_as_of, self.pieces, self._cut(value))
+                parts = map(state_like, (piece.param for piece in self.pieces), self._cut(value))
             elif len(entries) > 1:
                 parts = [value.clone() for _ in entries]
             for entry, part in zip(entries, parts):
@@ -221,11 +218,6 @@ class _Unit:
         for numbers, _ in self._numbers:
             numbers[1:].copy_(numbers[0])
         self._numbers = [(numbers, numbers._version) for numbers, _ in self._numbers]
-
-
-def _as_of(piece: _LocalPiece, local: torch.Tensor) -> RaggedDTensor:
-    """Return ``local``, of the shape of the piece, as a ragged tensor that is cut like the parameter."""
-    return RaggedDTensor.wrap(local, piece.param._spec.cast(local.dtype))
 
 
 def _joined(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
@@ -276,26 +268,24 @@ def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     return len(found) == len(expected) and all(map(is_, found, expected))
 
 
-class _Plan:
+class _Plan(LentPieces):
     """The plan of an optimizer's step with its current parameters, gradients and state.
 
     The constructor moves the state of pieces that are stepped as one tensor into one tensor.
 
     Args:
         optimizer: The optimizer that steps.
-        merges: Neighbours are stepped as one tensor.
 
     Attributes:
-        state: The state of the tensors that the optimizer sees.
         locals: The local tensors of the sharded parameters.
+        is_current: No step has made or replaced state since.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, merges: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups, state = optimizer.param_groups, optimizer.state
-        self._merges = merges
         self._members = [list(group["params"]) for group in groups]
         self._options = _options_of(groups)
-        places = _places_of(chain.from_iterable(self._members)) if merges else {}
+        places = _places_of(chain.from_iterable(self._members))
         self._pieces = [
             _LocalPiece(param, memory_of(param._local_tensor), index, places.get(id(param)))
             for index, params in enumerate(self._members)
@@ -313,7 +303,7 @@ class _Plan:
             if piece.param in state:
                 cut_state(state[piece.param], piece.param)
         self._units = [_Unit([self._pieces[index] for index in run], run) for run in self._runs(groups, grads, state)]
-        self.state: _State = defaultdict(dict)
+        self.state: State = defaultdict(dict)
         for param in chain.from_iterable(self._members):
             if type(param) is not RaggedDTensor and param in state:
                 self.state[param] = state[param]
@@ -322,18 +312,11 @@ class _Plan:
                 self.state[unit.tensor] = unit.join_state(state)
         self._before = _values_of(self.state)
         self._shown = _values_of(state)
+        self.is_current = True
 
     def _grads(self) -> _Grads:
         """Return the local gradient of each piece."""
-        with DisableTorchFunction():
-            grads = [_grad_of(piece.param) for piece in self._pieces]
-        return [
-            # After operations that gathered, autograd leaves the whole gradient on every rank.
-            slice_full(grad._local_tensor, piece.param._spec.layout)
-            if isinstance(grad, DTensor) and type(grad) is not RaggedDTensor
-            else getattr(grad, "_local_tensor", None)
-            for grad, piece in zip(grads, self._pieces)
-        ]
+        return [local_grad(piece.param) for piece in self._pieces]
 
     def _pattern_of(self, grads: _Grads) -> tuple[list[bool], list[bool]]:
         origins = [
@@ -342,7 +325,7 @@ class _Plan:
         ]
         return [grad is None for grad in grads], list(map(eq, origins, origins[1:]))
 
-    def _runs(self, groups: Sequence[Mapping[str, Any]], grads: _Grads, state: _State) -> list[list[int]]:
+    def _runs(self, groups: Sequence[Mapping[str, Any]], grads: _Grads, state: State) -> list[list[int]]:
         """Return lists of the pieces, by index, that are stepped together.
 
         Kernels for the CPU compute the elements after the last full vector in another way. In fp32
@@ -353,7 +336,7 @@ class _Plan:
         # Pieces of equal kind may be joined; a piece without a gradient equals no other.
         kinds = [
             object()
-            if grads[index] is None or not self._merges
+            if grads[index] is None
             else (piece.group, piece.local.dtype, piece.local.device, _signature_of(state.get(piece.param, {}), piece))
             for index, piece in enumerate(pieces)
         ]
@@ -420,16 +403,15 @@ class _Plan:
         for unit in self._units:
             unit.tensor.grad = None
 
-    def follow(self) -> bool:
-        """Bring the optimizer's own state up to date after a step; ``False``: the step made or replaced state."""
-        if not _are_same(_values_of(self.state), self._before):
-            return False
-        for unit in self._units:
-            unit.follow()
-        return True
-
-    def show(self, state: _State) -> None:
-        """Put state that a step made or replaced into ``state``, the optimizer's own."""
+    def end(self, state: State) -> None:
+        """Take the gradients away, and bring ``state``, the optimizer's own, up to date."""
+        note_written(self.locals)
+        self.take_back()
+        self.is_current = _are_same(_values_of(self.state), self._before)
+        if self.is_current:
+            for unit in self._units:
+                unit.follow()
+            return
         found = {param: entry for param, entry in self.state.items() if isinstance(param, nn.Parameter)}
         for unit in self._units:
             if unit.tensor in self.state:
@@ -445,90 +427,33 @@ def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[object]:
     return [*((group.get("fused"), group.get("differentiable")) for group in groups), CHANGES.marks]
 
 
-class LocalStep:
-    """The steps of an optimizer on local tensors, each from ``begin`` to ``end``.
+class FlatStep(LocalStep):
+    """The steps of an optimizer on few flat tensors; the plan of one step serves the next."""
 
-    Args:
-        kind: The optimizer's class, which computes each element from that element alone.
-        merges: Neighbours are stepped as one tensor, and the plan of one step serves the next.
-    """
-
-    def __init__(self, kind: type[torch.optim.Optimizer], *, merges: bool) -> None:
-        groups = property(lambda _: self._local_groups())
-        self._shell: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), {"param_groups": groups}))
-        self._merges = merges
-        self._plan: _Plan | None = None
-        self.forget()
+    _remembered: _Plan | None = None
 
     def forget(self) -> None:
         """Forget the plan, and a step that an exception has cut short: the optimizer has loaded other state."""
-        self._abandon()
-        self._remembered: _Plan | None = None
+        self._remembered = None
+        if self._lent is not None:
+            self._lent.take_back()
+            self._lent = None
 
-    def _abandon(self) -> None:
-        if self._plan is not None:
-            self._plan.take_back()
-        self._optimizer: Any = None
-        self._groups: list[dict[str, Any]] | None = None
-        self._plan = None
-        vars(self._shell).clear()
-
-    @staticmethod
-    def takes(optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether an optimizer is element-wise, and all of its current parameters are sharded."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return type(optimizer) in ELEMENT_WISE and all(type(param) is RaggedDTensor for param in params)
-
-    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin a step; return the arguments of torch's ``step``, with the stand-in in place of ``optimizer``."""
-        self.end(has_failed=True)
-        self._optimizer = optimizer
-        # Copied anew in each step: users set attributes on optimizers, and scalers set DTensors on fused ones.
-        vars(self._shell).update(
-            {
-                name: value._local_tensor if isinstance(value, DTensor) else value
-                for name, value in vars(optimizer).items()
-            }
-        )
-        return after_closure((self._shell, *args[1:]), kwargs, self._forget_groups)
-
-    def _forget_groups(self) -> None:
-        self._groups = None
-
-    def _local_groups(self) -> list[dict[str, Any]]:
-        """Return the groups, made at the first read: hooks before a step, and closures, set gradients and options."""
-        if self._groups is None:
-            self._plan = self._lent_plan(self._optimizer)
-            self._shell.state = self._plan.state
-            self._groups = [
-                {**group, "params": params}
-                for index, group in enumerate(self._optimizer.param_groups)
-                for params in self._plan.params_of(index)
-            ]
-        return self._groups
-
-    def _lent_plan(self, optimizer: torch.optim.Optimizer) -> _Plan:
-        """Return a plan for this step, with the units' gradients in place."""
-        plan, self._remembered = self._remembered, None
+    def _lend(self, optimizer: torch.optim.Optimizer) -> _Plan:
+        plan = self._remembered
         if plan is None or not (plan.fits(optimizer) and plan.lend()):
             if plan is not None:
                 plan.take_back()
-            if self._merges:
-                check_parameters(optimizer)
-                _check_options(optimizer)
-            plan = _Plan(optimizer, merges=self._merges)
+            check_parameters(optimizer)
+            _check_options(optimizer)
+            plan = _Plan(optimizer)
             is_lent = plan.lend()
             assert is_lent, "units are made of gradients that lie in one storage"
-        if self._merges:
-            self._remembered = plan
+        self._remembered = plan
         return plan
 
-    def end(self, *, has_failed: bool = False) -> None:
-        """Take the gradients away and give the optimizer the state of the step; do nothing if no step has begun."""
-        plan, optimizer = self._plan, self._optimizer
-        self._abandon()
-        if plan is not None:
-            note_written(plan.locals)
-            if has_failed or not plan.follow():
-                plan.show(optimizer.state)
-                self._remembered = None  # Its state tensors must not outlive those of the optimizer.
+    def end(self) -> None:
+        """End a step; if it made or replaced state, forget the plan, whose tensors must not outlive this state."""
+        super().end()
+        if self._remembered is not None and not self._remembered.is_current:
+            self._remembered = None

@@ -1,0 +1,6 @@
+"""Features that training does not need; only the package itself gives their names, at the first use."""
+
+from composable.extras.flat_step import accelerate_optimizer
+from composable.extras.safetensors import load_safetensors, save_safetensors
+from composable.extras.step_times import Timeline, TimelineEvent, timeline
+from composable.extras.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
