@@ -63,7 +63,9 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     placements = [Replicate() if isinstance(one, RaggedShard) else one for one in layout.placements]
     meta = TensorMeta(layout.shape, strides_of(layout.shape), block.dtype)
     spec = DTensorSpec(layout.mesh, tuple(placements), tensor_meta=meta)
-    blocks: DTensor = wrap(DTensor, block.to(layout.mesh.device_type).contiguous(), spec)
+    is_here = block.device.type == layout.mesh.device_type  # A shard offloaded to the host: its block is there too.
+    moved = block if is_here else block.to(layout.mesh.device_type)
+    blocks: DTensor = wrap(DTensor, moved.contiguous(), spec)
     full = blocks.redistribute(placements=[Replicate()] * layout.mesh.ndim)._local_tensor.to(block.device)
     return layout.empty_full(full.dtype, full.device).copy_(full) if layout.order else full
 
