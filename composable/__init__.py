@@ -78,13 +78,13 @@ else:
         """Return a name that is imported at its first use: of checkpoints, which use torch's, or of the extras."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from composable import saving
+        import composable.saving
 
-        if hasattr(saving, name):
-            return getattr(saving, name)
-        from composable import extras
+        if hasattr(composable.saving, name):
+            return getattr(composable.saving, name)
+        import composable.extras
 
-        return getattr(extras, name)
+        return getattr(composable.extras, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
