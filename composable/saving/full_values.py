@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described, plain_fqn
 from composable.saving.entries import (
@@ -147,10 +147,9 @@ def load_full_state_dict(
         entries = entries_now(model)
     # Of several names for one tensor the last counts, as in torch.
     last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
-    pairs = ((key, held[key]) for key in last.values()) if held is not None else ()
-    # Checked again: a value that was read anew may differ, and a wrong shape must not reach the exchange.
-    checked = _checked_pairs(pairs, entries, [], strict=True)
-    _spread_batches(batches(checked, limit), entries.tensors(), ranks, src)
+    planned = batches([(key, entries.values[key]) for key in last.values()], limit) if held is not None else ()
+    read = ([(key, _read(held or {}, key, tensor)) for key, tensor in batch] for batch in planned)
+    _spread_batches(read, entries.tensors(), ranks, src)
     _load_the_rest(model, entries, given, held, ranks.everyone, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
 
@@ -165,6 +164,16 @@ def _differences_from(entries: Entries, state_dict: Mapping[str, Any] | None) ->
     shape_of = getattr(state_dict, "shape_of", None)
     expected = {key: value if isinstance(value, torch.Tensor) else None for key, value in entries.values.items()}
     return find_differences(expected, list(state_dict.keys()), shape_of or state_dict.__getitem__)
+
+
+def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torch.Tensor:
+    value = state_dict[key]
+    # Checked again, also for a mapping with ``shape_of``: a wrong shape must not reach the exchange.
+    if not isinstance(value, torch.Tensor) or value.numel() != target.numel():
+        raise UsageError(f"the value of {key!r} changed after it was checked", at=place_of_rank())
+    if isinstance(value, DTensor):
+        raise ConfigError(f"the value of {key!r} is a DTensor", at=place_of_rank(), fix="pass full plain tensors")
+    return value
 
 
 def _load_the_rest(
