@@ -8,6 +8,5 @@ from composable.optim.rebind import (
     check_parameters,
     check_replaced,
     cut_state,
-    is_per_element,
     rebind_optimizer,
 )

@@ -154,7 +154,8 @@ class BackwardSteps:
         self._lock = threading.Lock()
         self._is_stepping = False
         # Element-wise optimizers step sharded parameters as plain tensors.
-        self._local = LocalStep(type(optimizer)) if type(optimizer) in ELEMENT_WISE else None
+        is_local = type(optimizer) in ELEMENT_WISE and any(handle_of(param) is not None for param in self._params)
+        self._local = LocalStep(type(optimizer)) if is_local else None
         # While the optimizer steps a part of its parameters: all groups, the groups of the step, their full lists.
         self._narrowed: _Narrowed | None = None
         self._hooks: list[Any] = []
@@ -262,9 +263,7 @@ class BackwardSteps:
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or call remove() on the result of step_in_backward",
             )
-        if self._local is None or not self._local.takes(optimizer):
-            return None
-        return self._local.begin(optimizer, args, kwargs)
+        return None if self._local is None else self._local.begin(optimizer, args, kwargs)
 
     @opaque
     def _end_local(self, *_: Any) -> None:
