@@ -6,12 +6,16 @@ maximum. Colours are those of Okabe and Ito, which colour-blind readers can tell
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
+import torch
+
 from composable.ground.names import bytes_text, count_text, list_text
+from composable.planning import ShardPlan
 
 # In pixels: the picture, its margin, a row, the names; then the place, width and heading of columns of bars.
 _WIDTH, _MARGIN, _ROW, _NAMES = 1000, 24, 38, 240
@@ -36,7 +40,7 @@ _LEFT_OUT = "Not counted: activations, module buffers, ignored parameters, and w
 _Row: TypeAlias = tuple[str, str, list[tuple[str, list[tuple[int, str]]]]]
 
 
-class HandleFigures(NamedTuple):
+class _Figures(NamedTuple):
     """A handle, and its bytes on one rank, one amount for each colour except that of padding."""
 
     name: str
@@ -107,8 +111,8 @@ def _numbered(names: Sequence[str]) -> str:
     return "".join(chain.from_iterable(zip(re.split(r"\d+", names[0]), [*texts, ""], strict=True)))
 
 
-def _handle_rows(handles: Sequence[HandleFigures]) -> list[_Row]:
-    alike: dict[tuple[object, ...], list[HandleFigures]] = {}
+def _handle_rows(handles: Sequence[_Figures]) -> list[_Row]:
+    alike: dict[tuple[object, ...], list[_Figures]] = {}
     for one in handles:
         # The name of a handle with several modules has no siblings.
         pattern = one.name if ", " in one.name else re.sub(r"\d+", "#", one.name)
@@ -145,27 +149,34 @@ def _table(canvas: Canvas, y: int, title: str, columns: Sequence[tuple[int, int,
     return y + 34 + len(rows) * _ROW
 
 
-def draw_plan(
-    text: str,
-    handles: Sequence[HandleFigures],
-    padding: Sequence[int],
-    *,
-    peak: int,
-    replicas: int,
-    rests_on_host: bool,
-    is_traffic_known: bool,
-) -> str:
-    """Return the picture as the text of an SVG document.
+def _figures_of(plan: ShardPlan, optimizer_states: int, state_dtype: torch.dtype | None) -> Iterator[_Figures]:
+    """Yield the figures of each handle, left to right, depth first."""
+    sent = [(0, 0)] * len(plan.handles)
+    if _is_traffic_known(plan):
+        sent = [(one.inside_bytes, one.between_bytes) for one in plan.expected_traffic().handles]
+    for handle, sent_bytes in zip(plan.handles, sent, strict=True):
+        alone = replace(plan, handles=(handle,))
+        at_rest = (alone.bytes_per_rank_at_rest, alone.host_bytes_per_rank_at_rest)  # one of them is 0
+        states = sum(count(optimizer_states, state_dtype) for count in at_rest) - handle.shard_bytes
+        trained = [buffer for buffer in handle.buffers if buffer.requires_grad]
+        gradients = sum(one.layout.shard_numel * plan.gradient_dtype(one).itemsize for one in trained)
+        held = handle.shard_bytes, states, gradients, handle.buffer_bytes
+        yield _Figures(handle.name, handle.class_names, (*held, *sent_bytes))
 
-    Args:
-        text: The plan in words, of which the first two lines are shown.
-        handles: Left to right, depth first.
-        padding: For each rank that shares parameters, the bytes of its shards that belong to no parameter.
-        peak: The peak bytes on the device, in forward and backward.
-        replicas: Ranks that hold each shard.
-        rests_on_host: Shards, gradients and optimizer state rest in host memory between steps.
-        is_traffic_known: The plan has the host of each rank, so that bytes sent are known.
-    """
+
+def _is_traffic_known(plan: ShardPlan) -> bool:
+    return bool(plan.hosts) or plan.world_size * plan.replicas == 1
+
+
+def draw_plan(plan: ShardPlan, optimizer_states: int, state_dtype: torch.dtype | None) -> str:
+    """Return the picture as the text of an SVG document; arguments as for ``ShardPlan.draw``."""
+    handles = list(_figures_of(plan, optimizer_states, state_dtype))
+    padding = [0] * plan.world_size  # for each rank that shares parameters, in bytes
+    for buffer in (buffer for handle in plan.handles for buffer in handle.buffers):
+        for rank, numel in enumerate(buffer.layout.padding_by_rank()):
+            padding[rank] += numel * buffer.dtype.itemsize
+    peak, replicas = plan.peak_bytes_per_rank(optimizer_states, state_dtype), plan.replicas
+    rests_on_host, is_traffic_known = plan.offload_policy.is_offloading, _is_traffic_known(plan)
     *at_rest, _, inside, between = (sum(one.amounts[at] for one in handles) for at in range(6))
     parameters, on_device = at_rest[0], 0 if rests_on_host else sum(at_rest[:2])
     place = f"Rests on the {'host' if rests_on_host else 'device'}"
@@ -174,7 +185,7 @@ def draw_plan(
     most = f"{bytes_text(peak)}: {bytes_text(on_device)} that rest there, {bytes_text(peak - on_device)} of a step"
     sent = f"{bytes_text(inside)} inside its host, {bytes_text(between)} to other hosts; mean of all ranks"
     sent = sent if is_traffic_known else "not known: draw(ranks_per_host=8) says which ranks share a host"
-    title, details, *_ = text.splitlines()
+    title, details, *_ = str(plan).splitlines()
     canvas = Canvas(title, f"{place}: {rest}. Peak of a step: {most}. A rank sends in a step: {sent}.")
     canvas.text(_MARGIN, 38, title, 20, weight="bold")
     canvas.text(_MARGIN, 59, details.strip(), fill=_FAINT)

@@ -306,13 +306,13 @@ class ShardPlan:
             step.append(HandleBytes(depth, handle.buffer_bytes, gradients, reduced, is_freed, handle.secondary_bytes))
         return self.bytes_per_rank_at_rest(optimizer_states, state_dtype) + peak_of_step(step)
 
-    def _gradient_dtype(self, buffer: BufferPlan) -> torch.dtype:
+    def gradient_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype of gradients between backward and the optimizer's step."""
         return buffer.reduce_dtype if self.mp_policy.keep_low_precision_grads else buffer.dtype
 
     def _reduced(self, buffer: BufferPlan) -> Reduced:
         low = buffer.reduce_dtype
-        own = self._gradient_dtype(buffer)
+        own = self.gradient_dtype(buffer)
         # An all-reduce adds up the copies of a shard in the dtype that travels.
         is_late = self.replicas > 1 and own != low
         ranks, numel = self.world_size, buffer.layout.shard_numel
@@ -441,32 +441,10 @@ class ShardPlan:
             ConfigError: ``ranks_per_host`` does not divide the number of all ranks, or ``optimizer_states`` is not a
                 number of at least 0.
         """
-        from composable.extras.drawing import HandleFigures, draw_plan  # not needed to train
+        from composable.extras.drawing import draw_plan  # not needed to train
 
-        check_number("optimizer_states", optimizer_states, fix="pass 2 for Adam, 1 for momentum, 0 for SGD", least=0)
         placed = self if ranks_per_host is None else self.on_hosts(ranks_per_host)
-        is_traffic_known = bool(placed.hosts) or self.world_size * self.replicas == 1
-        sent = placed.expected_traffic().handles if is_traffic_known else [Traffic((), 0, 0, 0)] * len(self.handles)
-        figures, padding = [], [0] * self.world_size
-        for handle, traffic in zip(self.handles, sent, strict=True):
-            states = replace(self, handles=(handle,))._bytes_at_rest(optimizer_states, state_dtype) - handle.shard_bytes
-            trained = [buffer for buffer in handle.buffers if buffer.requires_grad]
-            gradients = sum(one.layout.shard_numel * self._gradient_dtype(one).itemsize for one in trained)
-            held = handle.shard_bytes, states, gradients, handle.buffer_bytes
-            sent_bytes = traffic.inside_bytes, traffic.between_bytes
-            figures.append(HandleFigures(handle.name, handle.class_names, (*held, *sent_bytes)))
-            for buffer in handle.buffers:
-                for rank, numel in enumerate(buffer.layout.padding_by_rank()):
-                    padding[rank] += numel * buffer.dtype.itemsize
-        return draw_plan(
-            str(self),
-            figures,
-            padding,
-            peak=self.peak_bytes_per_rank(optimizer_states, state_dtype),
-            replicas=self.replicas,
-            rests_on_host=self.offload_policy.is_offloading,
-            is_traffic_known=is_traffic_known,
-        )
+        return draw_plan(placed, optimizer_states, state_dtype)
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
         """Return the plan without some of its handles, whose parameters are whole again."""
