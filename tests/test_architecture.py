@@ -406,15 +406,14 @@ def test_the_engine_names_no_feature() -> None:
 
 
 def test_the_doors_of_the_engine_are_narrow() -> None:
-    doors = {"GradientPath", "StepListener", "Companion"}
+    doors = {"GradientPath": 4, "StepListener": 16, "Companion": 1}  # a listener overrides what it needs
     methods = {
         node.name: len([one for one in node.body if isinstance(one, ast.FunctionDef)])
         for _, node in classes_of_the_package()
         if node.name in doors
     }
-    methods["Companion"] += methods["StepListener"]
-    assert methods.keys() == doors
-    assert {name: count for name, count in methods.items() if count > 4} == {}
+    assert methods.keys() == doors.keys()
+    assert {name: count for name, count in methods.items() if count > doors[name]} == {}
 
 
 TENSOR = re.compile(r"\b(Tensor|RaggedDTensor|DTensor|Parameter)\b")

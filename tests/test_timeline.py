@@ -22,6 +22,7 @@ from composable.annotation import sharded_state_of
 from composable.extras import step_times
 from composable.replication import moment, replicate_state_of
 from composable.testing import simulate
+from composable.whole_model import KeptGradients
 from tests.counting import CountingTransport
 from tests.world import on_ranks, run_ranks, run_threads
 from tools.streams.recorded import put_on_device
@@ -92,11 +93,11 @@ def left_of(model: nn.Module) -> list[object]:
         found += [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), Timeline)]
         sharding, replication = sharded_state_of(module), replicate_state_of(module)
         if replication is not None:
-            found += replication.reducer.stopwatch.listeners
+            found += [one for one in replication.reducer.listeners.members if not isinstance(one, KeptGradients)]
         if sharding is not None and sharding.root is not None:
-            step = sharding.root.scheduler.step
-            streams = (step.streams, step.unsharded.streams, step.finalizer.streams)
-            found += [*step.listeners, *(one for one in streams if isinstance(one, step_times._TimedStreams))]
+            found += sharding.root.scheduler.step.listeners.members
+        if sharding is not None:
+            found += sharding.listeners.members
     return found
 
 

@@ -659,8 +659,8 @@ def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
     assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
     assert str(caught.value.errors[2]).splitlines()[1:4] == [
         "    rank 0: has no inputs left",
-        "    rank 1: GATHER of module 'blocks.1' (Block)",
-        "    rank 2: REDUCE of module 'blocks.2' (Block)",
+        "    rank 1: gather of module 'blocks.1' (Block)",
+        "    rank 2: reduce of module 'blocks.2' (Block)",
     ]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.dtensor import note_unfinished
-from composable.engine import FIX_COPY, AccumulatedGradients, Handle, attach, handle_of, waits_for_copies
+from composable.engine import FIX_COPY, AccumulatedGradients, Handle, Listeners, attach, handle_of, waits_for_copies
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_backward, modules_of_copy, reaches_out
 from composable.ground.names import describe_module
@@ -144,7 +144,7 @@ class _Session:
                 _copied(handle, memo)
         for state in self.part.states:
             twin = memo[id(state)] = copy.copy(state)
-            twin.root = twin.kept_with = None
+            twin.root, twin.listeners = None, Listeners()
             twin.settings = state.settings.copied()
 
     def copy_of(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
@@ -177,8 +177,8 @@ class _Session:
             twin.ignored_modules = frozenset(copy.deepcopy(ignored, memo))
             around = [known for one in state.around if (known := one()) is not None]
             twin.around = [weakref.ref(memo[id(known)]) for known in around if known in self.part.states]
-            if state.kept_with is not None:
-                state.kept_with.copy_for(twin, memo)
+            for listener in state.listeners.members:
+                listener.follow_copy(twin, memo)
 
 
 def _copied(handle: Handle, memo: dict[int, Any]) -> None:

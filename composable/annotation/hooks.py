@@ -277,6 +277,8 @@ class _OutputHook(GradientHook):
             self._met_in = self._backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
             if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
                 raise written_too_early(self._handle)
+            for hear in step.listeners.backward_reached:
+                hear(self._handle)
 
 
 class _LeafHook(_OutputHook):

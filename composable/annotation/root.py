@@ -4,7 +4,6 @@ import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,10 +34,10 @@ from composable.engine import (
     Handle,
     HandleChoices,
     HandleStep,
+    Listeners,
     Replicas,
     RootSettings,
     Scheduler,
-    StepListener,
     attach,
     find_stale,
     streams_for,
@@ -62,18 +61,6 @@ def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]
     return sorted(found, key=lambda state: state.grid.everyone.order)
 
 
-class _Join(Protocol):
-    def is_live(self) -> bool: ...
-
-
-class KeptListener(StepListener, Protocol):
-    """Annotations that keep gradients, and wait for a backward that averages them."""
-
-    def copy_for(self, state: Any, memo: dict[int, Any]) -> None:
-        """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
-        ...
-
-
 class FullyShardState:
     """State of one ``fully_shard`` annotation.
 
@@ -91,7 +78,7 @@ class FullyShardState:
         hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
         settings: The settings of the root, used if this is the root's state.
         root: The root of the tree that this state is in; ``None`` until lazy init.
-        kept_with: Lets other annotations average kept gradients in the next backward that synchronises; ``None``: none.
+        listeners: Hear of each event of the root, also of one that is decided later.
         around: States of modules annotated around these modules: a later one is further out.
     """
 
@@ -112,7 +99,7 @@ class FullyShardState:
         self.hook_handles: list[RemovableHandle] = []
         self.settings = RootSettings()
         self.root: Root | None = None
-        self.kept_with: KeptListener | None = None
+        self.listeners = Listeners()
         self.around: list[weakref.ref[FullyShardState]] = []
 
     @property
@@ -242,7 +229,6 @@ class Root:
         scheduler: Runs the handles.
         lent_buffers: By id of a buffer, the copies that modules hold in its place while they run.
         has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
-        join: The ``Join`` in which ranks without inputs follow; ``None``: there is none.
         models: For the ranks of each handle, the same ranks with those of tensor parallelism.
         has_begun: All has values, and copies of shards are equal.
     """
@@ -260,7 +246,6 @@ class Root:
         self.states = states
         self.scheduler = scheduler
         self.lent_buffers: dict[int, LentBuffer] = {}
-        self.join: _Join | None = None
         self.has_looked_at_views = False
         self.models: Mapping[Ranks, ModelRanks] = {}
         self.has_begun = False
@@ -271,7 +256,7 @@ class Root:
     @property
     def is_joined(self) -> bool:
         """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
-        return self.join is not None and self.join.is_live()
+        return any(ask() for ask in self.scheduler.step.listeners.holds_annotations)
 
     @staticmethod
     @calling(_COMPARISON)
@@ -312,10 +297,8 @@ class Root:
         companions = find_companions(modules, state.grid)
         for companion in companions:
             companion.begin_to_follow()
-        scheduler.listen(
-            *companions, *dict.fromkeys(found.kept_with for found in states if found.kept_with is not None)
-        )
         step = scheduler.step
+        step.listeners.add(*companions, *(one for found in states for one in found.listeners.members))
         step.finalizer.agreements = _make_agreements(states, models, step.steps)
         ranks_of = {handle: found.grid.everyone for found in states for handle in found._handles}
         step.unsharded.find_stale = functools.partial(find_stale, state.grid.everyone, ranks_of)
@@ -328,6 +311,7 @@ class Root:
             handle.settings.reshard_after_forward = handle is not own if option is None else bool(option)
         # Set last, the root's own state after all others: if this is cut short, the next forward does it again.
         for found in states:
+            found.listeners.root = step.listeners
             if found is not state:
                 found.root = root
         state.root = root
@@ -373,11 +357,10 @@ class Root:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
         self._flats = []
-        for listener in self.scheduler.step.listeners:
-            if isinstance(listener, Companion):
-                listener.end_to_follow()
+        for hear in self.scheduler.step.listeners.removed:
+            hear()
         for state in self.states:
-            state.root = None
+            state.root = state.listeners.root = None
 
 
 def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:

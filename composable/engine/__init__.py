@@ -1,6 +1,7 @@
 """The engine: parameters, buffers, paths, and the order of a step."""
 
 from composable.engine.buffer import AccumulatedGradients, FlatBuffer, digest_of
+from composable.engine.events import Listeners, StepListener, Work
 from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import (
     ELEMENT_WISE,
@@ -33,6 +34,6 @@ from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setat
 from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
-from composable.engine.step import Companion, RootSettings, Step, StepEvent, StepListener
+from composable.engine.step import Companion, RootSettings
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 from composable.engine.unsharded import drop_secondary, streams_for

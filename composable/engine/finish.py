@@ -9,7 +9,6 @@ has a digest of them; where digests differ, the ranks send each other the choice
 tensor parallelism get the message too: their gradients are other ones, but they have to raise the same errors.
 """
 
-import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from torch.distributed import ReduceOp
 
 from composable.comm import ModelRanks, Pending, Ranks, Transport
 from composable.dtensor import note_finished, note_unfinished
+from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located, place_of_rank
-from composable.ground.frames import in_region
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
 
@@ -37,10 +36,11 @@ class GradientFinalizer:
         failure: What went wrong on this rank; it still took part in every collective.
     """
 
-    def __init__(self, steps: Mapping[Handle, HandleStep], streams: Streams) -> None:
+    def __init__(self, steps: Mapping[Handle, HandleStep], streams: Streams, listeners: Listeners) -> None:
         self.agreements: Sequence[Agreement] = ()
         self.failure: ComposableError | None = None
         self.streams = streams
+        self._listeners = listeners
         self._steps = steps
         self._is_deferred = False
         self._is_settled = True
@@ -97,10 +97,10 @@ class GradientFinalizer:
     def begin(self, ledger: GradientLedger, gradient: GradientBuffer | None) -> None:
         """Start to reduce a buffer of ``take``; ``None``: shards that wait for their all-reduce. Collective."""
         flat = ledger.flat
-        routes, to_host = flat.routes, flat.home.is_elsewhere
-        if autograd_profiler._is_profiler_enabled:
-            start = functools.partial(self.streams.begin_reduction, routes.gradient_path, gradient, to_host=to_host)
-            reduction = in_region("reduce", ledger.handle.fqn, start)
+        routes, to_host, handle = flat.routes, flat.home.is_elsewhere, ledger.handle
+        if self._listeners.work or autograd_profiler._is_profiler_enabled:
+            begin, path = self.streams.begin_reduction, routes.gradient_path
+            reduction = self._listeners.during(Work.REDUCE, handle, handle.fqn, begin, path, gradient, to_host=to_host)
         elif gradient is not None and not self.streams.queues:
             reduction = routes.gradient_path.begin(gradient.source)
         else:
@@ -110,7 +110,7 @@ class GradientFinalizer:
             # The user's function gave a wrong result, but ran its collectives: the step goes on.
             failure, routes.failure = routes.failure, None
             try:
-                with located(f"{place_of_rank()}, {ledger.handle.described}"):
+                with located(f"{place_of_rank()}, {handle.described}"):
                     raise failure
             except ConfigError as error:
                 self.failure = self.failure or error
@@ -123,8 +123,8 @@ class GradientFinalizer:
 
     def _finish_first(self) -> None:
         reduction, ledger, gradient = self._under_way.popleft()
-        if autograd_profiler._is_profiler_enabled:
-            shard = in_region("wait for reduce", ledger.handle.fqn, reduction)
+        if self._listeners.work or autograd_profiler._is_profiler_enabled:
+            shard = self._listeners.during(Work.WAIT_FOR_REDUCE, ledger.handle, ledger.handle.fqn, reduction)
         else:
             shard = reduction()
         if gradient is not None:

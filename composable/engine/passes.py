@@ -18,7 +18,7 @@ from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep, check_not_written
 from composable.engine.held import checksum_of, freed_parameter_read, has_written, lost_write, refuse_split_backward
 from composable.engine.param import Lent, ParamView
-from composable.engine.step import LED, Completion, Step, StepEvent
+from composable.engine.step import LED, Completion, Step
 from composable.engine.unsharded import drop_secondary, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
@@ -158,8 +158,8 @@ class Backwards:
         settings = step.settings
         if not settings.is_last_backward or settings.finalizes_by_hand:
             self._check_steppers()
-        for listener in step.listeners:
-            listener.on(StepEvent.BACKWARD)
+        for hear in step.listeners.backward_begins:
+            hear(averages=step.averages)
         step.finalizer.open()
         self._completion.begin_backward()
 
@@ -272,8 +272,8 @@ class Backwards:
         with torch.no_grad():
             self._completion.complete_the_rest(self._gather)
         ends = step.settings.ends_backward
-        for listener in step.listeners:
-            listener.on(StepEvent.TELL, None, ends)
+        for hear in step.listeners.backward_ends:
+            hear(averages=step.averages, ends=ends)
         step.finalizer.tell(ends=ends)
         self._ends_reductions = ends
 
@@ -292,8 +292,8 @@ class Backwards:
                 self.end_backward()
             step.finalizer.postpone()
             return
-        for listener in step.listeners:
-            listener.on(StepEvent.ASSIGN)
+        for hear in step.listeners.gradients_come:
+            hear()
         step.finalizer.end(self.end_backward)
 
     def end_backward(self) -> None:
@@ -333,9 +333,9 @@ class Backwards:
     def tidy_up(self, *, keeps_running: bool = True) -> None:
         """Forget the forwards and backwards so far; ``keeps_running``: except a forward around the backward."""
         step = self._step
-        for listener in step.listeners:
+        for hear in step.listeners.step_forgotten:
             is_kept = any(handle.accumulated.awaits_copies for handle in step.handles)
-            listener.on(StepEvent.FORGET, None, step.is_backward or step.is_deferred or is_kept)
+            hear(was_unfinished=step.is_backward or step.is_deferred or is_kept)
         for handle in step.handles:
             handle.settle()
         step.finalizer.abandon()
@@ -406,11 +406,9 @@ class Forwards:
         self._last = None
         if step.finalizing is not None:
             step.check_waited_for()
-        for listener in step.listeners:
-            listener.on(StepEvent.FORWARD, module)
-        step.unsharded.begin_forward(
-            step.steps, step.settings.post_optim_event, has_idle_ranks=bool(step.listeners) and step.has_idle_ranks
-        )
+        for hear in step.listeners.forward_begins:
+            hear(module, broadcasts=False)
+        step.unsharded.begin_forward(step.steps, step.settings.post_optim_event)
         step.optimizer_stepped()
 
     def exit_forward(self, *, has_failed: bool = False) -> None:
@@ -441,9 +439,8 @@ class Forwards:
         # Modules hold sharded parameters also between forward and backward.
         step.unsharded.hide()
         step.streams.wait_for_copies()
-        for listener in () if step.failure else step.listeners:
-            is_awaited = self._completion.has_armed and torch.is_grad_enabled()
-            listener.on(StepEvent.FORWARD_ENDED, module, is_awaited)
+        for hear in () if step.failure else step.listeners.forward_ended:
+            hear(module, is_awaited=self._completion.has_armed and torch.is_grad_enabled())
 
     def note_failure(self, error: BaseException, handle: Handle | None) -> None:
         """Note the error of the forward for ranks that wait; ``handle``: of the module that raised, if it has one."""

@@ -10,7 +10,7 @@ import torch
 from composable.engine.handle import Handle
 from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
-from composable.engine.step import Completion, RootSettings, Step, StepEvent, StepListener
+from composable.engine.step import Completion, RootSettings, Step
 from composable.engine.unsharded import Streams, drop_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing
@@ -38,16 +38,6 @@ class Scheduler:
         self._completion = Completion(self.step)
         self.backwards = Backwards(self.step, self._completion, at_end)
         self.forwards = Forwards(self.step, self._completion, self.backwards)
-
-    def listen(self, *listeners: StepListener) -> None:
-        """Let ``listeners`` get each event, before the listeners so far."""
-        self.step.listeners = (*listeners, *self.step.listeners)
-        self.step.unsharded.hears = bool(self.step.listeners)
-
-    def unlisten(self, listener: StepListener) -> None:
-        """Undo ``listen``."""
-        self.step.listeners = tuple(one for one in self.step.listeners if one is not listener)
-        self.step.unsharded.hears = bool(self.step.listeners)
 
     def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
         """Let handles follow others, whether their own modules run or not: see ``HandleStep.leaders``.
@@ -94,7 +84,7 @@ class Scheduler:
         Collective. Within a step nothing happens: its forward has checked them.
         """
         if not self.step.is_under_way:
-            self.step.unsharded.refresh(handles, has_idle_ranks=self.step.has_idle_ranks)
+            self.step.unsharded.refresh(handles)
 
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
@@ -173,8 +163,8 @@ class Scheduler:
             with torch.no_grad():
                 self._completion.complete_kept(waiting)
                 step.streams.end_backward()
-            for listener in step.listeners:
-                listener.on(StepEvent.TELL, None, True)
+            for hear in step.listeners.backward_ends:
+                hear(averages=step.averages, ends=True)
             step.finalizer.tell(ends=True)
             step.finalizing = object()
         except BaseException:
@@ -193,8 +183,8 @@ class Scheduler:
         if step.finalizing is None:
             return
         step.finalizing = None
-        for listener in step.listeners:
-            listener.on(StepEvent.ASSIGN)
+        for hear in step.listeners.gradients_come:
+            hear()
         try:
             step.finalizer.end(self.backwards.end_backward)
         except BaseException:
@@ -202,8 +192,8 @@ class Scheduler:
                 self.backwards.reset()
             raise
         finally:
-            for listener in step.listeners:
-                listener.on(StepEvent.ASSIGNED)
+            for hear in step.listeners.gradients_came:
+                hear()
 
     # Recovery
 

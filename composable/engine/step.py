@@ -15,7 +15,6 @@ A module on fewer ranks, such as an expert, need not run on each of its ranks in
 the handle of the module around it, its *leader*: its own calls start no collective. See docs/experts.md.
 """
 
-import enum
 import math
 import weakref
 from collections import deque
@@ -23,12 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from composable.comm import Grid
+from composable.engine.events import Listeners, StepListener
 from composable.engine.finish import GradientFinalizer, stepped_already
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.param import ParamView
@@ -69,56 +69,7 @@ class RootSettings:
         return RootSettings(self.is_last_backward, self.finalizes_by_hand)
 
 
-class StepEvent(enum.Enum):
-    """An event of a root, sent to listeners before it happens unless said otherwise (in parentheses: subject, detail).
-
-    Attributes:
-        FORWARD: The outermost module that runs starts its forward (module).
-        FORWARD_ENDED: That forward has ended (module, whether a backward may follow).
-        BACKWARD: A backward begins.
-        DROP: Users have dropped kept gradients of a handle (handle, bits of the parameters of each buffer).
-        GATHER: Parameters are gathered (handle, whether from secondary shards).
-        REDUCE: Gradients are reduced (handle, position of the flat buffer).
-        TELL: The ranks send messages at the end of a backward (None, whether that ends the reductions).
-        ASSIGN: Parameters get their gradients.
-        ASSIGNED: Parameters have got their gradients, outside of a backward.
-        FORGET: A step is forgotten (None, whether a backward, reductions or kept gradients were unfinished).
-    """
-
-    FORWARD = enum.auto()
-    FORWARD_ENDED = enum.auto()
-    BACKWARD = enum.auto()
-    DROP = enum.auto()
-    GATHER = enum.auto()
-    REDUCE = enum.auto()
-    TELL = enum.auto()
-    ASSIGN = enum.auto()
-    ASSIGNED = enum.auto()
-    FORGET = enum.auto()
-
-
-class StepListener(Protocol):
-    """A receiver of a root's events; all ranks of the root get the same events, in the same order.
-
-    Attributes:
-        has_idle_ranks: Some rank runs no modules in this step, so it cannot answer questions about them.
-    """
-
-    @property
-    def has_idle_ranks(self) -> bool: ...
-
-    def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Receive an event.
-
-        Raises:
-            RuntimeError: All ranks have to stop when one has no inputs.
-            DesyncError: Ranks with inputs do different things.
-        """
-        ...
-
-
-@runtime_checkable
-class Companion(StepListener, Protocol):
+class Companion(StepListener):
     """An annotation that averages by itself and takes part in every step of the root around it, called or not.
 
     Replicated modules on a part of the root's ranks are companions: a rank's tokens decide which of them it calls.
@@ -128,11 +79,6 @@ class Companion(StepListener, Protocol):
 
     def begin_to_follow(self) -> None:
         """Let the root decide, from now on, when to communicate. Collective over the annotation's ranks."""
-        ...
-
-    def end_to_follow(self) -> None:
-        """Stop following the root, which is undone."""
-        ...
 
 
 class Step:
@@ -140,7 +86,7 @@ class Step:
 
     Attributes:
         steps: The state of each handle in the step.
-        listeners: Receivers of each event, in this order; usually there are none.
+        listeners: Hear of each event.
         running: The managed modules whose forwards have started and not ended, outermost first.
         first_nodes: For each running module, the number of autograd's next node at its start; -1: in backward.
         forward_id: Number of forwards so far, the running one included.
@@ -161,9 +107,9 @@ class Step:
         self.steps = {handle: HandleStep(handle) for handle in handles}
         self.settings = settings
         self.streams = streams
-        self.unsharded = Unsharded(self.handles, streams, weakref.proxy(self))
-        self.finalizer = GradientFinalizer(self.steps, streams)
-        self.listeners: tuple[StepListener, ...] = ()
+        self.listeners = Listeners()
+        self.unsharded = Unsharded(self.handles, streams, self.listeners, weakref.proxy(self))
+        self.finalizer = GradientFinalizer(self.steps, streams, self.listeners)
         self.running: list[nn.Module] = []
         self.first_nodes: list[int] = []
         self.forward_id = self.backward_id = self.backwards_before = 0
@@ -177,7 +123,7 @@ class Step:
         self.thread: int | None = None
 
     def run_on(self, streams: Streams) -> None:
-        """Use other streams from now on, or a proxy of the same ones."""
+        """Use other streams from now on."""
         self.streams = self.unsharded.streams = self.finalizer.streams = streams
 
     # State
@@ -226,14 +172,9 @@ class Step:
             )
 
     @property
-    def has_idle_ranks(self) -> bool:
-        """Some rank runs no modules in this step."""
-        return any(listener.has_idle_ranks for listener in self.listeners)
-
-    def on_gather(self, handle: Handle) -> None:
-        """Send listeners the event of a gather."""
-        for listener in self.listeners:
-            listener.on(StepEvent.GATHER, handle, handle.secondary is not None and handle.secondary.are_source)
+    def averages(self) -> bool:
+        """Some gradients are reduced in a backward with the present settings."""
+        return any(handle.requires_gradient_sync for handle in self.handles)
 
     def is_around(self, handle: Handle) -> bool:
         """Say whether a module of ``handle`` is running."""
@@ -462,13 +403,15 @@ class Completion:
     def _drop_zeroed_gradients(self, handle: Handle) -> None:
         """Forget kept gradients that users have dropped by ``zero_grad``."""
         dropped = handle.accumulated.drop_zeroed()
-        for listener in self._step.listeners if any(dropped) else ():
-            listener.on(StepEvent.DROP, handle, dropped)
+        for hear in self._step.listeners.gradients_dropped if any(dropped) else ():
+            hear(handle, dropped)
 
     def _complete(self, own: HandleStep, *, is_early: bool) -> None:
         """Reduce the handle's gradients and free its parameters."""
         step, handle = self._step, own.handle
         own.completed_in = step.backward_id
+        for hear in step.listeners.handle_completed:
+            hear(handle)
         if step.makes_graph:
             # A backward of this backward will read the parameters.
             step.unsharded.retain_until_backward(handle, with_graph=True)
@@ -484,8 +427,8 @@ class Completion:
         if trainable and handle.requires_gradient_sync:
             for ledger in trainable:
                 ledger.is_unsynced = False
-                for listener in step.listeners:
-                    listener.on(StepEvent.REDUCE, handle, own.ledgers.index(ledger))
+                for hear in step.listeners.reduction_begins:
+                    hear(handle, own.ledgers.index(ledger))
                 gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
                 if is_early and ledger.flat.gradients.expects_more(ledger.grad_mask):
                     # Not complete after all: parts of backward that read the parameters are still to run.

@@ -18,12 +18,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle, HandleStep
 from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
-from composable.ground.frames import in_region, watch_graph, watch_running_node
+from composable.ground.frames import watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
 
@@ -223,10 +224,10 @@ class Unsharded:
     Args:
         handles: All handles of the root.
         streams: Streams of the handles' device.
+        listeners: Hear of each gather.
         step: The root's step, which holds this object: a weak proxy.
 
     Attributes:
-        hears: The root has listeners.
         members: The handles; loops go over a copy if they may reshard a handle.
         find_stale: Returns the unsharded handles that are older than their shards; the ranks decide together.
     """
@@ -235,9 +236,10 @@ class Unsharded:
         self,
         handles: Sequence[Handle],
         streams: Streams,
+        listeners: Listeners,
         step: Any,
     ) -> None:
-        self.hears = False
+        self._listeners = listeners
         self._step = step
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
@@ -257,8 +259,8 @@ class Unsharded:
             if view is ParamView.HIDDEN:
                 handle.show(refuse_strangers)
             return
-        if autograd_profiler._is_profiler_enabled:
-            in_region("wait for gather", handle.fqn, self.streams.wait_for_unshard, handle)
+        if self._listeners.work or autograd_profiler._is_profiler_enabled:
+            self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
         else:
             self.streams.wait_for_unshard(handle)
         handle.show(refuse_strangers)
@@ -270,14 +272,14 @@ class Unsharded:
         secondary = handle.secondary
         if secondary is not None:
             secondary.are_source = self._step.takes_secondary(handle) if takes_secondary is None else takes_secondary
-        if self.hears:
-            self._step.on_gather(handle)
+        for hear in self._listeners.gather_begins:
+            hear(handle, from_secondary=secondary is not None and secondary.are_source)
         is_in_use = handle in self._retained  # a graph may read the memory, which gets the same values again
         if handle.bring_back() or is_in_use:
             self.streams.shards_written()
         self.members[handle] = None
-        if autograd_profiler._is_profiler_enabled:
-            in_region("gather", handle.fqn, self.streams.begin_unshard, handle)
+        if self._listeners.work or autograd_profiler._is_profiler_enabled:
+            self._listeners.during(Work.GATHER, handle, handle.fqn, self.streams.begin_unshard, handle)
         else:
             self.streams.begin_unshard(handle)
         if is_in_use:
@@ -291,7 +293,7 @@ class Unsharded:
         if handle not in self.members or handle.held_with is not None:
             return
         if handle.view is ParamView.GATHERING:
-            self.streams.wait_for_unshard(handle)
+            self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
         if keeps_secondary:
             self.streams.keep_secondary(handle)
         handle.reshard(frees=handle not in self._retained)
@@ -313,14 +315,11 @@ class Unsharded:
 
     # From one step to the next
 
-    def begin_forward(
-        self, steps: Mapping[Handle, HandleStep], written: torch.Event | None, *, has_idle_ranks: bool = False
-    ) -> None:
+    def begin_forward(self, steps: Mapping[Handle, HandleStep], written: torch.Event | None) -> None:
         """Free parameters that earlier passes left and this forward must not use. Collective if any were kept.
 
         Args:
             steps: The state of each handle.
-            has_idle_ranks: Some rank runs no modules, so all kept parameters are freed without a question to the ranks.
             written: Event after which the shards are written; ``None``: in the order of the current stream.
         """
         if not self.members:
@@ -340,20 +339,21 @@ class Unsharded:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
-            self._free_stale(kept, has_idle_ranks=has_idle_ranks)
+            self._free_stale(kept)
 
-    def refresh(self, handles: Iterable[Handle], *, has_idle_ranks: bool) -> None:
+    def refresh(self, handles: Iterable[Handle]) -> None:
         """Free hidden parameters of ``handles``, left by an earlier step, where a rank has written its shard since.
 
         Collective. No step is running.
         """
         hidden = [handle for handle in handles if handle.view is ParamView.HIDDEN]
         if hidden:
-            self._free_stale(hidden, has_idle_ranks=has_idle_ranks)
+            self._free_stale(hidden)
 
-    def _free_stale(self, kept: Sequence[Handle], *, has_idle_ranks: bool) -> None:
+    def _free_stale(self, kept: Sequence[Handle]) -> None:
+        asks = self._listeners.has_idle_ranks
         # A rank that ran no modules has no unsharded parameters, and its optimizer has written its shards.
-        stale = set(kept if has_idle_ranks else self.find_stale(kept))
+        stale = set(kept if asks and any(ask() for ask in asks) else self.find_stale(kept))
         for handle in kept:
             if handle not in stale:
                 handle.discount_writes()

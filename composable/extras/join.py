@@ -17,7 +17,7 @@ from torch import nn
 
 from composable.annotation import FullyShardState, Root
 from composable.comm import Ranks, calling
-from composable.engine import FlatBuffer, Handle, StepEvent
+from composable.engine import FlatBuffer, Handle, Listeners, StepListener
 from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
@@ -31,9 +31,8 @@ Owner: TypeAlias = Root | ReplicateState
 _Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
 # In place of the number of a part: the step itself.
 _STEP = -1
-_OF_HANDLES = {StepEvent.GATHER, StepEvent.DROP, StepEvent.REDUCE}
-# Events after which every rank goes on to the end of the step, also if they raise.
-_ENDINGS = {"ASSIGN", "finish"}
+# The event after which every rank goes on to the end of the step, also if it raises.
+_FINISH = "finish"
 
 
 class _Phase(enum.Enum):
@@ -86,11 +85,6 @@ class JoinSteps:
             for number, owner in enumerate(owners)
         ]
         self._buffers = [flat for part in self._parts for flat in part.buffers]
-
-    @property
-    def is_following(self) -> bool:
-        """This rank has no inputs left: its parts follow the messages of other ranks."""
-        return self._phase is _Phase.FOLLOWING
 
     # Begin and end of a step
 
@@ -170,7 +164,7 @@ class JoinSteps:
             keeps_own: No optimizer steps on this rank: at the end, restore the present gradients of replicated parts.
         """
         with torch.no_grad():
-            is_first, self._phase = not self.is_following, _Phase.FOLLOWING
+            is_first, self._phase = self._phase is not _Phase.FOLLOWING, _Phase.FOLLOWING
             for part in self._parts:
                 part.stand_by(is_first=is_first, keeps_own=keeps_own)
             self._begin(self._meet(None))
@@ -179,9 +173,9 @@ class JoinSteps:
                 number, what, args = next(one for one in self._meet(None) if one is not None)
                 if number != _STEP:
                     try:
-                        self._parts[number].follow(what, args)
+                        getattr(self._parts[number], f"follow_{what}")(*args)
                     except ComposableError as error:
-                        if what not in _ENDINGS or isinstance(error, DesyncError):
+                        if what != _FINISH or isinstance(error, DesyncError):
                             raise
                         failure = failure or error
                 elif what == "drop":
@@ -241,7 +235,7 @@ class JoinSteps:
         if told is None:
             return "has no inputs left"
         part, what, args = told
-        return f"{what} of {'the step' if part == _STEP else self._parts[part].describe(what, args)}"
+        return f"{what} of {'the step' if part == _STEP else self._parts[part].describe(args)}"
 
 
 @calling("Join")
@@ -249,41 +243,64 @@ def _exchanged(ranks: Ranks, told: _Message | None) -> list[_Message | None]:
     return ranks.objects(told)
 
 
-class _ShardedPart:
-    """A root of ``fully_shard``: listens to the events of the root's steps, and announces them.
+class _Part(StepListener):
+    """A part of the model: announces its events, and follows those of other ranks on a rank without inputs.
 
-    A rank without inputs runs no module of the root and takes part in every collective. Its gradients are zeros, and
-    its shards get their part of the mean as on other ranks. The same objects work as in a backward of its own, so a
-    collective that starts late, such as an all-reduce over copies, has the same place in the order on all ranks.
+    Each event of ``listeners`` has a method ``follow_...`` of the name that its message gives.
 
     Attributes:
         buffers: Flat buffers whose gradients a rank without inputs drops when users drop them on other ranks.
     """
 
-    def __init__(self, number: int, steps: JoinSteps, root: Root) -> None:
-        self.buffers: list[FlatBuffer] = [flat for handle in root.handles for flat in handle.buffers]
+    def __init__(
+        self, number: int, steps: JoinSteps, owner: Owner, listeners: Listeners, buffers: Sequence[FlatBuffer]
+    ) -> None:
+        self.buffers = buffers
         self._steps = steps
         self._tell = partial(steps.tell, number)
-        self._root = root
+        self._owner = owner
+        self._listeners = listeners
+        listeners.add(self)
+
+    def describe(self, args: tuple[Any, ...]) -> str:
+        """Return the place of an event, for messages."""
+        return " and ".join(map(describe_module, self._owner.modules))
+
+    def close(self) -> None:
+        """Send no message from now on."""
+        self._listeners.remove(self)
+
+    def holds_annotations(self) -> bool:
+        """Ranks without inputs follow the modules as they were when the ``Join`` was made."""
+        return self._steps.is_live()
+
+    def forward_begins(self, module: nn.Module, *, broadcasts: bool) -> None:
+        self._steps.begin_forward(module)
+
+
+class _ShardedPart(_Part):
+    """A root of ``fully_shard``.
+
+    A rank without inputs runs no module of the root and takes part in every collective. Its gradients are zeros, and
+    its shards get their part of the mean as on other ranks. The same objects work as in a backward of its own, so a
+    collective that starts late, such as an all-reduce over copies, has the same place in the order on all ranks.
+    """
+
+    def __init__(self, number: int, steps: JoinSteps, root: Root) -> None:
+        buffers = [flat for handle in root.handles for flat in handle.buffers]
+        super().__init__(number, steps, root, root.scheduler.step.listeners, buffers)
         self._scheduler = root.scheduler
+        self._step = root.scheduler.step
         self._indices = {handle: index for index, handle in enumerate(root.handles)}
         # Settings of handles before this rank followed: whether they average, and whether buffers defer that.
         self._chosen: dict[Handle, tuple[bool, list[bool]]] = {}
-        root.scheduler.listen(self)
-        root.join = steps
 
-    def describe(self, what: str, args: tuple[Any, ...]) -> str:
-        """Return the place of an event, for messages."""
-        if StepEvent[what] in _OF_HANDLES:
-            handle: Handle = self._root.handles[args[0]]
-            return handle.described
-        return " and ".join(map(describe_module, self._root.modules))
+    def describe(self, args: tuple[Any, ...]) -> str:
+        """Return the place of an event, for messages; those of a handle begin with its number."""
+        return self._step.handles[args[0]].described if args and type(args[0]) is int else super().describe(args)
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
         """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""
-        self._divide_by(divisor)
-
-    def _divide_by(self, divisor: int | None) -> None:
         for flat in self.buffers:
             flat.routes.divide_by(divisor)
 
@@ -295,40 +312,10 @@ class _ShardedPart:
             self._scheduler.stand_by()
             self._chosen = {
                 handle: (handle.requires_gradient_sync, [flat.routes.kept.defers for flat in handle.buffers])
-                for handle in self._root.handles
+                for handle in self._indices
             }
         # Between steps this rank's optimizer may have written the shards.
-        self._scheduler.step.optimizer_stepped()
-
-    def follow(self, what: str, args: tuple[Any, ...]) -> None:
-        """Do what a rank with inputs has announced, see ``on``. Collective but for DROP and BACKWARD.
-
-        Raises:
-            UsageError: Any rank raised an error when parameters got their gradients.
-        """
-        event, step = StepEvent[what], self._scheduler.step
-        if event is StepEvent.GATHER:
-            step.unsharded.gather_for_others(step.handles[args[0]], takes_secondary=args[1])
-        elif event is StepEvent.BACKWARD:
-            step.finalizer.open()
-        elif event is StepEvent.DROP:
-            for flat, own in zip(step.handles[args[0]].buffers, args[1], strict=True):
-                flat.gradients.drop_kept(own)
-        elif event is StepEvent.REDUCE:
-            handle = step.handles[args[0]]
-            ledger = step.steps[handle].ledgers[args[1]]
-            ledger.flat.routes.kept.defers = args[2]
-            step.finalizer.reduce(ledger, handle.settings.gradient_buffers)
-        elif event is StepEvent.TELL:
-            for handle, is_synced in zip(step.handles, args[0], strict=True):
-                handle.requires_gradient_sync = is_synced
-            step.finalizer.tell(ends=args[1])
-            if not args[1]:
-                step.finalizer.postpone()
-        elif event is StepEvent.ASSIGN:
-            step.finalizer.end(step.streams.end_backward)
-        else:
-            self._scheduler.backwards.tidy_up()
+        self._step.optimizer_stepped()
 
     def finish_join(self) -> None:
         """Forget gradients that were not averaged."""
@@ -338,10 +325,9 @@ class _ShardedPart:
 
     def close(self) -> None:
         """Send no message from now on."""
-        self._scheduler.unlisten(self)
-        self._root.join = None
+        super().close()
         self._forget()
-        self._divide_by(None)
+        self.begin_step([], None)
 
     def _forget(self) -> None:
         """Stop following other ranks, also after an exception: all ranks learn the order of modules anew."""
@@ -352,126 +338,143 @@ class _ShardedPart:
             for flat, one in zip(handle.buffers, defers, strict=True):
                 flat.routes.kept.defers = one
 
-    # Called by the root
+    # Events of the root, each with what a rank without inputs does, which runs no module that would show the event
 
-    @property
     def has_idle_ranks(self) -> bool:
-        """Some rank has no inputs in this step."""
         return self._steps.is_telling(is_needed=False)
 
-    def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Announce to ranks without inputs what the root is about to do: they run no module that would show it."""
-        steps = self._steps
-        if event is StepEvent.FORWARD:
-            steps.begin_forward(subject)
-        elif event is StepEvent.FORWARD_ENDED:
-            steps.end_forward(subject, is_awaited=detail)
-        elif event is StepEvent.ASSIGNED:
-            if not in_backward():
-                steps.finish()
-        elif event is StepEvent.FORGET:
-            if steps.is_telling(is_needed=detail):
-                self._tell(event.name)
-        else:
-            args: tuple[Any, ...] = ()
-            if event is StepEvent.BACKWARD:
-                steps.begin_backward()
-            elif event is StepEvent.ASSIGN and any(handle.synchronises for handle in self._indices):
-                steps.note_averages()
-            elif event is StepEvent.TELL:
-                args = [handle.requires_gradient_sync for handle in self._indices], detail
-            elif event in _OF_HANDLES:
-                args = self._indices[subject], detail
-            if event is StepEvent.REDUCE:
-                args = *args, subject.buffers[detail].routes.kept.defers
-            self._tell(event.name, *args)
+    def forward_ended(self, module: nn.Module, *, is_awaited: bool) -> None:
+        self._steps.end_forward(module, is_awaited=is_awaited)
+
+    def gather_begins(self, handle: Handle, *, from_secondary: bool) -> None:
+        self._tell("gather", self._indices[handle], from_secondary)
+
+    def follow_gather(self, index: int, from_secondary: bool) -> None:
+        self._step.unsharded.gather_for_others(self._step.handles[index], takes_secondary=from_secondary)
+
+    def backward_begins(self, *, averages: bool) -> None:
+        self._steps.begin_backward()
+        self._tell("backward")
+
+    def follow_backward(self) -> None:
+        self._step.finalizer.open()
+
+    def gradients_dropped(self, handle: Handle, bits: Sequence[int]) -> None:
+        self._tell("drop", self._indices[handle], bits)
+
+    def follow_drop(self, index: int, bits: Sequence[int]) -> None:
+        for flat, own in zip(self._step.handles[index].buffers, bits, strict=True):
+            flat.gradients.drop_kept(own)
+
+    def reduction_begins(self, unit: Any, index: int) -> None:
+        self._tell("reduce", self._indices[unit], index, unit.buffers[index].routes.kept.defers)
+
+    def follow_reduce(self, index: int, place: int, defers: bool) -> None:
+        handle = self._step.handles[index]
+        ledger = self._step.steps[handle].ledgers[place]
+        ledger.flat.routes.kept.defers = defers
+        self._step.finalizer.reduce(ledger, handle.settings.gradient_buffers)
+
+    def backward_ends(self, *, averages: bool, ends: bool) -> None:
+        self._tell("message", [handle.requires_gradient_sync for handle in self._indices], ends)
+
+    def follow_message(self, are_synced: Sequence[bool], ends: bool) -> None:
+        for handle, is_synced in zip(self._step.handles, are_synced, strict=True):
+            handle.requires_gradient_sync = is_synced
+        self._step.finalizer.tell(ends=ends)
+        if not ends:
+            self._step.finalizer.postpone()
+
+    def gradients_come(self) -> None:
+        if any(handle.synchronises for handle in self._indices):
+            self._steps.note_averages()
+        self._tell(_FINISH)
+
+    def follow_finish(self) -> None:
+        self._step.finalizer.end(self._step.streams.end_backward)
+
+    def gradients_came(self) -> None:
+        if not in_backward():
+            self._steps.finish()
+
+    def step_forgotten(self, *, was_unfinished: bool) -> None:
+        if self._steps.is_telling(is_needed=was_unfinished):
+            self._tell("forget")
+
+    def follow_forget(self) -> None:
+        self._scheduler.backwards.tidy_up()
 
 
-class _ReplicatedPart:
-    """An annotation of ``replicate``: its forward hooks and its reducer call this part before they start anything.
-
-    Attributes:
-        buffers: Empty: the gradients of a rank without inputs are the last averages alone.
-    """
+class _ReplicatedPart(_Part):
+    """An annotation of ``replicate``: the gradients of a rank without inputs are the last averages alone."""
 
     def __init__(self, number: int, steps: JoinSteps, state: ReplicateState) -> None:
-        self.buffers: list[FlatBuffer] = []
-        self._steps = steps
-        self._tell = partial(steps.tell, number)
+        super().__init__(number, steps, state, state.reducer.listeners, [])
         self._state = state
-        self._source = 0
+        self._reducer = state.reducer
         self._put_back: Callable[[], None] | None = None
-        state.reducer.join = self
         state.reducer.count_anew()
-
-    def describe(self, what: str, args: tuple[Any, ...]) -> str:
-        """Return the place of an event, for messages."""
-        return " and ".join(map(describe_module, self._state.modules))
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
         """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""
-        self._state.reducer.expect(running, divisor)
-        self._source = running[-1] if running else self._source
+        self._reducer.expect(running, divisor)
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         """Prepare a step without inputs on this rank; ``is_first``: it had inputs for the step before."""
         if is_first:
-            self._state.reducer.prepare()
-            self._put_back = self._state.reducer.put_aside() if keeps_own else None
-
-    def follow(self, what: str, args: tuple[Any, ...]) -> None:
-        """Do what a rank with inputs has announced. Collective."""
-        reducer = self._state.reducer
-        {
-            "broadcast": self._broadcast,
-            "begin_round": reducer.begin_shadow,
-            "send": reducer.send_shadow,
-            "finish": reducer.end_shadow,
-            "recover": reducer.recover_shadow,
-        }[what]()
+            self._reducer.prepare()
+            self._put_back = self._reducer.put_aside() if keeps_own else None
 
     def finish_join(self) -> None:
         """Give all ranks the parameters and buffers of the last rank that had inputs. Collective."""
-        self._state.reducer.prepare()
-        self._state.broadcast_all(sorted(self._state.grid.everyone.numbers)[self._source])
+        self._reducer.prepare()
+        self._state.broadcast_all()
         if self._put_back is not None:
             self._put_back()
 
     def close(self) -> None:
         """Send no message from now on."""
-        self._state.reducer.join = None
-        self._state.reducer.count_anew()
-        self._state.reducer.expect(None, None)
+        super().close()
+        self._reducer.count_anew()
+        self._reducer.expect(None, None)
 
-    def _broadcast(self) -> None:
-        if self._state.buffers is not None:
-            self._state.buffers.broadcast(self._source)
+    # Events of the reducer, each with what a rank without inputs does
 
-    # Called by hooks and the reducer, see ``JoinListener``
-
-    def is_live(self) -> bool:
-        return self._steps.is_live()
-
-    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
-        self._steps.begin_forward(module)
+    def forward_begins(self, module: nn.Module, *, broadcasts: bool) -> None:
+        super().forward_begins(module, broadcasts=broadcasts)
         if broadcasts:
             self._tell("broadcast")
-            self._broadcast()
 
-    def begin_round(self, synchronises: bool) -> None:
+    def follow_broadcast(self) -> None:
+        if self._state.buffers is not None:
+            self._state.buffers.broadcast(self._reducer.exchange.source)
+
+    def backward_begins(self, *, averages: bool) -> None:
         self._steps.begin_backward()
-        if synchronises:
+        if averages:
             self._steps.note_averages()
-            self._tell("begin_round")
+            self._tell("backward")
 
-    def send(self) -> None:
-        self._tell("send")
+    def follow_backward(self) -> None:
+        self._reducer.begin_shadow()
 
-    def finish(self) -> None:
-        self._tell("finish")
+    def reduction_begins(self, unit: object, index: int) -> None:
+        self._tell("reduce")
 
-    def recover(self) -> None:
-        self._tell("recover")
+    def follow_reduce(self) -> None:
+        self._reducer.send_shadow()
+
+    def gradients_come(self) -> None:
+        self._tell(_FINISH)
+
+    def follow_finish(self) -> None:
+        self._reducer.end_shadow()
+
+    def step_forgotten(self, *, was_unfinished: bool) -> None:
+        self._tell("forget")
+
+    def follow_forget(self) -> None:
+        self._reducer.recover_shadow()
 
 
 def connect(state: State) -> Owner:

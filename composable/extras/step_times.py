@@ -1,15 +1,14 @@
 """Timelines: a step as events, a trace, a picture.
 
-Hooks note when modules run, a proxy of a root's streams notes when bytes are sent, and the stopwatch of a reducer notes
-when buckets are. On a device each moment is an event in a stream; its time is read only when events are asked for.
+Hooks note when modules run, and listeners to the steps note when bytes are sent and waited for. On a device each moment
+is an event in a stream; its time is read only when events are asked for.
 
 Source: the trace event format of Chrome; colours that colour-blind people tell apart, Okabe and Ito 2008.
 """
 
 import json
 import math
-import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,22 +20,19 @@ from torch import nn
 
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks
-from composable.engine import Handle, HandleStep, Scheduler, Step, StepEvent
+from composable.engine import Handle, StepListener, Work
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.extras.drawing import Canvas, shortened
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, described
 from composable.ground.torch_hooks import (
-    GradientHook,
     before_forward,
     beside_forward,
-    differentiable_tensors,
-    on_gradient,
 )
-from composable.ground.torch_private import opaque, running_transform
+from composable.ground.torch_private import opaque
 from composable.planning import name_modules
 from composable.replication import ReplicateState, moment, ms_apart, replicate_state_of
-from composable.whole_model import nothing_annotated, states_of
+from composable.whole_model import listeners_of, nothing_annotated, states_of
 
 # The most steps that are kept, and the most events in a step: forwards before a backward are of one step.
 _MOST_STEPS, _MOST_SPANS = 16, 50_000
@@ -96,92 +92,85 @@ class TimelineEvent:
     stop_ms: float
 
 
-class _TimedStreams:
-    """Proxy of the streams of a root; a listener of the root's steps."""
+class _ShardedTimes(StepListener):
+    """Notes the gathers and reductions of sharded modules, and the ends of their backwards."""
 
-    queues = True  # So that reductions come here too.
-    has_idle_ranks = False
-
-    def __init__(self, scheduler: Scheduler, times: "Timeline") -> None:
-        self.inner: Any = scheduler.step.streams
+    def __init__(self, times: "Timeline") -> None:
         self._times = times
-        self._scheduler = scheduler
+        # When each began, and, on a device, when it ends in its stream.
         self._gathers: dict[Handle, tuple[Any, Any]] = {}
-        self._reducing: tuple[Handle, ...] = ()
+        self._reductions: defaultdict[Handle, deque[tuple[Any, Any]]] = defaultdict(deque)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    @contextmanager
+    def work(self, work: Work, handle: Any, name: str) -> Iterator[None]:
+        times, start = self._times, self._times._now()
+        if work is Work.GATHER:
+            start = self._now_beside("unshard", handle) or start
+        yield
+        if work is Work.GATHER:
+            self._gathers[handle] = start, self._now_beside("unshard", handle)
+        elif work is Work.REDUCE:
+            self._reductions[handle].append((start, self._now_beside("reduce", handle)))
+        else:
+            now, reductions = times._now(), self._reductions[handle]
+            if work is Work.WAIT_FOR_GATHER:
+                begun, ended = self._gathers.pop(handle, (start, start))
+                times._note(handle, "gather", begun, ended or now)
+            elif reductions:  # If not, it began before the context.
+                begun, ended = reductions.popleft()
+                times._note(handle, "reduce", begun, ended or now)
+            times._note(handle, "wait", start, now)
 
-    def _now_beside(self, name: str) -> Any:
+    def _now_beside(self, name: str, handle: Handle) -> Any:
         """Return the present moment in the stream ``name`` of the root; ``None``: on the CPU there is no stream."""
-        stream = getattr(self.inner, name, None)
+        state = sharded_state_of(handle.modules[0])
+        root = None if state is None else state.root
+        stream = None if root is None else getattr(root.scheduler.step.streams, name, None)
         return None if stream is None else self._times._now(stream)
 
-    def begin_unshard(self, handle: Handle) -> None:
-        start = self._now_beside("unshard") or self._times._now()
-        self.inner.begin_unshard(handle)
-        self._gathers[handle] = start, self._now_beside("unshard")
+    def step_forgotten(self, *, was_unfinished: bool) -> None:
+        self._reductions.clear()
 
-    def wait_for_unshard(self, handle: Handle) -> None:
-        waits = self._times._now()
-        self.inner.wait_for_unshard(handle)
-        start, stop = self._gathers.pop(handle, (waits, waits))
-        self._note(handle, "gather", start, stop, waits)
+    def backward_reached(self, owner: object) -> None:
+        self._times._begin_backward(owner)
 
-    def begin_reduction(self, path: Any, gradient: Any, *, to_host: bool = False) -> Any:
-        known = (*self._reducing, *self._scheduler.handles)
-        handle = next(one for one in known if any(flat.routes.gradient_path is path for flat in one.buffers))
-        start = self._times._now()
-        reduction = self.inner.begin_reduction(path, gradient, to_host=to_host)
-        stop = self._now_beside("reduce")
-
-        def finish() -> Any:
-            waits = self._times._now()
-            shard = reduction()
-            self._note(handle, "reduce", start, stop, waits)
-            return shard
-
-        return finish
-
-    def _note(self, handle: Handle, kind: str, start: Any, stop: Any, waits: Any) -> None:
-        now = self._times._now()
-        self._times._note(handle, kind, start, stop or now)
-        self._times._note(handle, "wait", waits, now)
-
-    def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
-        """Note the end of a handle's backward: when its reduction begins, or when the root's backward ends."""
-        if event is StepEvent.REDUCE:
-            self._reducing = (subject,)
-            self._times._end_backward(subject)
-        elif event is StepEvent.TELL:
-            self._times._end_backward(*reversed(self._scheduler.handles))
-
-    def leave(self) -> None:
-        """Give the root its own streams back."""
-        self._scheduler.unlisten(self)
-        outer: Any = self._scheduler.step.streams
-        if outer is self:
-            self._scheduler.step.run_on(self.inner)
-        while isinstance(outer, _TimedStreams):  # The proxy of another timeline, which was entered later.
-            if outer.inner is self:
-                outer.inner = self.inner
-            outer = outer.inner
+    def handle_completed(self, handle: Handle) -> None:
+        self._times._end_backward(handle)
 
 
-class _FirstGradient(GradientHook):
-    """Runs when the gradient of an output arrives; in a graph it does nothing."""
+class _ReplicatedTimes(StepListener):
+    """Notes the reductions of the buckets of one annotation of ``replicate``, and the ends of its backwards."""
 
-    __slots__ = ("_owner", "_times")
+    def __init__(self, times: "Timeline", state: ReplicateState) -> None:
+        self._times = times
+        self._state = state
+        # The number of each bucket on its way, counted from 1, and when its reduction began.
+        self._sent: list[tuple[int, Any]] = []
 
-    def __init__(self, times: "Timeline", owner: object) -> None:
-        self._times = weakref.ref(times)
-        self._owner = owner
+    def backward_begins(self, *, averages: bool) -> None:
+        self._sent.clear()
 
-    @partial(opaque, traced=lambda hook, grad: None)
-    def __call__(self, grad: torch.Tensor) -> None:
-        times = self._times()
-        if times is not None:
-            times._begin_backward(self._owner)
+    def backward_reached(self, owner: object) -> None:
+        self._times._begin_backward(owner)
+
+    def backward_ends(self, *, averages: bool, ends: bool) -> None:
+        self._times._end_backward(*self._state.modules)
+
+    @contextmanager
+    def work(self, work: Work, handle: Any, name: str) -> Iterator[None]:
+        times, start, reducer = self._times, self._times._now(), self._state.reducer
+        if work is Work.REDUCE:
+            self._sent.append((reducer.round.sent + 1, start))
+            if reducer.round.sent + 1 == len(reducer.buckets):
+                times._end_backward(*self._state.modules)
+        yield
+        if work is Work.WAIT_FOR_REDUCE and self._sent:
+            now, count, module = times._now(), reducer.round.sent, self._state.modules[0]
+            for number, begun in self._sent:
+                if number <= count:  # A communication hook waits for the buckets before the one it sends next.
+                    times._note(module, "reduce", begun, now, f" bucket {number}")
+            times._note(module, "wait", start, now)
+            self._sent = [one for one in self._sent if one[0] > count]
 
 
 # For each kind of event: the colour of its bar, the bar's first pixel in the row, and its height.
@@ -215,12 +204,9 @@ class Timeline:
         # An *owner* is a handle or a replicated module.
         self._names: dict[object, tuple[str, str]] = {}
         self._owners: dict[nn.Module, object] = {}
-        self._places: dict[object, tuple[Step, HandleStep]] = {}
         self._running: list[tuple[nn.Module, Any]] = []
         self._backwards: dict[object, Any] = {}
-        self._buckets: dict[ReplicateState, list[tuple[int, Any]]] = {}
-        self._waits: dict[ReplicateState, Any] = {}
-        for held in (self._names, self._owners, self._places, self._backwards, self._buckets, self._waits):
+        for held in (self._names, self._owners, self._backwards):
             exits.callback(held.clear)  # Nothing is noted from then on.
         for module, fqn in name_modules([model]).items():
             handle, sharded = handle_of_module(module), sharded_state_of(module)
@@ -232,12 +218,11 @@ class Timeline:
             if module in self._owners or (sharded is not None and module in sharded.modules):
                 self._owners.setdefault(module, None)
                 exits.callback(before_forward(module, self._before_forward).remove)
+        of_sharded = _ShardedTimes(self)
         for state in states:
-            if isinstance(state, ReplicateState):
-                state.reducer.stopwatch.listeners.append(hear := partial(self._hear, state))
-                exits.callback(state.reducer.stopwatch.listeners.remove, hear)
-            elif state.root is not None:
-                self._attach(state.root.scheduler)
+            listener = _ReplicatedTimes(self, state) if isinstance(state, ReplicateState) else of_sharded
+            listeners_of(state).add(listener)
+            exits.callback(listeners_of(state).remove, listener)
 
     @property
     def events(self) -> list[TimelineEvent]:
@@ -355,21 +340,12 @@ class Timeline:
         self._backwards.clear()
         self._had_backward = False
 
-    def _attach(self, scheduler: Scheduler) -> None:
-        step = scheduler.step
-        if step.handles and step.handles[0] not in self._places:
-            self._places.update((handle, (step, own)) for handle, own in step.steps.items())
-            timed: Any = _TimedStreams(scheduler, self)
-            step.run_on(timed)
-            scheduler.listen(timed)
-            self._exits.callback(timed.leave)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Timeline":
         return self  # A copied module has copies of the hooks; they record nothing.
 
     @opaque
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a step with the outermost module that is called; from now on record the root of each module."""
+        """Begin a step with the outermost module that is called."""
         if module not in self._owners:
             return  # A copy.
         if not self._running and not in_backward():
@@ -377,9 +353,6 @@ class Timeline:
             if not self._steps or self._had_backward or is_again:
                 self._begin_step()
             self._openers.add(id(module))
-        state = sharded_state_of(module)
-        if state is not None and running_transform() is None:
-            self._attach(state.lazy_init().scheduler)  # As the hook of the annotation does next.
 
     @opaque
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -393,17 +366,9 @@ class Timeline:
             start = began if inner is module else None
         if start is not None:
             self._note(owner, "recompute" if in_backward() else "forward", start, stop)
-        if owner in self._names and torch.is_grad_enabled() and running_transform() is None:
-            for tensor in differentiable_tensors(output):
-                if tensor.grad_fn is not None:
-                    on_gradient(tensor, _FirstGradient(self, owner))
 
     def _begin_backward(self, owner: object) -> None:
         self._had_backward = True
-        for other in self._backwards.keys() & self._places.keys():
-            step, own = self._places[other]
-            if own.completed_in == step.backward_id:
-                self._end_backward(other)  # Where nothing is reduced.
         if owner in self._names:
             self._backwards.setdefault(owner, self._now())
 
@@ -411,21 +376,3 @@ class Timeline:
         for owner in owners:
             if owner in self._backwards:
                 self._note(owner, "backward", self._backwards.pop(owner), self._now())
-
-    def _hear(self, state: ReplicateState, mark: str) -> None:
-        """Note the moment of a stopwatch's ``mark``, for the buckets of an annotation."""
-        now, sent, count = self._now(), self._buckets.setdefault(state, []), state.reducer.round.sent
-        if mark == "begin":
-            sent.clear()
-        elif mark == "sent":
-            sent.append((count + 1, now))
-        elif mark == "waiting":
-            self._waits[state] = now
-        elif mark == "arrived" and sent:
-            for number, start in sent:
-                if number <= count:  # A communication hook waits for the buckets before the one it sends next.
-                    self._note(state.modules[0], "reduce", start, now, f" bucket {number}")
-            self._note(state.modules[0], "wait", self._waits[state], now)
-            self._buckets[state] = [one for one in sent if one[0] > count]
-        if mark == "computed" or (mark == "sent" and count + 1 == len(state.reducer.buckets)):
-            self._end_backward(*state.modules)

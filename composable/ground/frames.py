@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,7 +41,6 @@ from composable.errors import UsageError, place_of_rank
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import values_held_by
 from composable.ground.torch_private import (
-    autograd_profiler,
     current_autograd_node,
     current_graph_task_id,
     functional_call_code,
@@ -52,7 +51,6 @@ from composable.ground.torch_private import (
     will_engine_execute_node,
 )
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -176,20 +174,6 @@ def _frames_of(*codes: CodeType) -> Iterator[FrameType]:
         if frame.f_code in codes:
             yield frame
         frame = frame.f_back
-
-
-def in_region(what: str, name: str, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return ``call(*args, **kwargs)``; a trace shows the call as a region ``composable::what name``.
-
-    Args:
-        what: The work, such as ``gather``.
-        name: FQN of the handle, or name of the bucket; empty for the root.
-        call: Runs inside the region.
-        *args: Positional arguments of ``call``.
-        **kwargs: Keyword arguments of ``call``.
-    """
-    with autograd_profiler.record_function(f"composable::{what} {name or '(root)'}"):
-        return call(*args, **kwargs)
 
 
 _MEMO_KEY = "composable extent"

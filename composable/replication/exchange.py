@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from composable.comm import Grid, Pending, Transport, wait_for_hook
-from composable.engine import Registration, reduced_otherwise
+from composable.engine import Listeners, Registration, Work, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.frames import in_region
 from composable.ground.names import count_text, described, list_text, ranks_text
 from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
@@ -224,6 +223,7 @@ class BucketExchange:
         options: The options of the user.
         own_round: The running backward, or the last one.
         stopwatch: Measures some backwards.
+        listeners: Hear of the work of this rank.
 
     Attributes:
         transport: As given.
@@ -233,6 +233,7 @@ class BucketExchange:
         arrangement: The buckets.
         notes: Logs the buckets of each backward.
         running: The ranks that have gradients, as the transport counts them; ``None``: all.
+        source: The rank whose buffers all ranks get: the first one, or the last one that has, or had, inputs.
         hook: The communication hook; ``None``: an all-reduce per bucket.
         sparse: Averages the sparse gradients, which lie in no bucket.
     """
@@ -245,11 +246,13 @@ class BucketExchange:
         options: ReplicateOptions,
         own_round: Round,
         stopwatch: Stopwatch,
+        listeners: Listeners,
     ) -> None:
         ranks = grid.everyone
         self.transport = transport
         self.scale = 1.0 / grid.divisor
         self.running: Sequence[int] | None = None
+        self.source = 0
         self.group = ranks.group
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self.hook: Registration | None = None
@@ -258,6 +261,7 @@ class BucketExchange:
         self._options = options
         self._round = own_round
         self._stopwatch = stopwatch
+        self._listeners = listeners
         self._has_warned = False
         self._flags = FlagBlock(len(params), transport.rank, transport.world_size)
         # Each takes a key of the transport, in this order on every rank.
@@ -306,8 +310,8 @@ class BucketExchange:
         if self.notes.checks:
             self.notes.before_send(bucket)
         start = self._start if self.hook is None else partial(self._start_hook, self.hook)
-        if autograd_profiler._is_profiler_enabled:
-            in_region("reduce", f"bucket {bucket.index() + 1}", start, bucket)
+        if self._listeners.work or autograd_profiler._is_profiler_enabled:
+            self._listeners.during(Work.REDUCE, None, f"bucket {bucket.index() + 1}", start, bucket)
         else:
             start(bucket)
         self._round.sent += 1
@@ -378,14 +382,10 @@ class BucketExchange:
 
     def finish(self) -> None:
         """Wait for all reductions that were started."""
-        if self._stopwatch.is_on:
-            self._stopwatch.mark("waiting")
-        if autograd_profiler._is_profiler_enabled:
-            in_region("wait for reduce", "buckets", self._finish)
+        if self._listeners.work or autograd_profiler._is_profiler_enabled:
+            self._listeners.during(Work.WAIT_FOR_REDUCE, None, "buckets", self._finish)
         else:
             self._finish()
-        if self._stopwatch.is_on:
-            self._stopwatch.mark("arrived")
 
     def _finish(self) -> None:
         interruption, self._interruption = self._interruption, None

@@ -25,7 +25,7 @@ from torch import nn
 
 from composable.comm import Grid, Transport
 from composable.dtensor import note_finished, note_unfinished
-from composable.engine import Registration, Stepper, check_backward, nearest, refuse_steppers
+from composable.engine import Listeners, Registration, Stepper, check_backward, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
 from composable.ground.names import list_text
 from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, next_ending_number
@@ -33,7 +33,7 @@ from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
 from composable.replication.outside_buckets import traced_arrival, why_untraceable
-from composable.replication.rounds import JoinListener, KeptWith, Phase, Round, StaticGraph, Stopwatch
+from composable.replication.rounds import Phase, Round, StaticGraph, Stopwatch
 from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of, is_kept_gradient, mark_kept
 
 _OPEN = Phase.OPEN
@@ -63,8 +63,7 @@ class GradientAverager:
         exchange: Averages buckets over the ranks.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest one is used.
         stopwatch: Measures some backwards.
-        kept_with: Lets other annotations average kept gradients in the next backward that averages; ``None``: none do.
-        join: Hears of each message before it starts, while ranks may run out of inputs; ``None``: they do not.
+        listeners: Hear of each event.
         steppers: Functions that step parameters inside backward, as soon as these have their averages.
     """
 
@@ -81,8 +80,7 @@ class GradientAverager:
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
         self.stopwatch = Stopwatch(grid.everyone.device)
-        self.join: JoinListener | None = None
-        self.kept_with: KeptWith | None = None
+        self.listeners = Listeners()
         self.steppers: tuple[Stepper, ...] = ()
         self._lock = threading.RLock()
         self._is_closed = False
@@ -94,7 +92,9 @@ class GradientAverager:
         """Create the attributes that depend on the ranks, as they are before the first backward."""
         self._grid = grid
         self._static = StaticGraph() if self.options.static_graph else None
-        self.exchange = BucketExchange(self.params, transport, grid, self.options, self.round, self.stopwatch)
+        self.exchange = BucketExchange(
+            self.params, transport, grid, self.options, self.round, self.stopwatch, self.listeners
+        )
         self._bucket_of = self.exchange.arrangement.bucket_of  # changed in place
 
     @property
@@ -229,8 +229,8 @@ class GradientAverager:
                 self._recover()
             if self.steppers:
                 check_backward(self.params[0].fqn)
-            if self.join is not None:
-                self.join.begin_round(self.synchronises)
+            for hear in self.listeners.backward_begins:
+                hear(averages=self.synchronises)
             self._clear(synchronises=self.synchronises)
             self.round.open(at_end_of_backward(self))
             self.stopwatch.begin(self.rounds)
@@ -258,8 +258,8 @@ class GradientAverager:
                     self._step_sent()
 
     def _launch(self, bucket: Bucket) -> None:
-        if self.join is not None:
-            self.join.send()
+        for hear in self.listeners.reduction_begins:
+            hear(self, self.round.sent)
         self.exchange.launch(bucket)
 
     def start(self) -> None:
@@ -269,13 +269,16 @@ class GradientAverager:
         if self.stopwatch.is_on:
             self.stopwatch.mark("computed")
         is_due = own_round.is_due()
+        averages = is_due and own_round.synchronises
+        for hear in self.listeners.backward_ends:
+            hear(averages=averages, ends=averages)
         if is_due and not own_round.synchronises:
             for index in own_round.order:
                 self._kept[index] = 1
                 mark_kept(self.params[index].param.grad)
             note_unfinished([self], is_droppable=True)
             own_round.kept += 1
-        if not is_due or not own_round.synchronises:
+        if not averages:
             own_round.close()
             return
         accepts = self.options.find_unused_parameters or static is not None or own_round.is_led
@@ -287,8 +290,6 @@ class GradientAverager:
         with torch.no_grad():
             for bucket in self.buckets[own_round.sent :]:
                 self._launch(bucket)
-        if self.kept_with is not None:
-            self.kept_with.end()
 
     def finish(self) -> None:
         """Wait for the averages, and raise an error if gradients are missing.
@@ -299,8 +300,8 @@ class GradientAverager:
         missing, self._missing = self._missing, None
         if missing is None:
             return
-        if self.join is not None:
-            self.join.finish()
+        for hear in self.listeners.gradients_come:
+            hear()
         report = self._finish_round()
         if self.stopwatch.is_on:
             self.stopwatch.end()
@@ -355,8 +356,8 @@ class GradientAverager:
         # `order` alone is not enough: if ranks use different parameters, it differs though all were stopped alike.
         if self.round.synchronises and (self.round.accumulates or self.round.order):
             self.round.complaint = STOPPED
-            if self.join is not None:
-                self.join.recover()
+            for hear in self.listeners.step_forgotten:
+                hear(was_unfinished=True)
             self.recover_shadow()
         else:
             self.round.kept += not self.round.synchronises
@@ -454,6 +455,11 @@ class Reducer(GradientAverager):
     def hook(self) -> Registration | None:
         """The communication hook that is used; ``None``: there is none."""
         return self.exchange.hook
+
+    @property
+    def is_joined(self) -> bool:
+        """Ranks without inputs follow this rank."""
+        return any(ask() for ask in self.listeners.holds_annotations)
 
     @property
     def untraceable(self) -> str:
@@ -572,6 +578,10 @@ class Reducer(GradientAverager):
         ``None``: all ranks, and their number.
         """
         self.exchange.running = running
+        if running is None:
+            self.exchange.source = 0
+        elif running:
+            self.exchange.source = running[-1]
         self.exchange.scale = 1.0 / (divisor or self._grid.divisor)
 
     def put_aside(self) -> Callable[[], None]:

@@ -6,10 +6,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from composable.engine import Stepper
@@ -210,46 +209,6 @@ class StaticGraph:
         return not self.changes
 
 
-class KeptWith(Protocol):
-    """The annotations, this one included, that one call has set to synchronise again."""
-
-    def end(self) -> None:
-        """Let all annotations that keep gradients average them in the running backward, called or not. Collective."""
-        ...
-
-    def copy_for(self, state: Any, memo: dict[int, Any]) -> None:
-        """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
-        ...
-
-
-class JoinListener(Protocol):
-    """Messages to ranks without inputs about the forward, round or bucket that starts next. Each is collective."""
-
-    def is_live(self) -> bool:
-        """Say whether the ``Join`` context still runs: it ends when it is left, or by an exception."""
-        ...
-
-    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
-        """Announce a forward of ``module`` that a backward may follow; ``broadcasts``: then broadcast the buffers."""
-        ...
-
-    def begin_round(self, synchronises: bool) -> None:
-        """Announce a backward; ``synchronises``: it averages gradients."""
-        ...
-
-    def send(self) -> None:
-        """Announce that the next bucket is sent."""
-        ...
-
-    def finish(self) -> None:
-        """Announce the end of the round."""
-        ...
-
-    def recover(self) -> None:
-        """Announce the end of a round that was stopped: every bucket that was not sent is sent."""
-        ...
-
-
 # Times
 
 # All of the first backwards are measured, since they differ from later ones.
@@ -282,28 +241,24 @@ class Stopwatch:
     Attributes:
         every: Every backward whose number this divides is measured, besides the first ten.
         is_on: The running backward is measured.
-        listeners: Functions called with the name of each mark, in every backward, also when a mark comes again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.every = 100
         self.is_on = False
-        self.listeners: list[Callable[[str], None]] = []
         self._device = device
         self._marks: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None
 
     def begin(self, number: int) -> None:
         """Start to measure backward ``number``, counted from 1, if it is one of those to measure."""
-        self.is_on = number <= _FIRST or number % self.every == 0 or bool(self.listeners)
+        self.is_on = number <= _FIRST or number % self.every == 0
         if self.is_on:
             self._marks = {}
             self.mark("begin")
 
     def mark(self, name: str) -> None:
         """Note the time under ``name``, once in a backward."""
-        for hear in self.listeners:
-            hear(name)
         if name not in self._marks:
             self._marks[name] = moment(self._device)
 

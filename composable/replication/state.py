@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
-from composable.engine import StepEvent, forget_torch_hooks, refuse_steppers, step_torch_optimizers
+from composable.engine import Companion, forget_torch_hooks, refuse_steppers, step_torch_optimizers
 from composable.errors import UsageError, place_of_rank
 from composable.ground.casts import cast_floats, keep_dtype
 from composable.ground.contract import get_registry
@@ -74,7 +74,7 @@ class _ReplicaOutputHook(GradientHook):
 
 
 @dataclass(eq=False, repr=False)
-class ReplicateState:
+class ReplicateState(Companion):
     """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait.
 
     Attributes:
@@ -118,7 +118,7 @@ class ReplicateState:
     @property
     def is_joined(self) -> bool:
         """A ``Join`` has the modules: ranks without inputs follow them, as they were when the ``Join`` was made."""
-        return self.reducer.join is not None and self.reducer.join.is_live()
+        return self.reducer.is_joined
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -246,42 +246,37 @@ class ReplicateState:
         if len(self.owners) == 1:  # Of several modules, a rank may call only some.
             self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
-        if self.reducer.join is not None:
-            self.reducer.join.begin_forward(module, broadcasts=broadcasts)
-        elif self.buffers is not None and broadcasts:
-            self.buffers.broadcast()
+        for hear in self.reducer.listeners.forward_begins:
+            hear(module, broadcasts=broadcasts)
+        if self.buffers is not None and broadcasts:
+            self.buffers.broadcast(self.reducer.exchange.source)
 
     def begin_to_follow(self) -> None:
         """Communicate when a sharded module around begins a forward or backward, even if nothing here is called."""
         self.transport.connect()
         self.follows = True
 
-    def end_to_follow(self) -> None:
+    def removed(self) -> None:
         """Communicate when these modules themselves are called, as before ``begin_to_follow``."""
         self.follows = False
 
-    @property
-    def has_idle_ranks(self) -> bool:
-        """Whether some rank has no inputs: only the listener of ``Join`` knows it, so this one says no."""
-        return False
-
-    def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
-        """React to an event of the root around: communicate at its forwards, average at the end of its backwards.
-
-        Collective where a forward begins that a backward may follow.
-        """
-        if event is StepEvent.FORWARD and self.follows and torch.is_grad_enabled():
+    def forward_begins(self, module: nn.Module, *, broadcasts: bool) -> None:
+        """Communicate at a forward of the root around that a backward may follow. Collective."""
+        if self.follows and torch.is_grad_enabled():
             self._meet(self.modules[0])
-        elif event is StepEvent.BACKWARD and self.follows:
+
+    def backward_begins(self, *, averages: bool) -> None:
+        """Average at the end of a backward of the root around."""
+        if self.follows:
             self.reducer.follow()
 
-    def broadcast_all(self, source: int) -> None:
-        """Give every rank the parameters and buffers of global rank ``source``. Collective; nothing is running."""
-        ranks = self.grid.everyone
+    def broadcast_all(self) -> None:
+        """Give every rank the parameters and buffers of the rank that had inputs last. Collective, between steps."""
+        ranks, source = self.grid.everyone, self.reducer.exchange.source
         params = [*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)]
-        broadcast_params(params, ranks, source)
+        broadcast_params(params, ranks, sorted(ranks.numbers)[source])
         if self.buffers is not None:
-            self.buffers.broadcast(sorted(ranks.numbers).index(source))
+            self.buffers.broadcast(source)
 
     def before_backward(self, index: int) -> None:
         """Note that the gradient of an output of the annotated module ``index`` arrives."""
@@ -290,6 +285,8 @@ class ReplicateState:
         self.reducer.arm(index)
         if self.precision is not None:
             self.precision.parts[index].enter_backward()
+        for hear in self.reducer.listeners.backward_reached:
+            hear(self.modules[index])
 
     def refuse_split_backward(self) -> NoReturn:
         """Refuse a stage of torch's pipelines that writes gradients to parameters itself: nothing averages them."""
@@ -395,7 +392,7 @@ class ReplicateState:
 
     def close(self) -> None:
         """Make the modules plain ones again. Collective; no forward or backward is running."""
-        self.end_to_follow()
+        self.follows = False
         self.transport.connect()
         self.reducer.close()
         if self.precision is not None:
@@ -428,8 +425,8 @@ class ReplicateState:
                 copied.grad = item.param.grad.detach().clone()
         params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
         twin.reducer = self.reducer.copied(params, twin.transport, memo)
-        if self.reducer.kept_with is not None:
-            self.reducer.kept_with.copy_for(twin, memo)
+        for listener in self.reducer.listeners.members:
+            listener.follow_copy(twin, memo)
         twin.frozen = copy.deepcopy(self.frozen, memo)
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]

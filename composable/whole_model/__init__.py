@@ -5,6 +5,7 @@ from composable.whole_model.backward_steps import (
     ReducingUnit,
     State,
     check_ranks_below,
+    listeners_of,
     nothing_annotated,
     params_of,
     states_of,

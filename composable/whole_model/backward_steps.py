@@ -23,6 +23,7 @@ from composable.comm import Grid, Ranks, check_inside, compare_in_each
 from composable.engine import (
     ELEMENT_WISE,
     Handle,
+    Listeners,
     handle_of,
     has_torch_optimizer,
     mark_stepped,
@@ -50,6 +51,11 @@ def states_of(modules: Iterable[nn.Module]) -> list[State]:
         sharded, replicated = sharded_state_of(module), replicate_state_of(module)
         found.update((state, None) for state in (sharded, replicated) if state is not None)
     return list(found)
+
+
+def listeners_of(state: State) -> Listeners:
+    """Return what hears of each event of an annotation's steps."""
+    return state.listeners if isinstance(state, FullyShardState) else state.reducer.listeners
 
 
 def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:

@@ -13,15 +13,15 @@ from torch.distributed import ReduceOp
 
 from composable.annotation import FullyShardState, Root
 from composable.comm import Ranks
-from composable.engine import StepEvent
+from composable.engine import StepListener
 from composable.ground.frames import in_backward
 from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import in_backward_of_nothing
 from composable.replication import ReplicateState
-from composable.whole_model.backward_steps import State
+from composable.whole_model.backward_steps import State, listeners_of
 
 
-class KeptGradients:
+class KeptGradients(StepListener):
     """Annotations that one call set to synchronise again; waits for the next backward in which any of them does.
 
     All ranks make it alike. In that backward the ranks exchange which annotations keep gradients and take no part:
@@ -32,22 +32,19 @@ class KeptGradients:
     _replicated = HeldWeakly[ReplicateState]()
 
     def __init__(self, sharded: Iterable[FullyShardState] = (), replicated: Iterable[ReplicateState] = ()) -> None:
-        self._sharded = self._replicated = ()
-        self._take(sharded, replicated)
+        self._sharded = sharded
+        self._replicated = replicated
+        for state in self._states():
+            listeners_of(state).add(self)
 
-    def _take(self, sharded: Iterable[FullyShardState], replicated: Iterable[ReplicateState]) -> None:
-        self._sharded, self._replicated = (*self._sharded, *sharded), (*self._replicated, *replicated)
-        for state in self._sharded:
-            state.kept_with = self
-        for root in dict.fromkeys(state.root for state in sharded if state.root is not None):
-            root.scheduler.listen(self)  # A root that is decided later adds it to its listeners.
-        for one in self._replicated:
-            one.reducer.kept_with = self
-
-    def copy_for(self, state: State, memo: dict[int, Any]) -> None:
+    def follow_copy(self, state: Any, memo: dict[int, Any]) -> None:
         """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
         twin: KeptGradients = memo.setdefault(id(self), KeptGradients())
-        twin._take([state], []) if isinstance(state, FullyShardState) else twin._take([], [state])
+        if isinstance(state, FullyShardState):
+            twin._sharded = (*twin._sharded, state)
+        else:
+            twin._replicated = (*twin._replicated, state)
+        listeners_of(state).add(twin)
 
     @staticmethod
     def note(states: Iterable[State]) -> None:
@@ -59,8 +56,8 @@ class KeptGradients:
                 sharded[state] = None
             elif not state.follows:  # If it follows, it takes part in every backward of the root around.
                 replicated[state] = None
-        earlier = [state.kept_with for state in sharded] + [state.reducer.kept_with for state in replicated]
-        for one in dict.fromkeys(earlier):
+        known: list[State] = [*sharded, *replicated]
+        for one in dict.fromkeys(listener for state in known for listener in listeners_of(state).members):
             if isinstance(one, KeptGradients):
                 sharded.update(dict.fromkeys(one._sharded))
                 replicated.update(dict.fromkeys(one._replicated))
@@ -68,34 +65,23 @@ class KeptGradients:
         if len({state.outermost() for state in sharded}) + len(replicated) > 1:
             KeptGradients(sharded, replicated)
 
+    def _states(self) -> list[State]:
+        return [*self._sharded, *self._replicated]
+
     def _roots(self) -> list[Root]:
         return list(dict.fromkeys(state.root for state in self._sharded if state.root is not None))
 
     def _forget(self) -> None:
         # What a ``no_sync`` of a part covers keeps gradients on: where that ends, `note` brings the others back.
-        for state in self._sharded:
-            if not any(handle.sync_after_context for handle in state._handles):
-                state.kept_with = None
-        for root in self._roots():
-            root.scheduler.unlisten(self)
-        for one in self._replicated:
-            if not one.reducer.sync_after_context:
-                one.reducer.kept_with = None
+        for state in self._states():
+            units = state._handles if isinstance(state, FullyShardState) else [state.reducer]
+            if not any(unit.sync_after_context for unit in units):
+                listeners_of(state).remove(self)
 
-    @property
-    def has_idle_ranks(self) -> bool:
-        """Whether some rank has no inputs: only the listener of ``Join`` knows it, so this one says no."""
-        return False
-
-    def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
-        """React to a root that is about to end a backward."""
-        if event is not StepEvent.TELL:
+    def backward_ends(self, *, averages: bool, ends: bool) -> None:
+        """Let all annotations that keep gradients average them in a backward that averages. Collective."""
+        if not averages:
             return
-        if any(handle.requires_gradient_sync for root in self._roots() for handle in root.handles):
-            self.end()
-
-    def end(self) -> None:
-        """Let all annotations that keep gradients average them in the running backward. Collective."""
         self._forget()
         groups: dict[Ranks, list[State]] = {}
         # Of copies that have not run yet, also states that have no root.

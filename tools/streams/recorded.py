@@ -28,6 +28,8 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
     """Let the handles of ``root``, which has not run yet, run on the streams of ``recorder``."""
     streams = runtime.streams(recorder)
     root.scheduler = runtime.scheduler(root.handles, streams, at_end_of_backward)
+    for state in root.states:
+        state.listeners.root = root.scheduler.step.listeners
     recorder.take_names(streams.names)
     for handle in root.handles:
         for index, flat in enumerate(handle.buffers):
