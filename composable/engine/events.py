@@ -9,7 +9,7 @@ Source: trio's instruments, https://trio.readthedocs.io/en/stable/reference-lowl
 import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -96,7 +96,8 @@ class StepListener:
         """``state`` is a copy of one that this listens to, made by a ``copy.deepcopy`` with this ``memo``."""
 
 
-_Methods = tuple[Callable[..., Any], ...]
+# Each is an event or a question.
+METHODS = tuple(name for name, one in vars(StepListener).items() if callable(one))
 
 
 class Listeners:
@@ -107,22 +108,10 @@ class Listeners:
         root: What else gets the listeners that come, and loses those that go; ``None``: nothing.
     """
 
-    forward_begins: _Methods
-    forward_ended: _Methods
-    gather_begins: _Methods
-    backward_begins: _Methods
-    backward_reached: _Methods
-    gradients_dropped: _Methods
-    handle_completed: _Methods
-    reduction_begins: _Methods
-    backward_ends: _Methods
-    gradients_come: _Methods
-    gradients_came: _Methods
-    step_forgotten: _Methods
-    work: _Methods
-    has_idle_ranks: _Methods
-    holds_annotations: _Methods
-    removed: _Methods
+    if TYPE_CHECKING:
+
+        def __getattr__(self, event: str) -> tuple[Callable[..., Any], ...]:
+            """Return the methods to call, by the name of a method of ``StepListener``."""
 
     def __init__(self) -> None:
         self.members: tuple[StepListener, ...] = ()
@@ -144,7 +133,7 @@ class Listeners:
             self.root.remove(listener)
 
     def _find_methods(self) -> None:
-        for event in type(self).__annotations__:
+        for event in METHODS:
             own = [one for one in self.members if getattr(type(one), event) is not getattr(StepListener, event)]
             setattr(self, event, tuple(getattr(one, event) for one in own))
 

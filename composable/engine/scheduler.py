@@ -122,7 +122,7 @@ class Scheduler:
         step.drop_secondaries()
         # Also for memory freed so far: the current stream waits for its last readers.
         step.streams.end_backward()
-        step.run_on(streams)
+        step.streams = step.unsharded.streams = step.finalizer.streams = streams
         streams.shards_written()
 
     def notice_dropped(self) -> None:

@@ -122,10 +122,6 @@ class Step:
         self.is_threaded = False
         self.thread: int | None = None
 
-    def run_on(self, streams: Streams) -> None:
-        """Use other streams from now on."""
-        self.streams = self.unsharded.streams = self.finalizer.streams = streams
-
     # State
 
     @property

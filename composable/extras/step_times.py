@@ -200,7 +200,6 @@ class Timeline:
         self._steps: deque[tuple[int, Any, list[tuple[tuple[str, str], str, Any, Any]]]] = deque(maxlen=_MOST_STEPS)
         self._openers: set[int] = set()  # The outermost modules of the last step.
         self._had_backward = False
-        self._exits = exits
         # An *owner* is a handle or a replicated module.
         self._names: dict[object, tuple[str, str]] = {}
         self._owners: dict[nn.Module, object] = {}

@@ -8,11 +8,11 @@ from torch import nn
 
 from composable import fully_shard, no_sync, replicate
 from composable.engine import StepListener, Work
-from composable.engine.events import Listeners
+from composable.engine.events import METHODS, Listeners
 from composable.whole_model import listeners_of, states_of
 from tests.world import run_threads
 
-EVENTS = [name for name in Listeners.__annotations__ if name not in {"work", "has_idle_ranks", "holds_annotations"}]
+EVENTS = [name for name in METHODS if name not in {"work", "has_idle_ranks", "holds_annotations"}]
 
 
 def recorder(names: list[str]) -> tuple[StepListener, list[str]]:
@@ -57,5 +57,5 @@ def test_only_methods_that_a_listener_overrides_are_called(annotate: Any) -> Non
         assert heard == ["backward_begins", "--", "backward_begins"]
     listeners = Listeners()
     listeners.add(StepListener())
-    assert not any(getattr(listeners, name) for name in Listeners.__annotations__)
+    assert not any(getattr(listeners, name) for name in METHODS)
     assert listeners.during(Work.GATHER, None, "", sum, [1, 2]) == 3
