@@ -491,6 +491,13 @@ def test_nothing_of_the_core_needs_the_extras_or_the_testing_of_users() -> None:
         assert late not in {file for one in find_imports(at_the_top) for file in own_files(one)}
     is_loaded = "import sys, composable; print([name for name in sys.modules if name.startswith('composable.extras')])"
     assert printed_by(is_loaded, REPO) == "[]\n"
+    package = importlib.import_module("composable")
+    shown = {name for one in find_imports(TREES["composable.extras"]) for name in one.names}
+    of_package = find_imports(TREES["composable"])
+    given = {name for one in of_package if one.module == "composable.extras" for name in one.names}
+    assert shown == given <= {*package.__all__} <= {*dir(package)}
+    assert all(getattr(package, name).__module__.startswith("composable.extras.") for name in given)
+    assert not hasattr(package, "no_such_name")
 
 
 def printed_by(program: str, folder: Path) -> str:
