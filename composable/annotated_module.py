@@ -155,7 +155,7 @@ def reduce_gradients(module: nn.Module) -> None:
     if not in_backward():
         for state in states:
             # Before the first forward there is no root, and only a deep copy can have kept gradients.
-            if any(handle.accumulated.is_unsynced for handle in state._handles):
+            if any(handle.is_unsynced for handle in state._handles):
                 state.lazy_init()
     schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
     if in_backward() or not all(scheduler.is_idle for scheduler in schedulers):

@@ -16,7 +16,7 @@ from composable.activation_checkpoint import forward_in_place
 from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of, sharded_state_of
 from composable.comm import Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
-from composable.engine import Handle, attach, handle_of, waits_for_copies
+from composable.engine import Handle, attach, handle_of, refuse_waiting_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.fsdp_module import remove_mixin
 from composable.ground.contract import check_not_joined, get_registry, remove_annotation, remove_member
@@ -121,8 +121,7 @@ class _Removal:
         for one in states:
             one.abandon_step()
         for handle in self._handles:
-            if handle.accumulated.awaits_copies:
-                raise waits_for_copies("unannotate", handle.described)
+            refuse_waiting_copies("unannotate", handle)
             attach(handle)
             for flat in handle.buffers:
                 flat.check_usable()
@@ -159,7 +158,7 @@ class _Removal:
         """Return a line for each parameter, by the ranks that have it; the ranks go on only if all have equal lines."""
         lines: dict[Ranks, list[str]] = {}
         for handle in self._handles:
-            kept = " kept by no_sync" if handle.accumulated.is_unsynced else ""
+            kept = " kept by no_sync" if handle.is_unsynced else ""
             lines.setdefault(handle.grid.everyone, []).extend(
                 f"{handle.from_root(param.fqn)} {list(param.shape)} {param.sharded.dtype}"
                 f"{'' if param.sharded.grad is None else ' with a gradient'}{kept}"
@@ -174,7 +173,7 @@ class _Removal:
         for handle in self._handles:
             handle.requires_gradient_sync = True
         for state in self._sharded:
-            if any(handle.accumulated.is_unsynced for handle in state._handles):
+            if any(handle.is_unsynced for handle in state._handles):
                 state.lazy_init()
         for root in {state.root: None for state in self._sharded if state.root is not None}:
             root.scheduler.reduce_kept()

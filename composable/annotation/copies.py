@@ -17,7 +17,7 @@ from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.dtensor import note_unfinished
-from composable.engine import FIX_COPY, AccumulatedGradients, Handle, Listeners, attach, handle_of, waits_for_copies
+from composable.engine import FIX_COPY, Handle, Listeners, attach, handle_of, refuse_waiting_copies
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_backward, modules_of_copy, reaches_out
 from composable.ground.names import describe_module
@@ -183,17 +183,14 @@ class _Session:
 
 def _copied(handle: Handle, memo: dict[int, Any]) -> None:
     """Put a deep copy of ``handle``, with shards of its own, into ``memo``; ``_adopt_modules`` completes it."""
-    if handle.accumulated.awaits_copies:
-        raise waits_for_copies("deepcopy", handle.described)
+    refuse_waiting_copies("deepcopy", handle)
     attach(handle)
     twin = memo[id(handle)] = copy.copy(handle)
     if handle.sync_after_context is not None:
         # The context that is running ends for the original handle only.
         twin.requires_gradient_sync, twin.sync_after_context = handle.sync_after_context, None
-    kept = handle.accumulated
     twin.settings = copy.copy(handle.settings)
-    twin.buffers = tuple(flat.copied(memo, with_kept_gradients=kept.is_unsynced) for flat in handle.buffers)
-    twin.accumulated = AccumulatedGradients(twin.buffers, is_unsynced=kept.is_unsynced, is_kept=kept.is_kept)
+    twin.buffers = tuple(flat.copied(memo, with_kept_gradients=handle.is_unsynced) for flat in handle.buffers)
     twin.comm_hooks = tuple(copy.deepcopy(one, memo) for one in handle.comm_hooks)
     twin.communicate_by(replace(handle.comms, hook=copy.deepcopy(handle.comms.hook, memo)))
 
@@ -206,7 +203,7 @@ def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
         # Only now: a form may refer to modules.
         param.form = copy.deepcopy(param.form, memo)
     handle.start_sharded()
-    if handle.accumulated.is_any:
+    if any(flat.gradients.is_waiting for flat in handle.buffers):
         note_unfinished([handle], is_droppable=True)
     for one in handle.comm_hooks:
         one.place_copy(memo)

@@ -1,6 +1,6 @@
 """The engine: parameters, buffers, paths, and the order of a step."""
 
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer, digest_of
+from composable.engine.buffer import FlatBuffer, digest_of
 from composable.engine.events import Listeners, StepListener, Work
 from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import (
@@ -19,7 +19,7 @@ from composable.engine.gradients import (
     stepper_of,
     unmark_stepped,
 )
-from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, waits_for_copies
+from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies
 from composable.engine.held import (
     ParamLabel,
     attach,

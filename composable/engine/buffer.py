@@ -392,61 +392,6 @@ class FlatBuffer:
         return self._buffer
 
 
-class AccumulatedGradients:
-    """Gradients of a handle that wait: on leaves for a later backward, or as shards for an all-reduce over copies.
-
-    Attributes:
-        is_unsynced: The last backward did not synchronise, on any rank.
-        is_kept: Backwards have left gradients on this rank that wait, on leaves or as shards.
-        is_cast: Gradients are reduced in another dtype than autograd makes them in.
-    """
-
-    __slots__ = ("_buffers", "is_cast", "is_kept", "is_unsynced")
-
-    def __init__(self, buffers: Sequence[FlatBuffer], *, is_unsynced: bool = False, is_kept: bool = False) -> None:
-        self._buffers = tuple(buffers)
-        self.is_unsynced = is_unsynced
-        self.is_kept = is_kept
-        self.is_cast = any(flat.plan.reduce_dtype != flat.compute_dtype for flat in buffers)
-
-    @property
-    def is_any(self) -> bool:
-        """Gradients wait to be reduced with later ones, or for an all-reduce over copies."""
-        return self.awaits_copies or (self.is_kept and any(flat.gradients.bits() for flat in self._buffers))
-
-    @property
-    def awaits_copies(self) -> bool:
-        """Gradients wait for an all-reduce over the ranks that hold copies."""
-        return any(flat.routes.kept.total is not None for flat in self._buffers)
-
-    def keep(self) -> None:
-        """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""
-        for flat in self._buffers:
-            self.is_kept |= flat.gradients.keep()
-
-    def drop_zeroed(self) -> list[int]:
-        """Forget kept gradients that the user has dropped by ``zero_grad``; returns the bits of each buffer."""
-        self.is_kept = False
-        return [flat.gradients.drop_zeroed() for flat in self._buffers]
-
-    def sum_in_reduce_dtype(self, *, sums: bool) -> None:
-        """In the backward that begins, add up gradients in the dtype of the reduction if they wait for later ones."""
-        for flat in self._buffers:
-            if flat.plan.reduce_dtype != flat.compute_dtype:
-                flat.gradients.sum_in_reduce_dtype(sums=sums)
-
-    def drop(self) -> None:
-        """Forget gradients that were not reduced."""
-        self.is_unsynced = self.is_kept = False
-        for flat in self._buffers:
-            flat.gradients.drop()
-
-    def forget_shards(self) -> None:
-        """Forget what waits for an all-reduce over copies."""
-        for flat in self._buffers:
-            flat.routes.kept.clear()
-
-
 class SecondaryShards:
     """This rank's secondary shards [W * S / n] of a handle's flat buffers, from which n ranks gather for backward.
 

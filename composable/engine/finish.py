@@ -153,7 +153,8 @@ class GradientFinalizer:
         is_synced, goes_on = self._is_deferred, False
         for handle, step in self._steps.items():
             if not handle.requires_gradient_sync:
-                handle.accumulated.keep()
+                for ledger in step.ledgers:
+                    ledger.flat.gradients.keep()
             elif ends:
                 is_synced = True
                 for ledger in step.ledgers:
@@ -216,7 +217,7 @@ class GradientFinalizer:
                 if ledger.flat.gradients.steppers:
                     # What has been stepped cannot take another part of its gradient.
                     self.failure = self.failure or stepped_already(handle)
-                    handle.accumulated.drop()
+                    ledger.flat.gradients.drop()
                 else:
                     self.reduce(ledger, handle.settings.gradient_buffers)
         while self._under_way:
@@ -224,28 +225,25 @@ class GradientFinalizer:
 
     def _settle(self, *, was_deferred: bool) -> None:
         """Give parameters the gradients that waited for the other ranks; hooks of users run."""
-        for handle, step in self._steps.items():
-            awaits_copies = False
+        for step in self._steps.values():
+            waits = step.is_waiting
             for ledger in step.ledgers:
                 kept = ledger.flat.routes.kept
                 if ledger.waiting or kept.bits or kept.total is not None:
                     ledger.finish()
                 ledger.grad_mask = 0
-                awaits_copies |= kept.total is not None
-            if awaits_copies:
-                handle.accumulated.keep()
-            if awaits_copies or handle.accumulated.is_kept or step.is_waiting:
+                gradients = ledger.flat.gradients
+                if kept.total is not None or (was_deferred and gradients.is_kept):
+                    # Once more, if it was done: the ``grad`` that they wait beside may be another tensor now.
+                    gradients.keep()
+                waits |= gradients.is_kept or kept.total is not None
+            if waits:
                 self._note_waiting(step)
         self._is_settled = True
-        if was_deferred:
-            for handle in self._steps:
-                if handle.accumulated.is_kept:
-                    # Once more: the ``grad`` that they wait beside may be another tensor now.
-                    handle.accumulated.keep()
 
     def _note_waiting(self, step: HandleStep) -> None:
         """Note for users whether gradients wait for a later backward, or for an all-reduce over copies."""
-        if step.handle.accumulated.is_any:
+        if any(flat.gradients.is_waiting for flat in step.handle.buffers):
             note_unfinished([step.handle], is_droppable=True)
             step.is_waiting = True
         elif step.is_waiting:
@@ -272,7 +270,8 @@ class GradientFinalizer:
     def forget_kept(self) -> None:
         """Forget shards that wait for an all-reduce over copies: some may hold part of a backward only."""
         for step in self._steps.values():
-            step.handle.accumulated.forget_shards()
+            for flat in step.handle.buffers:
+                flat.routes.kept.clear()
             self._note_waiting(step)
 
     def transports(self) -> set[Transport]:

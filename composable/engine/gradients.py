@@ -234,6 +234,9 @@ class Gradients:
         shape: Layout of the gradient buffer; the same object for all whose gradients fit into the same memory.
         steppers: Functions that get sharded parameters with whole gradients, and step them.
         steps_together: A stepper may be collective: it runs when all ranks have agreed on the parameters to step.
+        is_cast: They are reduced in another dtype than autograd makes them in.
+        is_unsynced: The last backward that reached the parameters did not reduce, on any rank.
+        is_kept: Backwards have left gradients on this rank that wait, on leaves or as shards.
     """
 
     def __init__(
@@ -249,6 +252,8 @@ class Gradients:
         spans = tuple(replace(span, fqn="") for span in plan.layout.spans)
         self.shape = _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
         self._compute_dtype = plan.compute_dtype
+        self.is_cast = plan.reduce_dtype != plan.compute_dtype
+        self.is_unsynced = self.is_kept = False
         # Has the dtype and device of gradient buffers.
         self._like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
         self._sums = False
@@ -263,7 +268,7 @@ class Gradients:
         self.step_by(())
 
     def copied(self, params: Sequence[ShardedParam], routes: Routes) -> "Gradients":
-        """Return an object for copies of the parameters, on which no gradient waits and which no stepper steps."""
+        """Return an object for copies of the parameters and of what waits on them, which no stepper steps."""
         twin = copy.copy(self)
         twin._begin(params, [index for _, index in self._pieces], routes)
         return twin
@@ -351,18 +356,29 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget the gradients of the leaves."""
+        self.is_unsynced = self.is_kept = False
         for param in self._params:
             param.forget_gradient()
 
     # For later
 
-    def keep(self) -> bool:
-        """Note gradients that wait, on leaves or as kept shards, so ``zero_grad`` drops them; say whether any do."""
+    @property
+    def awaits_copies(self) -> bool:
+        """Gradients wait for an all-reduce over the ranks that hold copies."""
+        return self._routes.kept.total is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Gradients wait to be reduced with later ones, or for an all-reduce over copies."""
+        return self.awaits_copies or (self.is_kept and self.bits() != 0)
+
+    def keep(self) -> None:
+        """Note gradients that wait, on leaves or as kept shards, so that ``zero_grad`` drops them."""
         waiting = self.bits() | self._routes.kept.bits
         for number, param in enumerate(self._params):
             if waiting >> number & 1:
                 param.keep_gradient()
-        return waiting != 0
+                self.is_kept = True
 
     def drop_zeroed(self) -> int:
         """Forget kept gradients of parameters whose ``grad`` the user has dropped or set to zero.
@@ -370,7 +386,7 @@ class Gradients:
         Returns:
             The bits of these parameters.
         """
-        dropped = 0
+        dropped, self.is_kept = 0, False
         for number, param in enumerate(self._params):
             if param.drop_zeroed_gradient():
                 dropped |= 1 << number

@@ -17,7 +17,7 @@ from torch import nn
 
 from composable.comm import Grid, Pending
 from composable.dtensor import note_finished
-from composable.engine.buffer import FREED, AccumulatedGradients, FlatBuffer, SecondaryShards
+from composable.engine.buffer import FREED, FlatBuffer, SecondaryShards
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
@@ -49,13 +49,18 @@ class _Managed:
             raise reaches_out("copied", handle.modules, FIX_COPY)
 
 
-def waits_for_copies(what: str, described: str) -> UsageError:
-    """Return the error for an action that cannot run while gradients wait for an all-reduce over copies."""
-    return UsageError(
-        f"{what} while gradients wait for the all-reduce that set_requires_all_reduce(False) left out",
-        at=f"{place_of_rank()}, {described}",
-        fix="call set_requires_all_reduce(True), then run a backward or reduce_gradients()",
-    )
+def refuse_waiting_copies(what: str, handle: "Handle") -> None:
+    """Raise for an action that cannot run while gradients wait for an all-reduce over copies.
+
+    Raises:
+        UsageError: Some do.
+    """
+    if any(flat.gradients.awaits_copies for flat in handle.buffers):
+        raise UsageError(
+            f"{what} while gradients wait for the all-reduce that set_requires_all_reduce(False) left out",
+            at=f"{place_of_rank()}, {handle.described}",
+            fix="call set_requires_all_reduce(True), then run a backward or reduce_gradients()",
+        )
 
 
 def handle_of(param: torch.Tensor) -> "Handle | None":
@@ -114,7 +119,6 @@ class Handle:
         settings: Settings of users.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
-        accumulated: The gradients that wait for a later reduction.
         gathers: Gathers of an unshard that has not ended, also of one that was cut short; ``None``: none was started.
         has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
         is_shared: Two roots have run it, and its memory stays.
@@ -139,7 +143,6 @@ class Handle:
         self.is_shared = False
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
-        self.accumulated = AccumulatedGradients(self.buffers)
         self.start_sharded()
 
     def start_sharded(self) -> None:
@@ -203,7 +206,6 @@ class Handle:
         self.modules = ()
         self.buffers = ()
         self.comm_hooks = ()
-        self.accumulated = AccumulatedGradients(())
         self.start_sharded()
         self.view = ParamView.UNSHARDED
 
@@ -238,6 +240,11 @@ class Handle:
     def steppers(self) -> tuple[Stepper, ...]:
         """Functions that step the parameters inside backward."""
         return self.buffers[0].gradients.steppers if self.buffers else ()
+
+    @property
+    def is_unsynced(self) -> bool:
+        """The last backward that reached the parameters did not reduce their gradients, on any rank."""
+        return any(flat.gradients.is_unsynced for flat in self.buffers)
 
     @property
     def synchronises(self) -> bool:
@@ -367,11 +374,6 @@ class Handle:
             for flat in self.buffers:
                 flat.free_buffer()
 
-    def keep_secondary(self) -> None:
-        """Copy secondary shards out of the buffers, which are full."""
-        if self.secondary is not None:
-            self.secondary.keep(self.version)
-
     def is_fresh(self) -> bool:
         """Say whether unsharded parameters still have the values of this rank's shards."""
         return all(flat.is_fresh() for flat in self.buffers)
@@ -405,7 +407,6 @@ class GradientLedger:
     Attributes:
         grad_mask: Bits of parameters that had a gradient on this rank, in this backward or since the last reduction.
         has_more: Some leaf holds a gradient that was not reduced.
-        is_unsynced: The last backward that reached parameters kept their gradients; users may have frozen these since.
         is_unfrozen: No backward has met the buffer frozen. The first one reduces it, in case other ranks have not.
         waiting: Reduced shards [S] that some parameters have not got, each with the bits of those that have.
         message_bytes: How many bytes the ledger takes in a message, the same on all ranks.
@@ -418,7 +419,6 @@ class GradientLedger:
         "handle",
         "has_more",
         "is_unfrozen",
-        "is_unsynced",
         "message_bytes",
         "waiting",
     )
@@ -428,7 +428,6 @@ class GradientLedger:
         self.flat = flat
         self.grad_mask = 0
         self.has_more = False
-        self.is_unsynced = False
         self.is_unfrozen = flat.is_trainable
         self.waiting: list[tuple[torch.Tensor, int]] = []
         self.message_bytes = len(flat.params) // 8 + 1
@@ -534,7 +533,7 @@ class HandleStep:
         self.handle = handle
         self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
         self.modules_left: set[int] = set()
-        self.is_waiting = handle.accumulated.is_any  # A copy may have kept gradients.
+        self.is_waiting = any(flat.gradients.is_waiting for flat in handle.buffers)  # on a copy
         self.checksum = 0, 0
         self.output: Callable[[], object] = _is_there
         self.leaders: tuple[Handle, ...] = ()

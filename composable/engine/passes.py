@@ -107,7 +107,7 @@ class Backwards:
         if step.backward_id != self._seen or step.is_backward:
             return
         for own in self._completion.waiting:
-            if not own.handle.accumulated.is_kept and any(flat.gradients.bits() for flat in own.handle.buffers):
+            if any(flat.gradients.bits() for flat in own.handle.buffers if not flat.gradients.is_kept):
                 if has_failed:
                     step.is_backward = True  # As one that was cut short: the next forward tidies up.
                 else:
@@ -334,7 +334,7 @@ class Backwards:
         """Forget the forwards and backwards so far; ``keeps_running``: except a forward around the backward."""
         step = self._step
         for hear in step.listeners.step_forgotten:
-            is_kept = any(handle.accumulated.awaits_copies for handle in step.handles)
+            is_kept = any(flat.gradients.awaits_copies for handle in step.handles for flat in handle.buffers)
             hear(was_unfinished=step.is_backward or step.is_deferred or is_kept)
         for handle in step.handles:
             handle.settle()
@@ -348,7 +348,8 @@ class Backwards:
                 step.unsharded.reshard(handle)
         for handle, own in step.steps.items():
             own.end_step()
-            handle.accumulated.drop()
+            for flat in handle.buffers:
+                flat.gradients.drop()
             drop_secondary(handle)
         step.finalizer.forget_kept()
         step.finalizer.is_deferred, step.finalizing = False, None

@@ -150,11 +150,7 @@ class Scheduler:
         """
         step = self.step
         step.check_waited_for()
-        waiting = [
-            own
-            for handle, own in step.steps.items()
-            if handle.requires_gradient_sync and handle.accumulated.is_unsynced
-        ]
+        waiting = [own for handle, own in step.steps.items() if handle.requires_gradient_sync and handle.is_unsynced]
         if not waiting and not self.is_deferred:
             return
         step.finalizer.is_deferred = True
@@ -216,7 +212,8 @@ class Scheduler:
         for handle in tuple(step.unsharded.members):
             step.unsharded.reshard(handle)
         for handle, own in step.steps.items():
-            handle.accumulated.drop()
+            for flat in handle.buffers:
+                flat.gradients.drop()
             own.is_armed = False
         self._completion.forget()
 

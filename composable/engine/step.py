@@ -30,6 +30,7 @@ from torch import nn
 from composable.comm import Grid
 from composable.engine.events import Listeners, StepListener
 from composable.engine.finish import GradientFinalizer, stepped_already
+from composable.engine.gradients import Gradients
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.param import ParamView
 from composable.engine.unsharded import Streams, Unsharded, end_secondary
@@ -307,15 +308,15 @@ class Completion:
         armed = self.waiting
         is_again = not self._armed
         gathered = [(own.last_forward, own, True) for own in armed if not own.leaders]
+        self._drop_zeroed_gradients()
         for handle, own in step.steps.items():
-            if handle.accumulated.is_kept:
-                self._drop_zeroed_gradients(handle)
-            if handle.accumulated.is_cast:
-                handle.accumulated.sum_in_reduce_dtype(sums=not handle.requires_gradient_sync)
-            if handle.accumulated.is_unsynced and not own.is_armed:
-                own.is_armed, own.first_forward = True, 0
-                if not (is_again and own in self._last_armed):
-                    armed = [*armed, own]
+            for flat in handle.buffers:
+                if flat.gradients.is_cast:
+                    flat.gradients.sum_in_reduce_dtype(sums=not handle.requires_gradient_sync)
+                if flat.gradients.is_unsynced and not own.is_armed:
+                    own.is_armed, own.first_forward = True, 0
+                    if not (is_again and own in self._last_armed):
+                        armed = [*armed, own]
         self._queue = sorted([(own.first_forward, own, False) for own in armed] + gathered, key=_clock)
         for own in armed:
             own.queued_in = step.backward_id
@@ -383,24 +384,27 @@ class Completion:
     def complete_kept(self, waiting: Sequence[HandleStep]) -> None:
         """Reduce, outside of any backward, gradients that backwards without synchronisation have left."""
         # For all of them first: reductions that end meanwhile replace the ``grad`` that kept gradients wait beside.
-        for own in waiting:
-            if own.handle.accumulated.is_kept:
-                self._drop_zeroed_gradients(own.handle)
+        self._drop_zeroed_gradients()
         for own in reversed(waiting):
             self._complete(own, is_early=False)
 
     def notice_dropped(self) -> None:
         """Forget, between steps, kept gradients that users have dropped or set to zero; the others are kept on."""
-        for handle in self._step.steps:
-            if handle.accumulated.is_kept:
-                self._drop_zeroed_gradients(handle)
-                handle.accumulated.keep()
+        for gradients in self._drop_zeroed_gradients():
+            gradients.keep()
 
-    def _drop_zeroed_gradients(self, handle: Handle) -> None:
-        """Forget kept gradients that users have dropped by ``zero_grad``."""
-        dropped = handle.accumulated.drop_zeroed()
-        for hear in self._step.listeners.gradients_dropped if any(dropped) else ():
-            hear(handle, dropped)
+    def _drop_zeroed_gradients(self) -> list[Gradients]:
+        """Forget kept gradients that users have dropped by ``zero_grad``; returns where gradients were kept."""
+        kept = []
+        for handle in self._step.handles:
+            dropped = [0] * len(handle.buffers)
+            for index, flat in enumerate(handle.buffers):
+                if flat.gradients.is_kept:
+                    kept.append(flat.gradients)
+                    dropped[index] = flat.gradients.drop_zeroed()
+            for hear in self._step.listeners.gradients_dropped if any(dropped) else ():
+                hear(handle, dropped)
+        return kept
 
     def _complete(self, own: HandleStep, *, is_early: bool) -> None:
         """Reduce the handle's gradients and free its parameters."""
@@ -415,14 +419,12 @@ class Completion:
         trainable: list[GradientLedger] = []
         for ledger in own.ledgers:  # A comprehension would double the cost.
             is_trainable = ledger.flat.is_trainable
-            if is_trainable or ledger.is_unsynced or ledger.is_unfrozen:
+            if is_trainable or ledger.flat.gradients.is_unsynced or ledger.is_unfrozen:
                 trainable.append(ledger)
                 ledger.is_unfrozen &= is_trainable
-        if trainable:
-            handle.accumulated.is_unsynced = not handle.requires_gradient_sync
+                ledger.flat.gradients.is_unsynced = not handle.requires_gradient_sync
         if trainable and handle.requires_gradient_sync:
             for ledger in trainable:
-                ledger.is_unsynced = False
                 for hear in step.listeners.reduction_begins:
                     hear(handle, own.ledgers.index(ledger))
                 gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
@@ -435,8 +437,6 @@ class Completion:
                 if gradient is not None:
                     step.finalizer.begin(ledger, gradient)
         else:
-            for ledger in trainable:
-                ledger.is_unsynced = True
             waiting = [ledger.flat.gradients for ledger in trainable] if is_early else []
             if any(gradients.expects_more(gradients.bits()) for gradients in waiting):
                 step.unsharded.retain_until_backward(handle)

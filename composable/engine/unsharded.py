@@ -31,6 +31,12 @@ from composable.ground.torch_private import autograd_profiler, opaque
 _do_nothing: Callable[[], Any] = partial(bool)
 
 
+def _keep_secondary(handle: Handle) -> None:
+    """Copy secondary shards out of the buffers of ``handle``, which are full."""
+    if handle.secondary is not None:
+        handle.secondary.keep(handle.version)
+
+
 class HostStreams:
     """No streams, for the CPU: the thread itself waits. ``DeviceStreams`` describes each method."""
 
@@ -46,7 +52,7 @@ class HostStreams:
     # Used directly: a function around each would double its cost.
     begin_unshard = staticmethod(Handle.begin_unshard)
     wait_for_unshard = staticmethod(Handle.finish_gathers)
-    keep_secondary = staticmethod(Handle.keep_secondary)
+    keep_secondary = staticmethod(_keep_secondary)
 
     def begin_reduction(
         self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
@@ -143,7 +149,7 @@ class DeviceStreams:
         # A forward may have written its parameters. The next gather waits for all that in any case.
         self.unshard.wait_stream(self._device.current_stream())
         with self._device.stream(self.unshard):
-            handle.keep_secondary()
+            _keep_secondary(handle)
 
     def resharded(self) -> None:
         """The current stream has queued the last reader of a buffer that the host freed."""

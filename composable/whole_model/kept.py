@@ -108,7 +108,7 @@ class KeptGradients(StepListener):
         states = [state for state in self._sharded if state.outermost() is member]
         own = [handle for state in states for handle in state._handles]
         handles = own if member.root is None else member.root.handles
-        return any(handle.accumulated.is_unsynced and handle.requires_gradient_sync for handle in handles)
+        return any(handle.is_unsynced and handle.requires_gradient_sync for handle in handles)
 
 
 def _end(members: Iterable[State]) -> None:
