@@ -17,11 +17,12 @@ from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
 from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_face
-from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach, has_written, lost_write
+from composable.engine import FlatBuffer, Handle, ShardedParam, attach, has_written, lost_write
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, described
 from composable.ground.torch_private import ask_before_conversions
+from composable.ground.unfilled import MarkedMemory
 
 
 class UnshardHandle:

@@ -19,12 +19,10 @@ from torch import nn
 import _traversal_utils
 from composable.comm import Grid, ModelRanks, Ranks, compare_in_each
 from composable.engine import (
-    META_FIX,
     Handle,
     attach,
     digest_of,
     forget_torch_hooks,
-    is_unfilled,
     refuse_steppers,
     step_torch_optimizers,
 )
@@ -40,6 +38,7 @@ from composable.ground.ownership import (
 )
 from composable.ground.torch_hooks import Contents, values_held_by
 from composable.ground.torch_private import optimizers_in_backward
+from composable.ground.unfilled import META_FIX, is_unfilled
 from composable.planning import managed_modules, name_modules
 
 

@@ -35,5 +35,4 @@ from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings
-from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 from composable.engine.unsharded import drop_secondary, streams_for

@@ -24,9 +24,9 @@ from composable.engine.gradients import Gradients
 from composable.engine.param import ShardedParam, memory_in
 from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
-from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import set_versions
+from composable.ground.unfilled import META_FIX
 from composable.planning import (
     NO_CASTS,
     BufferPlan,

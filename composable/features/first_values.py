@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Grid, Ranks
-from composable.engine import FlatBuffer, MarkedMemory, ShardedParam, has_own_setattr, is_unfilled
+from composable.engine import FlatBuffer, ShardedParam, has_own_setattr
 from composable.errors import ConfigError
 from composable.features.whole_values import spread_from
 from composable.ground.names import SUCCESSOR, dtype_text, join_fqn, list_text
+from composable.ground.unfilled import MarkedMemory, is_unfilled
 from composable.planning import HandleMembers
 
 _Slot = tuple[nn.Module, str]

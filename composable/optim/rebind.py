@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished, slice_full
-from composable.engine import META_FIX
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_module, check_optimizer, list_text
 from composable.ground.torch_hooks import before_every_step
 from composable.ground.torch_private import opaque
+from composable.ground.unfilled import META_FIX
 from composable.planning import first_replacement, replacement_of
 
 _is_meta = attrgetter("is_meta")

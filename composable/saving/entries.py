@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype
-from composable.engine import META_FIX, handle_of
+from composable.engine import handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry, managing_state
 from composable.ground.names import check_module, describe_module, described, list_text, plain_fqn
+from composable.ground.unfilled import META_FIX
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 

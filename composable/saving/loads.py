@@ -18,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, slice_full
-from composable.engine import attach, handle_of, mark_unfilled
+from composable.engine import attach, handle_of
 from composable.errors import ConfigError, StateDictError, UsageError, located, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_strict_load
 from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
 from composable.ground.torch_hooks import around_state_dict
 from composable.ground.torch_private import loading_of_torch, module_load
+from composable.ground.unfilled import mark_unfilled
 
 _MAX_SHOWN = 20
 

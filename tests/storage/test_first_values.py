@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from composable import ConfigError, DesyncError, UsageError, full_state_dict, fully_shard, unshard_params
 from composable.engine.handle import Handle
-from composable.engine.unfilled import mark_unfilled
 from composable.ground.contract import managing_state
+from composable.ground.unfilled import mark_unfilled
 from tests.parity import full_params
 from tests.world import on_ranks, run_ranks
 
