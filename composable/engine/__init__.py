@@ -5,8 +5,6 @@ from composable.engine.events import Listeners, StepListener, Work
 from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import (
     ELEMENT_WISE,
-    GradientBuffer,
-    Gradients,
     Stepper,
     check_backward,
     forget_torch_hooks,

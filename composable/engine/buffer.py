@@ -77,8 +77,6 @@ class FlatBuffer:
         holds_instances: Some unsharded parameter is an instance of a tensor subclass, more than a view of the buffer.
     """
 
-    gradients_class = Gradients
-
     def __init__(
         self,
         plan: BufferPlan,
@@ -119,7 +117,7 @@ class FlatBuffer:
         self._storage: torch.UntypedStorage | None = None
         self.is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
-        self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
+        self.gradients = Gradients(plan, self.params, self._split, self.routes, device)
 
     def _make_param(
         self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, rank: int

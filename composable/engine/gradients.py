@@ -301,7 +301,7 @@ class Gradients:
                 had ^= 1 << self._params.index(param)
             else:
                 views.append(view)
-                grads.append(param.block_of_grad(grad) if param.is_split else grad)
+                grads.append(grad if param.form is None else param.block_of_grad(grad))
                 leaf.grad = None
         if not grads:
             return had

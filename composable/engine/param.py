@@ -30,7 +30,7 @@ from composable.dtensor import (
     watch_zeroing,
     wrap_ragged,
 )
-from composable.errors import UsageError
+from composable.errors import UsageError, place_of_rank
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import without_flat_weight_refs
 from composable.planning import Form, SplitNode, mark_replaced
@@ -142,8 +142,23 @@ class ShardedParam:
         """Return this rank's block of a gradient of the leaf, a plain tensor [shape].
 
         Collective over the ranks with the blocks, if the parameter is split and the gradient has another placement.
+
+        Raises:
+            UsageError: The parameter's class gathers it, and there is no plain tensor in the gradient.
         """
-        return self.storage_of(grad) if self.is_split else grad
+        form = self.form
+        if self.is_split:
+            return self.storage_of(grad)
+        if form is None or form.kind != "gathered" or type(grad) is torch.Tensor:
+            return grad
+        plain = form.storage_of(grad)
+        if type(plain) is not torch.Tensor or plain.shape != self.shape:
+            raise UsageError(
+                f"{form.subclass.name}: its gradient is a {type(grad).__name__}",
+                at=f"{place_of_rank()}, parameter '{self.layout.label or self.fqn}'",
+                fix="let the backward give a plain tensor",
+            )
+        return plain
 
     def around_grad(self, block: torch.Tensor) -> torch.Tensor:
         """Undo ``block_of_grad``: return a gradient of the leaf's own shape and class."""

@@ -15,33 +15,14 @@ import torch
 from torch import nn
 
 from composable.comm import Pending
-from composable.engine import FlatBuffer, GradientBuffer, Gradients, ShardedParam
+from composable.engine import FlatBuffer
 from composable.errors import UsageError, place_of_rank
 
 _EXPECTED = "fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy), or with the mesh alone"
 
 
-class _PlainGradients(Gradients):
-    """The gradients of a parameter that its class gathers: unwrapped, where its operations give wrapped ones."""
-
-    __slots__ = ()
-
-    def take(self, gradient: GradientBuffer) -> int:
-        (param,) = self._params
-        leaf = param.unsharded
-        grad = None if leaf is None else leaf.grad
-        if leaf is not None and grad is not None and type(grad) is not torch.Tensor:
-            plain = param.storage_of(grad)
-            if type(plain) is not torch.Tensor or plain.shape != param.shape:
-                raise _error(param, f"its gradient is a {type(grad).__name__}", "let the backward give a plain tensor")
-            leaf.grad = plain
-        return super().take(gradient)
-
-
 class ClassGatheredBuffer(FlatBuffer):
     """Storage and collectives of one parameter whose class defines the all-gather; see ``FlatBuffer``."""
-
-    gradients_class = _PlainGradients
 
     def __init__(self, plan: Any, module_fqn: str, members: Any, mesh: Any, device: torch.device, **options: Any):
         super().__init__(plan, module_fqn, members, mesh, device, **options)
@@ -212,7 +193,10 @@ class ClassGatheredBuffer(FlatBuffer):
         return twin
 
     def _error(self, what: str, fix: str) -> UsageError:
-        return _error(self.params[0], what, fix)
+        param = self.params[0]
+        name = "" if param.form is None else f"{param.form.subclass.name}: "
+        who = param.layout.label or param.fqn
+        return UsageError(f"{name}{what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
 
 
 class _Gathering:
@@ -232,12 +216,6 @@ class _Gathering:
 
     def is_over(self) -> bool:
         return self._pending.is_over()
-
-
-def _error(param: ShardedParam, what: str, fix: str) -> UsageError:
-    name = "" if param.form is None else f"{param.form.subclass.name}: "
-    who = param.layout.label or param.fqn
-    return UsageError(f"{name}{what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
 
 
 def _text(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
