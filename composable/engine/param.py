@@ -112,10 +112,6 @@ class ShardedParam:
             self.sharded._composable_holds_bytes = True  # type: ignore[attr-defined]  # read by casts of state dicts
         self._marks = self.sharded.__dict__
 
-    def piece_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of the parameter as a view of a shard [S]."""
-        return shard[self.start : self.stop].view(self.local_shape)
-
     @property
     def is_attached(self) -> bool:
         """The sharded parameter shows the handle's shard; torch did not give it other memory."""
@@ -123,7 +119,7 @@ class ShardedParam:
 
     def lie_in(self, shard: torch.Tensor) -> None:
         """Make this rank's piece a view of ``shard`` [S]; the sharded parameter still shows the old piece."""
-        self.local = self.piece_of(shard)
+        self.local = shard[self.start : self.stop].view(self.local_shape)
         self.shown = _instance_around(self.local, self.form)
 
     def has_face(self, held: torch.Tensor | None) -> bool:
@@ -490,21 +486,23 @@ class Faces:
     A place is a module's dict of parameters, and a name in it: modules own handles, which hold no module.
     """
 
-    __slots__ = ("_places", "_plain_places", "_swaps", "_watched")
+    __slots__ = ("_places", "_swaps")
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         for param in params:
             param.place(param.sharded)
-        # Modules with a ``__setattr__`` of their own get parameters through it.
-        self._watched = [param for param in params if any(has_own_setattr(module) for module, _ in param.owners)]
-        self._places = [(module._parameters, name, param) for param in params for module, name in param.owners]
-        self._plain_places = [place for place in self._places if place[2] not in self._watched]
-        self._swaps: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] | None = None
+        self._places = [
+            # Through the module, if it has a ``__setattr__`` of its own.
+            (module._parameters, name, param, weakref.ref(module) if has_own_setattr(module) else None)
+            for param in params
+            for module, name in param.owners
+        ]
+        self._swaps: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter, Any]] | None = None
 
     def are_sharded(self) -> bool:
         """Say whether every module holds the sharded parameters."""
         # Runs before each gather: a generator would double the cost.
-        for params, name, param in self._places:  # noqa: SIM110
+        for params, name, param, _ in self._places:  # noqa: SIM110
             if params.get(name) is not param.sharded:
                 return False
         return True
@@ -512,7 +510,7 @@ class Faces:
     def misplaced(self, view: ParamView) -> list[Misplaced]:
         """Return the places where modules do not hold the face that they were given."""
         found = []
-        for params, name, param in self._places:
+        for params, name, param, _ in self._places:
             held = params.get(name)
             if held is not (param.unsharded if view is ParamView.UNSHARDED else param.sharded):
                 owners = [module for module, _ in param.owners if module._parameters is params]
@@ -522,8 +520,8 @@ class Faces:
     def show_unsharded(self, refuse: Callable[[], None]) -> None:
         """Make modules hold the unsharded parameters, which are full; call ``refuse`` where one holds neither face."""
         if self._swaps is None:
-            self._swaps = [(params, name, param.sharded, param.leaf()) for params, name, param in self._plain_places]
-        for params, name, sharded, leaf in self._swaps:
+            self._swaps = [(params, name, one.sharded, one.leaf(), find) for params, name, one, find in self._places]
+        for params, name, sharded, leaf, find in self._swaps:
             trainable = sharded.requires_grad
             if leaf.requires_grad is not trainable:
                 leaf.requires_grad_(trainable)
@@ -531,18 +529,15 @@ class Faces:
             held = params.get(name)
             if held is not sharded and held is not leaf:
                 refuse()
-            params[name] = leaf
-        for param in self._watched:
-            if not (param.is_placed(param.sharded) or param.is_placed(param.leaf())):
-                refuse()
-            if param.leaf().requires_grad is not param.sharded.requires_grad:
-                param.leaf().requires_grad_(param.sharded.requires_grad)
-                CHANGES.note("choices")
-            param.place(param.leaf())
+            if find is None:
+                params[name] = leaf
+            elif (module := find()) is not None:
+                setattr(module, name, leaf)
 
     def show_sharded(self) -> None:
         """Make the modules hold the sharded parameters."""
-        for params, name, param in self._plain_places:
-            params[name] = param.sharded
-        for param in self._watched:
-            param.place(param.sharded)
+        for params, name, param, find in self._places:
+            if find is None:
+                params[name] = param.sharded
+            elif (module := find()) is not None:
+                setattr(module, name, param.sharded)
