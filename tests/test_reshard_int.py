@@ -338,7 +338,7 @@ def test_an_annotation_undone_between_forward_and_backward_leaves_nothing() -> N
     assert secondary_bytes(model)
     unannotate(model)
     assert not any(
-        (handle.secondary is not None and handle.secondary.are_there) or handle.buffers for handle in handles
+        (handle.secondary is not None and handle.secondary.kept_in >= 0) or handle.buffers for handle in handles
     )
     for param, right in zip(model.parameters(), net().parameters(), strict=True):
         assert torch.equal(param, right)

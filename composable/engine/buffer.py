@@ -267,11 +267,6 @@ class FlatBuffer:
         for param in self.params:
             param.lie_in(shard)
 
-    def make_leaves(self) -> None:
-        """Create the unsharded parameters of a buffer without elements, which is never gathered."""
-        if self._buffer is None:
-            self._make_buffer()
-
     def free_buffer(self) -> None:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:
@@ -396,24 +391,24 @@ class SecondaryShards:
     A forward leaves them. Source: hpZ of ZeRO++, arXiv 2306.10209.
 
     Attributes:
-        are_there: A forward has left secondary shards, and they are complete.
+        kept_in: Number of the forward that has left them, complete; -1: there are none.
         are_source: The next gather, or the one under way, reads secondary shards.
         version: Version of the shards at the gather that filled the buffers they were cut from.
     """
 
-    __slots__ = ("_buffers", "_shards", "are_source", "are_there", "version")
+    __slots__ = ("_buffers", "_shards", "are_source", "kept_in", "version")
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
         self._buffers = tuple(buffers)
         self._shards: dict[FlatBuffer, torch.Tensor] = {}
-        self.are_there = self.are_source = False
-        self.version = 0
+        self.are_source = False
+        self.version, self.kept_in = 0, -1
 
     def begin(self, flat: FlatBuffer) -> Pending:
         """Start to gather a buffer from secondary shards. Collective: all ranks of the smaller group, same order."""
         return flat.routes.secondary_path.begin(flat.allocated(), self._shards[flat])
 
-    def keep(self, version: int) -> None:
+    def keep(self, version: int, forward_id: int) -> None:
         """Replace the secondary shards by copies from the full buffers, in new memory, on the current stream."""
         self.drop()
         for flat in self._buffers:
@@ -425,11 +420,11 @@ class SecondaryShards:
             self._shards[flat] = flat.allocated()[start : start + numel].clone()
         self.version = version
         # Set last, so that a copy that was cut short is not used.
-        self.are_there = True
+        self.kept_in = forward_id
 
     def drop(self) -> None:
-        """Free the secondary shards, also incomplete ones of a copy that was cut short."""
-        self.are_there = False
+        """Free the secondary shards, also incomplete ones; a gather that reads them keeps their memory."""
+        self.kept_in = -1
         self._shards.clear()
 
 

@@ -158,7 +158,9 @@ class GradientFinalizer:
             elif ends:
                 is_synced = True
                 for ledger in step.ledgers:
-                    ledger.scan_leaves()
+                    left = ledger.flat.gradients.bits()
+                    ledger.grad_mask |= left
+                    ledger.has_more = left != 0
                     goes_on |= ledger.has_more or (ledger.flat.routes.kept.total is not None and _is_due(ledger))
             else:
                 self.is_deferred = True

@@ -272,24 +272,8 @@ class Handle:
         """The unsharded parameters are complete, whether modules hold them or not."""
         return self.view in (ParamView.UNSHARDED, ParamView.HIDDEN)
 
-    def bring_back(self) -> bool:
-        """Copy pieces that torch has moved to other memory back into the shards; say whether there were any.
-
-        Streams: runs on the stream that wrote the pieces and frees their memory, so not on the unshard stream.
-
-        Raises:
-            UsageError: The parameters are not on the device where they rest, or have another dtype.
-        """
-        was_away = False
-        for flat in self.buffers:
-            if not (flat.is_empty or flat.is_usable):
-                was_away = True
-                flat.attach()
-                flat.check_usable()
-        return was_away
-
     def begin_unshard(self) -> None:
-        """Start filling the buffers, after ``bring_back``.
+        """Start filling the buffers; the shards are usable.
 
         Collective: all ranks of the shard group, same order; of the smaller group if secondary shards are the source.
         """
@@ -302,7 +286,7 @@ class Handle:
             is_kept |= flat.is_allocated
             version += flat.shard._version  # Versions grow alike on all ranks.
             if flat.is_empty:
-                flat.make_leaves()
+                flat.allocated()  # Its unsharded parameters, without elements: it is never gathered.
             elif secondary is not None:
                 gathers.append(secondary.begin(flat))
             else:
@@ -412,16 +396,7 @@ class GradientLedger:
         message_bytes: How many bytes the ledger takes in a message, the same on all ranks.
     """
 
-    __slots__ = (
-        "_complete_message",
-        "flat",
-        "grad_mask",
-        "handle",
-        "has_more",
-        "is_unfrozen",
-        "message_bytes",
-        "waiting",
-    )
+    __slots__ = ("flat", "grad_mask", "handle", "has_more", "is_unfrozen", "message_bytes", "waiting")
 
     def __init__(self, handle: Handle, flat: FlatBuffer) -> None:
         self.handle = handle
@@ -431,19 +406,12 @@ class GradientLedger:
         self.is_unfrozen = flat.is_trainable
         self.waiting: list[tuple[torch.Tensor, int]] = []
         self.message_bytes = len(flat.params) // 8 + 1
-        self._complete_message = (flat.gradients.all_bits << 1).to_bytes(self.message_bytes, "little")
 
     def clear(self) -> None:
         """Forget a backward that was cut short, also by a hook of the user in ``finish``."""
         self.grad_mask = 0
         self.has_more = False
         self.waiting = []
-
-    def scan_leaves(self) -> None:
-        """Note which leaves still hold a gradient."""
-        left = self.flat.gradients.bits()
-        self.grad_mask |= left
-        self.has_more = left != 0
 
     def take(self, reduced: torch.Tensor) -> None:
         """Give a reduced shard [S] to the parameters that are known to get it."""
@@ -487,8 +455,6 @@ class GradientLedger:
 
     def encode(self) -> bytes:
         """Return the ledger as bytes of the message to the other ranks."""
-        if self.grad_mask == self.flat.gradients.all_bits and not self.has_more:
-            return self._complete_message
         return (self.grad_mask << 1 | self.has_more).to_bytes(self.message_bytes, "little")
 
     def merge(self, messages: Sequence[bytes]) -> None:
@@ -516,8 +482,6 @@ class HandleStep:
         queued_in: Number of the last backward that has or had to complete the handle.
         met_in: Number of the last backward that gathered the handle, as an output's gradient arrived or should have.
         completed_in: Number of the last backward that completed the handle: reduced its gradients, or kept them.
-        kept_in: Number of the last forward that left secondary shards.
-        is_late: Gradients are still coming in the backward that completed the handle.
         modules_left: Of several modules that share the handle, the ids of those still to run in this forward.
         next_forward: The handle (as below, not its step: no cycles) that ran next in the latest forward, for prefetch.
         previous_forward: The handle that ran before it in the latest forward, also a hint.
@@ -547,8 +511,8 @@ class HandleStep:
 
     def forget(self) -> None:
         """Reset the state: another root has run the handle meanwhile."""
-        # -1 is the number of no backward and no forward: their numbers start at 1.
-        self.completed_in = self.kept_in = self.met_in = self.queued_in = -1
+        # -1 is the number of no backward: their numbers start at 1.
+        self.completed_in = self.met_in = self.queued_in = -1
         self.forget_order()
         self.end_step()
 
@@ -563,7 +527,6 @@ class HandleStep:
         self.is_armed = False
         self.first_forward = self.last_forward = self.armed_at = 0
         self.entered_at = -1
-        self.is_late = False
         self.modules_left.clear()
         for ledger in self.ledgers:
             ledger.clear()

@@ -12,7 +12,7 @@ import torch
 from composable.comm import Ranks
 from composable.engine.buffer import FREED
 from composable.engine.handle import Handle, handle_of
-from composable.engine.param import Misplaced, ShardedParam
+from composable.engine.param import Lent, Misplaced, ShardedParam
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import is_functional_call
 from composable.ground.names import class_name, list_text, module_text
@@ -95,6 +95,21 @@ def check_held(handle: Handle) -> None:
             f"a parameter was {what} after fully_shard was called, and optimizers and gradients would not follow",
             at=at,
             fix=f"{fix}; or unannotate first",
+        )
+
+
+def check_lent(handle: Handle) -> None:
+    """Refuse a forward that cannot use what a context shows.
+
+    Raises:
+        UsageError: It would need gradients, or these are not the whole parameters.
+    """
+    if handle.lent is not Lent.WHOLE or torch.is_grad_enabled():
+        raise UsageError(
+            "a forward cannot run while unshard_params shows copies or gradients of the parameters",
+            at=f"{place_of_rank()}, {handle.described}",
+            fix="leave the context first, or enter it without rank0_only and offload_to_cpu; what it "
+            "shows in full precision runs under torch.no_grad()",
         )
 
 

@@ -6,6 +6,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from os import getpid
 from threading import get_ident
 from typing import Any
 from weakref import WeakSet
@@ -16,10 +17,10 @@ from torch import nn
 from composable.comm import described
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep, check_not_written
-from composable.engine.held import checksum_of, freed_parameter_read, has_written, lost_write, refuse_split_backward
-from composable.engine.param import Lent, ParamView
+from composable.engine.held import check_lent, checksum_of, freed_parameter_read, lost_write, refuse_split_backward
+from composable.engine.param import ParamView
 from composable.engine.step import LED, Completion, Step
-from composable.engine.unsharded import drop_secondary, end_secondary
+from composable.engine.unsharded import drop_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import (
@@ -96,10 +97,9 @@ class Backwards:
             # It is not known what reads frozen parameters alone; this rank's loss may just leave an output out.
             count = [param.sharded.requires_grad for param in own.handle.params].count(False)
             is_frozen = count > 0 if self._is_beside else count == len(own.handle.params)
-            if (self._is_beside or own.output() is None) and (is_frozen or own in reached):
-                if own.handle.settings.unshard_in_backward and not own.leaders:
-                    self.unshard(own.handle)
-                self._begin_followers(own)
+            is_missed = (self._is_beside or own.output() is None) and not own.leaders
+            if is_missed and (is_frozen or own in reached):
+                self._unshard_group(own)
 
     def end_unseen(self, *, has_failed: bool) -> None:
         """Reduce gradients of a backward that has met no output of the root; if it has failed, let them be dropped."""
@@ -155,8 +155,7 @@ class Backwards:
         self._end = weakref.ref(self._at_end(self), self._note_end)
         step.backward_id += 1
         step.makes_graph = None
-        settings = step.settings
-        if not settings.is_last_backward or settings.finalizes_by_hand:
+        if not step.settings.ends_backward:
             self._check_steppers()
         for hear in step.listeners.backward_begins:
             hear(averages=step.averages)
@@ -205,9 +204,9 @@ class Backwards:
         if gathers:
             step.unsharded.unshard(handle)
             if handle.secondary is not None:
-                end_secondary(handle)
+                handle.secondary.drop()
         if own.followers:
-            self._begin_followers(own)
+            step.begin_unshard(own, for_backward=True)
         if own.met_in != backward_id:
             own.met_in = backward_id
             self._prefetch_after(own)
@@ -216,16 +215,18 @@ class Backwards:
     def _gather(self, own: HandleStep) -> None:
         """Gather a handle that this rank's loss may leave out, and its followers, in the order of all ranks."""
         own.met_in = self._step.backward_id
+        self._unshard_group(own)
+        self._prefetch_after(own)
+
+    def _unshard_group(self, own: HandleStep) -> None:
         if own.handle.settings.unshard_in_backward:
             self.unshard(own.handle)
-        self._begin_followers(own)
-        self._prefetch_after(own)
+        self._step.begin_unshard(own, for_backward=True)
 
     def unshard(self, handle: Handle) -> None:
         """Make the parameters usable until the backward ends with them. Collective unless they are unsharded."""
         self._step.unsharded.unshard(handle)
-        if handle.secondary is not None:
-            end_secondary(handle)
+        drop_secondary(handle)
 
     def _prefetch_after(self, own: HandleStep) -> None:
         """Start to gather the handle that is likely next after the first gradient of ``own``, or the users' choice."""
@@ -237,27 +238,13 @@ class Backwards:
             for find in prefetch:
                 # Handles of another root are gathered by that root, on streams of its own.
                 if (ahead := find()) in steps:
-                    self._begin_unshard(steps[ahead])
+                    self._step.begin_unshard(steps[ahead], for_backward=True)
             return
         hint = own.next_backward or own.previous_forward
         following = None if hint is None else steps[hint]
         # A handle that is not armed takes no part in this backward.
         if following is not None and following.is_armed and following.completed_in != self._step.backward_id:
-            if following.followers:
-                self._begin_unshard(following)
-            elif following.handle.settings.unshard_in_backward:
-                self._step.unsharded.begin_unshard(following.handle)
-
-    def _begin_unshard(self, own: HandleStep) -> None:
-        if own.handle.settings.unshard_in_backward:
-            self._step.unsharded.begin_unshard(own.handle)
-        self._begin_followers(own)
-
-    def _begin_followers(self, own: HandleStep) -> None:
-        """Start to gather the followers of a handle."""
-        for one in own.followers:
-            if one.handle.settings.unshard_in_backward and one.handle.held_with is None:
-                self._step.unsharded.begin_unshard(one.handle)
+            self._step.begin_unshard(following, for_backward=True)
 
     # End
 
@@ -305,9 +292,11 @@ class Backwards:
         for handle in tuple(unsharded.members):
             if step.makes_graph and handle.view is not ParamView.GATHERING:
                 unsharded.retain_until_backward(handle, with_graph=True)
+            if step.running and step.is_in_use(handle):
+                continue
             if handle.settings.reshard_after_backward or handle.view is ParamView.GATHERING:
-                step.reshard_unless_running(handle)
-            elif not step.is_in_use(handle):
+                unsharded.reshard(handle)
+            else:
                 handle.hide()
         if step.makes_graph:
             unsharded.notice_backward(unsharded.retained, self.begin_backward)
@@ -335,17 +324,12 @@ class Backwards:
         step = self._step
         for hear in step.listeners.step_forgotten:
             is_kept = any(flat.gradients.awaits_copies for handle in step.handles for flat in handle.buffers)
-            hear(was_unfinished=step.is_backward or step.is_deferred or is_kept)
+            hear(was_unfinished=step.is_backward or step.finalizer.is_deferred or is_kept)
         for handle in step.handles:
             handle.settle()
         step.finalizer.abandon()
         step.streams.end_backward()
-        step.unsharded.free_retained(always=True)
-        for handle in tuple(step.unsharded.members):
-            if keeps_running:
-                step.reshard_unless_running(handle)
-            else:
-                step.unsharded.reshard(handle)
+        step.unsharded.free(except_for=step.is_in_use if keeps_running and step.running else None)
         for handle, own in step.steps.items():
             own.end_step()
             for flat in handle.buffers:
@@ -397,8 +381,8 @@ class Forwards:
 
     def _begin(self, module: nn.Module) -> None:
         step = self._step
-        for handle in step.handles[:1]:
-            handle.grid.everyone.check_process()
+        if step.handles and (ranks := step.handles[0].grid.everyone).process != getpid():
+            ranks.check_process()
         step.forward_id += 1
         step.backwards_before = step.backward_id
         step.failure = ""
@@ -434,14 +418,15 @@ class Forwards:
             elif own.modules_left:  # A group of modules that did not all run.
                 own.modules_left.clear()
                 self._end_call(own, is_differentiable=own.is_armed)
-        if has_failed and self._completion.has_armed_after(self._started_at):
+        armed = self._completion.armed
+        if has_failed and armed and armed[0].first_forward > self._started_at:
             # No forward that has ended waits for a backward.
             step.drop_secondaries()
         # Modules hold sharded parameters also between forward and backward.
         step.unsharded.hide()
         step.streams.wait_for_copies()
         for hear in () if step.failure else step.listeners.forward_ended:
-            hear(module, is_awaited=self._completion.has_armed and torch.is_grad_enabled())
+            hear(module, is_awaited=bool(armed) and torch.is_grad_enabled())
 
     def note_failure(self, error: BaseException, handle: Handle | None) -> None:
         """Note the error of the forward for ranks that wait; ``handle``: of the module that raised, if it has one."""
@@ -455,11 +440,11 @@ class Forwards:
         if step.first_nodes[0] < 0:
             return  # Activation checkpointing runs a part again.
         tensors = (output,) if isinstance(output, torch.Tensor) else differentiable_tensors(output)
-        nodes = [one.grad_fn for one in tensors if one.grad_fn is not None]
+        numbers = {one.grad_fn._sequence_nr() for one in tensors if one.grad_fn is not None}
         first, stop = step.first_nodes[0], next_node_number()
         if step.forwards and first < step.forwards[-1][1]:
             step.forwards.clear()  # Another thread, with the identity of one that has ended.
-        step.forwards.append((first, stop, {node._sequence_nr() for node in nodes}))
+        step.forwards.append((first, stop, numbers))
 
     def is_running(self, module: nn.Module) -> bool:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
@@ -475,14 +460,8 @@ class Forwards:
             UsageError: A context has lent the parameters to the user.
         """
         if handle.lent is not None:
-            if handle.lent is Lent.WHOLE and not torch.is_grad_enabled():
-                return
-            raise UsageError(
-                "a forward cannot run while unshard_params shows copies or gradients of the parameters",
-                at=f"{place_of_rank()}, {handle.described}",
-                fix="leave the context first, or enter it without rank0_only and offload_to_cpu; what it "
-                "shows in full precision runs under torch.no_grad()",
-            )
+            check_lent(handle)
+            return
         step = self._step
         own = step.steps[handle]
         if own.leaders and step.is_led(own):
@@ -571,7 +550,10 @@ class Forwards:
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
             forward_id, checksum = own.checksum
             compares = forward_id == self._step.forward_id and running_transform() is None
-            if has_written(handle) or (compares and checksum != checksum_of(handle)):
+            is_written = compares and checksum != checksum_of(handle)
+            for flat in handle.buffers:  # As ``has_written``, which would be a call for each handle.
+                is_written |= bool(flat.versioned) and flat.versioned[0]._version != handle.version
+            if is_written:
                 self._written = lost_write(handle)  # Raised when the modules are in order again.
         # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.
         stays = settings.reshard_option is False and not torch.is_grad_enabled()
@@ -587,10 +569,7 @@ class Forwards:
     def _reshard(self, own: HandleStep, *, is_differentiable: bool) -> None:
         """Free the parameters; where a backward will gather them from fewer ranks, keep secondary shards."""
         step, handle = self._step, own.handle
-        is_read = is_differentiable and handle.settings.unshard_in_backward
-        if not (is_read and handle.settings.keeps_secondary and handle.is_unsharded and handle.held_with is None):
-            step.unsharded.reshard(handle)
-            return
-        is_kept = handle.secondary is not None and handle.secondary.are_there and own.kept_in == step.forward_id
-        step.unsharded.reshard(handle, keeps_secondary=not is_kept)
-        own.kept_in = step.forward_id
+        keeps = is_differentiable and handle.settings.unshard_in_backward and handle.settings.keeps_secondary
+        is_kept = handle.secondary is not None and handle.secondary.kept_in == step.forward_id
+        keeps &= not is_kept and handle.is_unsharded and handle.held_with is None
+        step.unsharded.reshard(handle, keeps_secondary=keeps)

@@ -55,7 +55,7 @@ class Scheduler:
     @property
     def is_deferred(self) -> bool:
         """Backwards have ended, but not their reductions; a later backward or ``finalize`` ends these."""
-        return self.step.is_deferred
+        return self.step.finalizer.is_deferred
 
     @property
     def is_idle(self) -> bool:
@@ -116,9 +116,7 @@ class Scheduler:
         """
         self.check_between_steps()
         step = self.step
-        for handle in tuple(step.unsharded.members):
-            step.unsharded.reshard(handle)
-        step.unsharded.free_retained(always=True)
+        step.unsharded.free()
         step.drop_secondaries()
         # Also for memory freed so far: the current stream waits for its last readers.
         step.streams.end_backward()
@@ -208,9 +206,7 @@ class Scheduler:
         Reduced gradients that wait for all ranks stay.
         """
         step = self.step
-        step.unsharded.free_retained(always=True)
-        for handle in tuple(step.unsharded.members):
-            step.unsharded.reshard(handle)
+        step.unsharded.free()
         for handle, own in step.steps.items():
             for flat in handle.buffers:
                 flat.gradients.drop()

@@ -33,7 +33,7 @@ from composable.engine.finish import GradientFinalizer, stepped_already
 from composable.engine.gradients import Gradients
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.param import ParamView
-from composable.engine.unsharded import Streams, Unsharded, end_secondary
+from composable.engine.unsharded import Streams, Unsharded, drop_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import current_graph_task_id
 
@@ -135,14 +135,11 @@ class Step:
         """A forward has not ended, or a backward; also one that an exception or Ctrl-C cut short."""
         return bool(self.running) or self.is_backward
 
-    @property
-    def is_deferred(self) -> bool:
-        """Backwards have ended, but not their reductions; a later backward or ``finalize`` ends these."""
-        return self.finalizer.is_deferred
-
     def is_beside(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, goes into one of the last forwards by no output."""
-        nodes = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+        nodes: list[Any] = []
+        for output in outputs:
+            nodes.append(output.grad_fn if isinstance(output, torch.Tensor) else output.node)
         is_beside = False
         for _ in range(_SEEN_NODES):  # A loss of more nodes is taken for one of outputs.
             if not nodes:
@@ -150,13 +147,15 @@ class Step:
             node = nodes.pop()
             if node is None or not self.forwards or (number := node._sequence_nr()) < self.forwards[0][0]:
                 continue
-            inside = next((own for first, stop, own in self.forwards if first <= number < stop), None)
-            if inside is None:
-                nodes += [following for following, _ in node.next_functions]
-            elif number in inside:
-                return False
+            for first, stop, inside in self.forwards:  # No comprehensions: each would be a call for a node.
+                if first <= number < stop:
+                    if number in inside:
+                        return False
+                    is_beside = True
+                    break
             else:
-                is_beside = True
+                for following, _ in node.next_functions:
+                    nodes.append(following)
         return is_beside and not nodes
 
     def check_waited_for(self) -> None:
@@ -182,27 +181,19 @@ class Step:
 
         That forward and its backward may read them. Later forwards, and code outside of a step, need present values.
         """
-        if handle.secondary is None or not handle.secondary.are_there:
+        if handle.secondary is None or handle.secondary.kept_in < 0:
             return False
         if self.running and self.first_nodes[-1] >= 0 and not self.is_backward:
-            return self.steps[handle].kept_in == self.forward_id
+            return handle.secondary.kept_in == self.forward_id
         return self.is_backward and current_graph_task_id() != -1
 
     # Memory
 
-    def begin_unshard(self, step: HandleStep) -> None:
+    def begin_unshard(self, own: HandleStep, *, for_backward: bool = False) -> None:
         """Start to gather a handle and its followers, before their calls can differ between ranks."""
-        unsharded = self.unsharded
-        unsharded.begin_unshard(step.handle)
-        if step.followers:
-            for one in step.followers:
-                if one.handle.held_with is None:
-                    unsharded.begin_unshard(one.handle)
-
-    def reshard_unless_running(self, handle: Handle) -> None:
-        """Free the parameters, unless a forward that uses them runs around this backward."""
-        if not (self.running and self.is_in_use(handle)):
-            self.unsharded.reshard(handle)
+        for one in (own, *own.followers):
+            if one.handle.held_with is None and (one.handle.settings.unshard_in_backward or not for_backward):
+                self.unsharded.begin_unshard(one.handle)
 
     def is_in_use(self, handle: Handle) -> bool:
         """Say whether a module of ``handle``, or of its leaders, is running."""
@@ -220,7 +211,7 @@ class Step:
     def drop_secondaries(self) -> None:
         """Forget the secondary shards that a forward has left."""
         for handle in self.handles:
-            end_secondary(handle)
+            drop_secondary(handle)
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer wrote the shards, on the current stream or before the user's event."""
@@ -240,11 +231,14 @@ class Completion:
 
     A forward arms handles. A backward goes back through the clock of their forwards: at the end of a handle's last call
     it gathers the handle, at the start of the first call it completes it. All ranks do so in the order of one clock.
+
+    Attributes:
+        armed: Handles that ran since the last backward, in the order of their first calls.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._armed: list[HandleStep] = []
+        self.armed: list[HandleStep] = []
         # Handles of the last backward: it may run once more through the same graph.
         self._last_armed: list[HandleStep] = []
         # Clock, handle, and whether to gather it or to complete it; the last ones come first.
@@ -261,43 +255,34 @@ class Completion:
             if not one.is_armed:
                 one.is_armed = True
                 one.first_forward, one.armed_at = own.entered_at, started_at
-                self._armed.append(one)
+                self.armed.append(one)
         if own.armed_at == started_at:
             own.last_forward = clock
 
     @property
     def waiting(self) -> list[HandleStep]:
         """The handles of the next backward: those that ran since the last one, or else those of the last one."""
-        return self._armed or self._last_armed
-
-    @property
-    def has_armed(self) -> bool:
-        """Some call waits for its backward."""
-        return bool(self._armed)
-
-    def has_armed_after(self, clock: int) -> bool:
-        """Say whether calls wait for their backward, and the first of them began after ``clock``."""
-        return bool(self._armed) and self._armed[0].first_forward > clock
+        return self.armed or self._last_armed
 
     @contextmanager
     def without_armed(self) -> Iterator[None]:
         """Let forwards that wait for their backward take no part in a backward that runs meanwhile."""
-        armed, last_armed = self._armed, self._last_armed
+        armed, last_armed = self.armed, self._last_armed
         first_forwards = [(own, own.first_forward) for own in armed]
-        self._armed, self._last_armed = [], []
+        self.armed, self._last_armed = [], []
         for own in armed:
             own.is_armed = False
         try:
             yield
         finally:
-            self._armed, self._last_armed = armed, last_armed
+            self.armed, self._last_armed = armed, last_armed
             for own, first_forward in first_forwards:
                 own.is_armed, own.first_forward = True, first_forward
 
     def forget(self) -> None:
         """Forget the handles that wait for a backward, or for completion in the running one."""
         self._queue.clear()
-        self._armed = []
+        self.armed = []
         self._last_armed = []
 
     # In backward
@@ -305,9 +290,12 @@ class Completion:
     def begin_backward(self) -> None:
         """Queue handles that ran since the last backward (if none: its handles again), or that have kept gradients."""
         step = self._step
-        armed = self.waiting
-        is_again = not self._armed
-        gathered = [(own.last_forward, own, True) for own in armed if not own.leaders]
+        is_again = not self.armed
+        armed = self._last_armed if is_again else self.armed
+        queue, gathered = [], []
+        for own in armed:
+            if not own.leaders:
+                gathered.append((own.last_forward, own, True))
         self._drop_zeroed_gradients()
         for handle, own in step.steps.items():
             for flat in handle.buffers:
@@ -317,32 +305,33 @@ class Completion:
                     own.is_armed, own.first_forward = True, 0
                     if not (is_again and own in self._last_armed):
                         armed = [*armed, own]
-        self._queue = sorted([(own.first_forward, own, False) for own in armed] + gathered, key=_clock)
         for own in armed:
             own.queued_in = step.backward_id
-        self._last_armed, self._armed = armed, []
+            queue.append((own.first_forward, own, False))
+        self._queue = sorted(queue + gathered, key=_clock)
+        self._last_armed, self.armed = armed, []
 
     def end_backward(self) -> None:
         """Forget the forwards that the backward has gone through."""
         for own in self._last_armed:
             own.is_armed, own.first_forward = False, 0
             if own.handle.secondary is not None:
-                end_secondary(own.handle)
+                drop_secondary(own.handle)
 
     def expect_late(self, own: HandleStep) -> None:
         """Let the end of backward complete a handle that was not expected or is complete already, and its followers."""
-        for one in own.followers:
-            self.expect_late(one)
         backward_id = self._step.backward_id
-        if own.completed_in == backward_id:
-            # Forwards and backwards interleave: the handle was reduced already, and more is coming.
-            own.is_late = True
-        elif own.queued_in != backward_id:
-            # It ran before the previous backward, or its first forward had no grad.
-            own.queued_in = backward_id
-            own.is_armed, own.first_forward = True, 0
-            self._queue.insert(0, (0, own, False))
-            self._last_armed.append(own)
+        for one in (*own.followers, own):
+            if one.completed_in == backward_id:
+                # Forwards and backwards interleave: the handle was reduced already, and more is coming.
+                if (0, one, False) not in self._queue:
+                    self._queue.insert(0, (0, one, False))
+            elif one.queued_in != backward_id:
+                # It ran before the previous backward, or its first forward had no grad.
+                one.queued_in = backward_id
+                one.is_armed, one.first_forward = True, 0
+                self._queue.insert(0, (0, one, False))
+                self._last_armed.append(one)
 
     def complete_after(self, clock: float, gather: Callable[[HandleStep], object]) -> None:
         """Complete handles whose first call began after ``clock``: the gradient of an output made then has arrived.
@@ -371,15 +360,11 @@ class Completion:
         while self._queue:
             _, own, is_gather = self._queue.pop()
             if not is_gather:
+                if own.completed_in == self._step.backward_id and own.handle.steppers:
+                    raise stepped_already(own.handle)
                 self._complete(own, is_early=False)
             elif own.met_in != self._step.backward_id:
                 gather(own)
-        for own in self._step.steps.values():
-            if own.is_late:
-                own.is_late = False
-                if own.handle.steppers:
-                    raise stepped_already(own.handle)
-                self._complete(own, is_early=False)
 
     def complete_kept(self, waiting: Sequence[HandleStep]) -> None:
         """Reduce, outside of any backward, gradients that backwards without synchronisation have left."""
@@ -416,6 +401,8 @@ class Completion:
             # A backward of this backward will read the parameters.
             step.unsharded.retain_until_backward(handle, with_graph=True)
         step.streams.meet()
+        # A forward that uses the parameters runs around this backward.
+        is_in_use = bool(step.running) and step.is_in_use(handle)
         trainable: list[GradientLedger] = []
         for ledger in own.ledgers:  # A comprehension would double the cost.
             is_trainable = ledger.flat.is_trainable
@@ -428,23 +415,26 @@ class Completion:
                 for hear in step.listeners.reduction_begins:
                     hear(handle, own.ledgers.index(ledger))
                 gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
-                if is_early and ledger.flat.gradients.expects_more(ledger.grad_mask):
-                    # Not complete after all: parts of backward that read the parameters are still to run.
-                    step.unsharded.retain_until_backward(handle)
-                if ledger is trainable[-1] and handle.settings.reshard_after_backward:
+                if is_early and ledger.grad_mask != ledger.flat.gradients.all_bits:
+                    self._linger(handle, ledger.flat.gradients, ledger.grad_mask)
+                if ledger is trainable[-1] and handle.settings.reshard_after_backward and not is_in_use:
                     # Freed before the last reduction starts.
-                    step.reshard_unless_running(handle)
+                    step.unsharded.reshard(handle)
                 if gradient is not None:
                     step.finalizer.begin(ledger, gradient)
         else:
-            waiting = [ledger.flat.gradients for ledger in trainable] if is_early else []
-            if any(gradients.expects_more(gradients.bits()) for gradients in waiting):
-                step.unsharded.retain_until_backward(handle)
-            if handle.settings.reshard_after_backward:
-                step.reshard_unless_running(handle)
+            for ledger in trainable if is_early else ():
+                self._linger(handle, ledger.flat.gradients, ledger.flat.gradients.bits())
+            if handle.settings.reshard_after_backward and not is_in_use:
+                step.unsharded.reshard(handle)
         step.streams.meet()
         if own.leaders:
             # Parameters that stay unsharded have to be so on all ranks, also where the modules took no part.
             if handle.view is ParamView.GATHERING:
                 step.unsharded.unshard(handle)
-            end_secondary(handle)
+            drop_secondary(handle)
+
+    def _linger(self, handle: Handle, gradients: Gradients, had: int) -> None:
+        """Keep the parameters' memory if parts of backward that read them are still to run: gradients are missing."""
+        if gradients.expects_more(had):
+            self._step.unsharded.retain_until_backward(handle)

@@ -31,10 +31,10 @@ from composable.ground.torch_private import autograd_profiler, opaque
 _do_nothing: Callable[[], Any] = partial(bool)
 
 
-def _keep_secondary(handle: Handle) -> None:
+def _keep_secondary(handle: Handle, forward_id: int) -> None:
     """Copy secondary shards out of the buffers of ``handle``, which are full."""
     if handle.secondary is not None:
-        handle.secondary.keep(handle.version)
+        handle.secondary.keep(handle.version, forward_id)
 
 
 class HostStreams:
@@ -44,7 +44,7 @@ class HostStreams:
     queues = False
 
     # Not a Python function: an empty one would cost as much as the work beside it.
-    shards_written = resharded = meet = gathered_in_use = end_backward = wait_for_copies = staticmethod(_do_nothing)
+    shards_written = resharded = meet = end_backward = wait_for_copies = staticmethod(_do_nothing)
 
     def shards_written_at(self, event: Any) -> None:
         raise AssertionError("there is no event on the CPU: the setter refuses it")
@@ -131,10 +131,6 @@ class DeviceStreams:
         current.wait_stream(self.unshard)
         handle.finish_gathers()
 
-    def gathered_in_use(self) -> None:
-        """Let the current stream wait for a gather into memory that a graph reads without asking for it."""
-        self._device.current_stream().wait_stream(self.unshard)
-
     def _begin_on_unshard(self) -> None:
         """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
         if self._before_unshard:
@@ -142,14 +138,14 @@ class DeviceStreams:
                 self.unshard.wait_event(event)
             self._before_unshard.clear()
 
-    def keep_secondary(self, handle: Handle) -> None:
+    def keep_secondary(self, handle: Handle, forward_id: int) -> None:
         """Copy secondary shards out of the buffers of ``handle``, which are in use on the current stream."""
         # In the memory pool of buffers: the host may free memory that gathers read at any time.
         self._begin_on_unshard()
         # A forward may have written its parameters. The next gather waits for all that in any case.
         self.unshard.wait_stream(self._device.current_stream())
         with self._device.stream(self.unshard):
-            _keep_secondary(handle)
+            _keep_secondary(handle, forward_id)
 
     def resharded(self) -> None:
         """The current stream has queued the last reader of a buffer that the host freed."""
@@ -272,7 +268,11 @@ class Unsharded:
         handle.show(refuse_strangers)
 
     def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
-        """Start to gather ahead of use, ``unshard`` waits for it; ``takes_secondary``: from secondary shards or not."""
+        """Start to gather ahead of use, ``unshard`` waits for it; ``takes_secondary``: from secondary shards or not.
+
+        Raises:
+            UsageError: The parameters are not on the device where they rest, or have another dtype.
+        """
         if handle.view is not ParamView.SHARDED:
             return
         secondary = handle.secondary
@@ -280,8 +280,15 @@ class Unsharded:
             secondary.are_source = self._step.takes_secondary(handle) if takes_secondary is None else takes_secondary
         for hear in self._listeners.gather_begins:
             hear(handle, from_secondary=secondary is not None and secondary.are_source)
-        is_in_use = handle in self._retained  # a graph may read the memory, which gets the same values again
-        if handle.bring_back() or is_in_use:
+        is_in_use = handle in self._retained  # A graph may read the memory, which gets the same values again.
+        is_written = is_in_use
+        for flat in handle.buffers:
+            if not (flat.is_empty or flat.is_usable):
+                # On this stream, which wrote the pieces that torch has moved elsewhere, and frees their memory.
+                flat.attach()
+                flat.check_usable()
+                is_written = True
+        if is_written:
             self.streams.shards_written()
         self.members[handle] = None
         if self._listeners.work or autograd_profiler._is_profiler_enabled:
@@ -289,7 +296,7 @@ class Unsharded:
         else:
             self.streams.begin_unshard(handle)
         if is_in_use:
-            self.streams.gathered_in_use()
+            self.streams.wait_for_unshard(handle)  # Now: the graph asks for nothing.
 
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
@@ -301,7 +308,7 @@ class Unsharded:
         if handle.view is ParamView.GATHERING:
             self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
         if keeps_secondary:
-            self.streams.keep_secondary(handle)
+            self.streams.keep_secondary(handle, self._step.forward_id)
         handle.reshard(frees=handle not in self._retained)
         self.streams.resharded()
         # Last: a call that was cut short is done again.
@@ -395,6 +402,13 @@ class Unsharded:
                 # Before the gradients: a backward begins with a search for kept gradients that users have dropped.
                 self._leaf_hooks[handle] = before_gradients(leaves, _calling(hear))
 
+    def free(self, *, except_for: Callable[[Handle], bool] | None = None) -> None:
+        """Free all memory, whatever graphs live, except for some handles."""
+        self.free_retained(always=True)
+        for handle in tuple(self.members):
+            if except_for is None or not except_for(handle):
+                self.reshard(handle)
+
     @property
     def retained(self) -> Sequence[Handle]:
         """The handles whose memory stays until a backward ends."""
@@ -439,12 +453,6 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
 
 
 def drop_secondary(handle: Handle) -> None:
-    """Free secondary shards of a handle, if there are any; a gather that reads them keeps their memory."""
+    """Free secondary shards of a handle, if there are any: a step is over, and later ones never read them."""
     if handle.secondary is not None:
         handle.secondary.drop()
-
-
-def end_secondary(handle: Handle) -> None:
-    """Free secondary shards of a forward, if there are any: later forwards never read them."""
-    if handle.secondary is not None and handle.secondary.are_there:
-        drop_secondary(handle)

@@ -112,6 +112,24 @@ def gradient_penalty(bench: Bench) -> None:
         bench.update()
 
 
+def hidden_losses(bench: Bench) -> None:
+    """Backward reads each block for a loss that no output shows, while the block is gathered for other ranks."""
+    kept: list[torch.Tensor] = []
+    for block in bench.blocks:
+
+        def hides(*args: Any, block: Any = block, forward: Any = block.forward, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            kept.append(next(block.parameters()).pow(2).sum())
+            return output
+
+        block.forward = hides
+    for seed in range(3):
+        loss = bench.forward(seed)
+        (loss + sum(kept)).backward()
+        kept.clear()
+        bench.update()
+
+
 def evaluate(bench: Bench) -> None:
     for _ in range(2):
         bench.train(1)
@@ -296,6 +314,7 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "prefetch by lists": prefetch_by_list,
     "several forwards before a backward": several_forwards,
     "gradient penalty": gradient_penalty,
+    "hidden losses": hidden_losses,
     "evaluate": evaluate,
     "write frozen shards after backward": write_frozen,
     "write shards that are unsharded by hand": write_unsharded_by_hand,
