@@ -203,7 +203,7 @@ class _CastingHooks(_ModuleHooks):
     @opaque
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self._state.root
-        if root is None or not root.scheduler.forwards.is_running(module) or self._shows_full(module):
+        if root is None or root.scheduler.step.running[-1:] != [module] or self._shows_full(module):
             return super().post_forward(module, args, output)
         self._inputs.leave(keeps=root.scheduler.step.running.count(module) - 1)
         if self._buffers is not None:

@@ -155,6 +155,7 @@ class Backwards:
         self._end = weakref.ref(self._at_end(self), self._note_end)
         step.backward_id += 1
         step.makes_graph = None
+        step.latest_clock = 0
         if not step.settings.ends_backward:
             self._check_steppers()
         for hear in step.listeners.backward_begins:
@@ -191,8 +192,8 @@ class Backwards:
         step, completion = self._step, self._completion
         if not step.is_backward or step.makes_graph is None or self._end() is None:
             self.begin_backward()
-        if step.makes_graph:
-            step.unsharded.watch_call(handle)
+        if step.latest_clock < clock < LED:
+            step.latest_clock = clock
         completion.complete_after(clock, self._gather)
         backward_id, own = step.backward_id, step.steps[handle]
         if clock == LED and own.leaders:
@@ -244,7 +245,10 @@ class Backwards:
         following = None if hint is None else steps[hint]
         # A handle that is not armed takes no part in this backward.
         if following is not None and following.is_armed and following.completed_in != self._step.backward_id:
-            self._step.begin_unshard(following, for_backward=True)
+            if following.followers:
+                self._step.begin_unshard(following, for_backward=True)
+            elif following.handle.settings.unshard_in_backward:
+                self._step.unsharded.begin_unshard(following.handle)
 
     # End
 
@@ -291,7 +295,7 @@ class Backwards:
         unsharded = step.unsharded
         for handle in tuple(unsharded.members):
             if step.makes_graph and handle.view is not ParamView.GATHERING:
-                unsharded.retain_until_backward(handle, with_graph=True)
+                unsharded.retain_until_backward(handle, read_from=step.steps[handle].armed_at)
             if step.running and step.is_in_use(handle):
                 continue
             if handle.settings.reshard_after_backward or handle.view is ParamView.GATHERING:
@@ -299,8 +303,10 @@ class Backwards:
             else:
                 handle.hide()
         if step.makes_graph:
-            unsharded.notice_backward(unsharded.retained, self.begin_backward)
-        unsharded.free_retained()
+            unsharded.notice_backward(self.begin_backward)
+        else:
+            unsharded.read_to = max(unsharded.read_to, step.latest_clock)
+        unsharded.free_retained(0)
         self._completion.end_backward()
         while step.first_nodes and step.first_nodes[-1] < 0:
             # Modules that checkpointing ran again, and stopped in the hook after forward: no other hook is called.
@@ -446,11 +452,6 @@ class Forwards:
             step.forwards.clear()  # Another thread, with the identity of one that has ended.
         step.forwards.append((first, stop, numbers))
 
-    def is_running(self, module: nn.Module) -> bool:
-        """Say whether ``module`` is the innermost managed module whose forward has started."""
-        running = self._step.running
-        return bool(running) and running[-1] is module
-
     # Handles
 
     def pre_forward(self, handle: Handle) -> None:
@@ -532,8 +533,8 @@ class Forwards:
         if is_differentiable and not is_led:
             self._completion.arm(own, self._clock, self._started_at)
         if leaks:
-            step.unsharded.retain_until_backward(handle, with_graph=True)
-            step.unsharded.notice_backward([handle], self._backwards.begin_backward)
+            step.unsharded.retain_until_backward(handle, read_from=self._started_at)
+            step.unsharded.notice_backward(self._backwards.begin_backward)
         if is_led:
             return LED
         # The handle's last call in the forward: no other of its modules is left to run, and this one has no outer call.

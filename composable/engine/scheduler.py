@@ -230,7 +230,7 @@ class Scheduler:
                 "a module that ran on its own is called inside another annotated one before its own step has ended",
                 fix="call the outermost annotated module before the modules inside it",
             )
-        step.unsharded.free_retained(always=True)
+        step.unsharded.free_retained()
         for handle in handles:
             step.unsharded.reshard(handle)
             drop_secondary(handle)

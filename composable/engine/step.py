@@ -95,6 +95,7 @@ class Step:
         backwards_before: Number of backwards before the last forward.
         is_backward: A backward of this root is running.
         makes_graph: That backward makes a graph for another one; ``None``: not known yet.
+        latest_clock: Clock of the latest call whose output has got a gradient in that backward.
         is_threaded: Parts of forward have run in several threads since the last backward.
         thread: Thread in which the last forward started; ``None``: no forward since the last backward.
         forwards: Numbers of autograd's nodes in the last forwards: the first, the next after it, those of the outputs.
@@ -109,13 +110,14 @@ class Step:
         self.settings = settings
         self.streams = streams
         self.listeners = Listeners()
-        self.unsharded = Unsharded(self.handles, streams, self.listeners, weakref.proxy(self))
+        self.unsharded = Unsharded(streams, self.listeners, weakref.proxy(self))
         self.finalizer = GradientFinalizer(self.steps, streams, self.listeners)
         self.running: list[nn.Module] = []
         self.first_nodes: list[int] = []
         self.forward_id = self.backward_id = self.backwards_before = 0
         self.is_backward = False
         self.makes_graph: bool | None = False
+        self.latest_clock: float = 0
         self.forwards: deque[tuple[int, int, set[int]]] = deque(maxlen=_SEEN_FORWARDS)
         self.failure = ""
         self.finalizing: object | None = None
@@ -399,7 +401,7 @@ class Completion:
             hear(handle)
         if step.makes_graph:
             # A backward of this backward will read the parameters.
-            step.unsharded.retain_until_backward(handle, with_graph=True)
+            step.unsharded.retain_until_backward(handle, read_from=own.armed_at)
         step.streams.meet()
         # A forward that uses the parameters runs around this backward.
         is_in_use = bool(step.running) and step.is_in_use(handle)

@@ -10,6 +10,7 @@ those kernels. ``record_stream`` is not used. The rules, and how they are checke
 On the CPU there are no streams: what a device orders by events, the host orders by waiting.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,6 @@ from composable.engine.handle import Handle, HandleStep
 from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
-from composable.ground.frames import watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
 
@@ -224,32 +224,24 @@ class Unsharded:
     """The handles of one root whose unsharded parameters are there, or are being gathered.
 
     Args:
-        handles: All handles of the root.
         streams: Streams of the handles' device.
         listeners: Hear of each gather.
         step: The root's step, which holds this object: a weak proxy.
 
     Attributes:
+        read_to: Clock of the latest call that backwards which made no graph have gone through.
         members: The handles; loops go over a copy if they may reshard a handle.
         find_stale: Returns the unsharded handles that are older than their shards; the ranks decide together.
     """
 
-    def __init__(
-        self,
-        handles: Sequence[Handle],
-        streams: Streams,
-        listeners: Listeners,
-        step: Any,
-    ) -> None:
+    def __init__(self, streams: Streams, listeners: Listeners, step: Any) -> None:
         self._listeners = listeners
         self._step = step
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
-        self._handles = tuple(handles)
         self.members: dict[Handle, None] = {}
-        self._retained: dict[Handle, None] = {}
-        self._graphs: dict[Handle, Callable[[], bool]] = {}
-        self._calls: dict[Handle, list[Callable[[], bool]]] = {}
+        self._retained: dict[Handle, int] = {}
+        self.read_to = -1.0
         self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
 
     def unshard(self, handle: Handle) -> None:
@@ -335,6 +327,8 @@ class Unsharded:
             steps: The state of each handle.
             written: Event after which the shards are written; ``None``: in the order of the current stream.
         """
+        if self._retained:
+            self.free_retained(self.read_to)
         if not self.members:
             return
         kept = []
@@ -375,28 +369,22 @@ class Unsharded:
 
     # Memory that stays
 
-    def retain_until_backward(self, handle: Handle, *, with_graph: bool = False) -> None:
-        """Keep the parameters' memory on this rank until a backward ends; ``with_graph``: and until the graph is gone.
+    def retain_until_backward(self, handle: Handle, *, read_from: int = -1) -> None:
+        """Keep the parameters' memory on this rank until a backward ends.
 
         Gathers and reductions run as if it were freed, since the other ranks may have freed it.
+
+        Args:
+            handle: The handle.
+            read_from: A graph of the forward that began at this clock may read the parameters at any time. So their
+                memory stays until a backward that makes no graph has gone through that forward or a later one, and
+                another forward begins.
         """
-        self._retained[handle] = None
-        if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
-            has_frozen = not all(param.sharded.requires_grad for param in handle.params)
-            # A graph through frozen parameters ends at other parameters, mostly of other handles.
-            params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
-            self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
+        self._retained[handle] = max(read_from, self._retained.get(handle, -1))
 
-    def watch_call(self, handle: Handle) -> None:
-        """Watch a call whose output's gradient arrives in a backward that makes a graph: that may lead to the call.
-
-        Through frozen parameters it gets to no leaf of theirs. It may get to the call while the call's last node lives.
-        """
-        self._calls.setdefault(handle, []).append(watch_running_node())
-
-    def notice_backward(self, handles: Iterable[Handle], hear: Callable[[], None]) -> None:
-        """Call ``hear``, a bound method, also when a backward reaches leaves of ``handles`` but no output."""
-        for handle in handles:
+    def notice_backward(self, hear: Callable[[], None]) -> None:
+        """Call ``hear``, a bound method, also when a backward reaches leaves of retained handles, but no output."""
+        for handle in self._retained:
             if handle not in self._leaf_hooks:
                 leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
                 # Before the gradients: a backward begins with a search for kept gradients that users have dropped.
@@ -404,32 +392,21 @@ class Unsharded:
 
     def free(self, *, except_for: Callable[[Handle], bool] | None = None) -> None:
         """Free all memory, whatever graphs live, except for some handles."""
-        self.free_retained(always=True)
+        self.free_retained()
         for handle in tuple(self.members):
             if except_for is None or not except_for(handle):
                 self.reshard(handle)
 
-    @property
-    def retained(self) -> Sequence[Handle]:
-        """The handles whose memory stays until a backward ends."""
-        return tuple(self._retained)
-
-    def free_retained(self, *, always: bool = False) -> None:
-        """Free retained memory, except while its graph lives: another backward may go through it."""
-        for handle in tuple(self._retained):
-            if not always and handle in self._graphs:
-                calls = [lives for lives in self._calls.get(handle, ()) if lives()]
-                if calls or self._graphs[handle]():
-                    self._calls[handle] = calls
-                    continue
-            del self._retained[handle]
-            self._graphs.pop(handle, None)
-            self._calls.pop(handle, None)
-            for hook in self._leaf_hooks.pop(handle, ()):
-                hook.remove()
-            if handle not in self.members:
-                handle.free_buffers()
-                self.streams.resharded()
+    def free_retained(self, read_to: float = math.inf) -> None:
+        """Free retained memory, except for graphs of forwards that began at the clock ``read_to`` or later."""
+        for handle, read_from in tuple(self._retained.items()):
+            if read_from < read_to:
+                del self._retained[handle]
+                for hook in self._leaf_hooks.pop(handle, ()):
+                    hook.remove()
+                if handle not in self.members:
+                    handle.free_buffers()
+                    self.streams.resharded()
 
 
 def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:

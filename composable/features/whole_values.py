@@ -51,7 +51,7 @@ def collect_whole(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the whole values of ``tensors`` on rank ``dst``, or on every rank; others get ``None``. Collective.
+    """Return whole values, [full shape], of ``tensors`` on rank ``dst``, or on every rank; else ``None``. Collective.
 
     The tensors are of one shard group, ``dst`` is one of ``ranks.everyone``; options are those of ``collect_blocks``.
     """
@@ -90,7 +90,7 @@ def spread_whole(
     src: int,
     values: Callable[[int], torch.Tensor] | None,
 ) -> None:
-    """Overwrite every rank's pieces with whole values that only rank ``src`` has. Collective.
+    """Overwrite pieces of all ranks with whole values, [full shape], that only rank ``src`` has. Collective.
 
     The tensors are of one shard group, ``src`` is one of ``ranks.everyone``. There ``values(index)`` gives a whole
     value in any dtype and on any device. The ranks of its team hold blocks of all ``tensors`` for a while.

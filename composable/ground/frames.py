@@ -26,9 +26,7 @@ Question                  Why nothing else tells it             Where the frames
 import copy
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -41,12 +39,9 @@ from composable.errors import UsageError, place_of_rank
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import values_held_by
 from composable.ground.torch_private import (
-    current_autograd_node,
     current_graph_task_id,
     functional_call_code,
     module_call_code,
-    outside_transforms,
-    running_transform,
     split_backward_code,
     will_engine_execute_node,
 )
@@ -85,41 +80,6 @@ def will_get_gradient(leaf: torch.Tensor) -> bool:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
         return True
-
-
-class _Alive:
-    """An object whose end shows that the graph that holds it is freed."""
-
-    __slots__ = ("__weakref__",)
-
-
-def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
-    """Return a function that says whether any autograd graph, old or new, to any of ``leaves`` [any] is alive.
-
-    If all leaves are frozen, no graph can be watched: the function says yes.
-    """
-    alive = _Alive()
-    known = [leaf for leaf in leaves if leaf.requires_grad]
-    if not known:
-        return lambda: True
-    with outside_transforms() if running_transform() is not None else nullcontext(), torch.enable_grad():
-        for leaf in known:
-            # All graphs to a leaf hold this node.
-            node = get_gradient_edge(leaf).node
-            node.metadata[alive] = None  # type: ignore[index]  # a dict that is there when it is asked for
-    reference = weakref.ref(alive)
-    return lambda: reference() is not None
-
-
-def watch_running_node() -> Callable[[], bool]:
-    """Return a function that says whether the autograd node that runs now, itself or its hooks, is still alive."""
-    alive = _Alive()
-    node = current_autograd_node()
-    if node is None:
-        return lambda: False
-    node.metadata[alive] = None  # type: ignore[index]  # a dict that is there when it is asked for
-    reference = weakref.ref(alive)
-    return lambda: reference() is not None
 
 
 def modules_in_call() -> list[nn.Module]:

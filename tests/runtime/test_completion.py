@@ -179,6 +179,31 @@ def pass_through(model: nn.Module, seed: int, scale: float) -> None:
 # -- backward of backward
 
 
+def by_linear(model: nn.Module) -> object:
+    return fully_shard(model, policy={nn.Linear})
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def gradient_penalty(model: nn.Module, seed: int, scale: float) -> None:
+    x = x_of(seed).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (slope.pow(2).sum() * scale).backward()
+
+
+def penalty_before_a_forward(model: nn.Module, seed: int, scale: float) -> None:
+    x = x_of(seed).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = slope.pow(2).sum()
+    for _ in range(70):  # More operations than are looked through to see where it leads.
+        penalty = penalty * 1
+    loss = model(x_of(seed + 5)).pow(2).mean()
+    (penalty * scale).backward()
+    (loss * scale).backward()
+
+
 class Force(nn.Module):
     """The output is a derivative through frozen parameters: a backward within the forward, and one of that later."""
 
@@ -261,6 +286,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]
         )
         for transport in ("process_group", "point_to_point")
     },
+    "gradient penalty before another forward": (small, by_linear, penalty_before_a_forward),
     "derivative through frozen parameters of a handle that has others": (Force, frozen_with_trainable, squares),
     "derivative that leaves by no output": (
         lambda: nn.Sequential(linear(), LeavesSlope()),
@@ -285,6 +311,20 @@ def test_gradients_are_those_of_one_process_on_processes(name: str) -> None:
     expected = plain_step(name, 2)
     for found in run_ranks(one_step, 2, name):
         assert_equal_gradients(found, expected)
+
+
+@on_ranks(2)
+def test_what_a_graph_of_backward_may_read_is_freed_by_the_next_forward() -> None:
+    model = seeded(small, 0)
+    by_linear(model)
+    state = fully_shard.state(model)
+    assert state is not None
+    buffers = [flat for handle in state._handles for flat in handle.buffers]
+    gradient_penalty(model, dist.get_rank(), 1.0)
+    assert all(flat.is_allocated for flat in buffers)
+    with torch.no_grad():
+        model(x_of(0))
+    assert not any(flat.is_allocated for flat in buffers)
 
 
 @on_ranks(2)
