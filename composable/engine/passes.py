@@ -1,6 +1,25 @@
 """The forwards and backwards of a root.
 
-``step.py`` decides which handles are complete.
+A step, in order. The hooks of ``annotation/hooks.py`` call this file; autograd calls what it was given.
+
+1. ``Forwards.enter_forward``, for the outermost module: ``_begin`` frees what an earlier step has left, and
+   lets the next gathers wait until the optimizer has written the shards.
+2. ``Forwards.pre_forward``, before a module with a handle: ``Unsharded.unshard`` waits for the gather, started by an
+   earlier module, and puts the unsharded parameters into modules. ``Step.begin_unshard`` starts the next gather.
+3. ``Forwards.post_forward``, after it: ``Completion.arm`` notes the call, ``_end_call`` frees the parameters. The
+   hook of an output gets the clock at the end of the call.
+4. ``Forwards.exit_forward``, for the outermost module: modules hold sharded parameters until backward.
+5. ``Backwards.pre_backward``, when the gradient of an output arrives; the first one begins the backward (``_begin``,
+   ``Completion.begin_backward``). ``Completion.complete_after`` goes back to the clock of the output: each handle whose
+   first call began later is complete. Then ``Unsharded.unshard`` as in 2, and ``_prefetch_after`` for the next one.
+6. ``Completion._complete``: ``GradientFinalizer.take`` moves gradients from leaves to a buffer, ``Unsharded.reshard``
+   frees the parameters, and ``GradientFinalizer.begin`` starts the reduction. Earlier ones end meanwhile.
+7. ``Backwards.start``, when autograd has ended: ``Completion.complete_the_rest`` completes all other handles, and
+   ``GradientFinalizer.tell`` sends the other ranks a message: which parameters had a gradient.
+8. ``Backwards.finish``: ``GradientFinalizer.end`` waits for reductions and messages, reduces what was left on any rank
+   (``_reduce_the_rest``), frees what has stayed (``Backwards.end_backward``), and gives the gradients (``_settle``).
+
+An exception may end this at any line: what comes next calls ``Backwards.tidy_up``. ``step.py`` has ``Completion``.
 """
 
 import weakref
