@@ -25,11 +25,13 @@ from composable.fully_shard import HandleOptions, fully_shard
 from composable.ground.contract import contract, get_registry
 from composable.ground.torch_hooks import let_watch_backwards
 from composable.optim import (
+    BackwardSteps,
     check_every_step,
     clip_grad_norm_,
     get_total_norm,
     has_finite_gradients,
     rebind_optimizer,
+    step_in_backward,
 )
 from composable.planning import (
     CPUOffloadPolicy,
@@ -56,7 +58,6 @@ from composable.saving import (
     unshard_params,
 )
 from composable.unannotate import unannotate
-from composable.whole_model import BackwardSteps, step_in_backward
 
 if TYPE_CHECKING:
     from composable.extras import (

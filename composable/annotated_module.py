@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from composable.annotation import FullyShardState
+from composable.annotation import (
+    FullyShardState,
+    KeptGradients,
+    ReducingUnit,
+    nothing_annotated,
+    states_of,
+    units_of,
+)
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, describe_module
 from composable.replication import Reducer
-from composable.whole_model import KeptGradients, ReducingUnit, nothing_annotated, states_of, units_of
 
 # The mixins are put on modules only: the module's class, which comes after them, has the methods of ``nn.Module``.
 if TYPE_CHECKING:

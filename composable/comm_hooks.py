@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable.annotation import ReducingUnit, nothing_annotated, params_of, units_of
 from composable.comm import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
 from composable.engine import Handle, HookFunction, Registration, nearest
 from composable.errors import (
@@ -33,7 +34,6 @@ from composable.errors import (
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, class_name, describe_module, described, list_text
 from composable.replication import Reducer
-from composable.whole_model import ReducingUnit, nothing_annotated, params_of, units_of
 
 _Hook: TypeAlias = Callable[..., Any]
 _BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # defined in C++

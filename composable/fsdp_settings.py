@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from composable.annotated_module import AnnotatedModule, place_of, set_gradient_sync
-from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
+from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of, units_of
 from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_backward, modules_in_call
 from composable.ground.names import check_bool, check_number, describe_module, described
 from composable.ground.ownership import CHANGES
-from composable.whole_model import units_of
 
 
 class GradientReductionHandle:

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 import _traversal_utils
 from composable.annotation import (
     FullyShardState,
+    check_not_joined,
     check_own_memory,
+    check_ranks_below,
     mark_memory,
     register_fully_shard_hooks,
 )
@@ -53,7 +55,7 @@ from composable.features import (
 )
 from composable.fsdp_module import add_mixin
 from composable.ground.casts import keep_dtype
-from composable.ground.contract import check_not_joined, contract, set_member
+from composable.ground.contract import contract, set_member
 from composable.ground.names import (
     check_bool,
     check_outside_inference,
@@ -84,7 +86,6 @@ from composable.planning import (
 )
 from composable.policies import PolicyLike
 from composable.saving import register_load_check, register_room
-from composable.whole_model import check_ranks_below
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 

@@ -5,7 +5,6 @@ that order: an error leaves the module as it was, on every rank.
 """
 
 import logging
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -15,12 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.annotation import has_parts
+from composable.annotation import (
+    ReplicateState,
+    check_not_joined,
+    check_ranks_below,
+    has_parts,
+    take_over_optimizers,
+)
 from composable.comm import Grid, annotating, resolve_ranks
 from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
 from composable.features import follow_inputs
-from composable.ground.contract import check_not_joined, contract
+from composable.ground.contract import contract
 from composable.ground.names import check_outside_inference, describe_module, readable_twice
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
@@ -32,7 +37,6 @@ from composable.replication import (
     ReducedParam,
     Reducer,
     ReplicateOptions,
-    ReplicateState,
     broadcast_params,
     check_steppable,
     choose_delay,
@@ -42,7 +46,6 @@ from composable.replication import (
     plan_precision,
 )
 from composable.saving import register_load_check
-from composable.whole_model import check_ranks_below
 
 _LOG = logging.getLogger("composable")
 
@@ -131,7 +134,7 @@ def replicate(
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
-    state.owners = tuple(map(weakref.ref, modules))
+    state.modules, state.is_of_several = modules, len(modules) > 1
     if mesh is not None and device_mesh is not None:
         raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
     mesh = device_mesh if mesh is None else mesh
@@ -192,8 +195,8 @@ def replicate(
 
     planned = made_alike(make_plan, compare)
     state.compared = planned.text
-    state.has_parts = has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
+    state.has_parts = has_parts(modules, ranks)
     follow_inputs()
     if static_graph and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
@@ -237,9 +240,10 @@ def _execute(state: ReplicateState, planned: _Planned) -> None:
         state.buffers = buffers
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
     state.reducer = Reducer(planned.params, state.transport, state.grid, options)
+    state.listeners = state.reducer.listeners
     if precision is not None:
         state.precision = Precision.of(precision, state.modules, state.ignored.modules, planned.params)
-    state.take_over_optimizers()
+    take_over_optimizers(state.reducer)
     state.register(planned.device)
     for module in state.modules:
         state.hook_handles += register_load_check(module)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable.annotated_module import AnnotatedModule, ClassSwap, no_sync, place_of, set_gradient_sync
+from composable.annotation import KeptGradients, check_replicated, replicate_state_of, states_of, units_of
 from composable.comm import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
@@ -21,13 +22,7 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
 from composable.ground.names import check_bool, check_number, describe_module, described
-from composable.replication import (
-    BackwardTiming,
-    Reducer,
-    check_replicated,
-    replicate_state_of,
-)
-from composable.whole_model import KeptGradients, states_of, units_of
+from composable.replication import BackwardTiming, Reducer
 
 
 class ReplicateModule(AnnotatedModule):

@@ -13,20 +13,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import forward_in_place
-from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of, sharded_state_of
+from composable.annotation import (
+    AnnotatedPart,
+    AnnotationState,
+    FullyShardState,
+    ReplicateState,
+    check_not_joined,
+    model_ranks_of,
+    nothing_annotated,
+    sharded_state_of,
+    states_of,
+)
 from composable.comm import Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
 from composable.engine import Handle, attach, handle_of, refuse_waiting_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.fsdp_module import remove_mixin
-from composable.ground.contract import check_not_joined, get_registry, remove_annotation, remove_member
+from composable.ground.contract import get_registry, remove_annotation, remove_member
 from composable.ground.frames import in_backward, modules_in_call, reaches_out
 from composable.ground.names import check_bool, describe_module
 from composable.ground.ownership import leave_alone
 from composable.planning import mark_replaced
 from composable.replicate_module import remove_replicate_mixin
-from composable.replication import ReplicateState
-from composable.whole_model import State, nothing_annotated, states_of
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
@@ -86,7 +94,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     return module
 
 
-def _everyone(roots: Sequence[nn.Module], states: Sequence[State]) -> list[Ranks]:
+def _everyone(roots: Sequence[nn.Module], states: Sequence[AnnotationState]) -> list[Ranks]:
     """Return the groups of ranks that must agree, smaller ones first, so that larger ones get their failures."""
     found = [state.grid.everyone for state in states]
     handles = [handle for state in states if isinstance(state, FullyShardState) for handle in state._handles]
@@ -103,7 +111,7 @@ class _Removal:
         UsageError: They cannot be undone.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], states: Sequence[State], *, recurse: bool) -> None:
+    def __init__(self, roots: Sequence[nn.Module], states: Sequence[AnnotationState], *, recurse: bool) -> None:
         self._sharded = [state for state in states if isinstance(state, FullyShardState)]
         self._replicated = [state for state in states if isinstance(state, ReplicateState)]
         modules = dict.fromkeys(module for root in roots for module in root.modules())

@@ -31,19 +31,16 @@ EDGES: dict[str, set[str]] = {
     "dtensor": BASE | {"planning", "comm"},
     "engine": BASE | {"planning", "comm", "dtensor"},
     "features": BASE | {"planning", "comm", "dtensor", "engine"},
-    "annotation": BASE | {"_traversal_utils", "planning", "comm", "dtensor", "engine", "features"},
     "replication": BASE | {"comm", "planning", "dtensor", "engine", "features"},
-    "optim": BASE | {"_traversal_utils", "comm", "planning", "dtensor", "engine"},
+    # The states of both annotations, on the engine of each.
+    "annotation": BASE | {"_traversal_utils", "planning", "comm", "dtensor", "engine", "features", "replication"},
+    "optim": BASE | {"_traversal_utils", "comm", "planning", "dtensor", "engine", "annotation", "replication"},
     "saving": BASE
     | {"_traversal_utils", "planning", "comm", "dtensor", "engine", "features", "annotation"}
     | {"optim", "replication"},
-    # What the two annotations share beyond the engine: it goes down once there is one engine for both.
-    "whole_model": BASE | {"planning", "comm", "engine", "annotation", "replication", "optim"},
 }
 # With a face that shows what others take.
-FOLDERS = {
-    *"testing comm planning dtensor engine features annotation replication optim saving whole_model extras".split()
-}
+FOLDERS = {*"testing comm planning dtensor engine features annotation replication optim saving extras".split()}
 # What others take file by file: there is no face that would import all of it.
 OPEN_FOLDERS = {"ground"}
 # What users call, and what it stands on among its own kind: it may import everything above.

@@ -19,7 +19,7 @@ from composable import (
     step_in_backward,
     update_process_group,
 )
-from composable.replication import check_replicated
+from composable.annotation import check_replicated
 from tests.models import BATCH, DIM, make_model, random_input, seeded
 from tests.parity import gradients_of
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads

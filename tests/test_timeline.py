@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import composable
 from composable import ConfigError, Timeline, TimelineEvent, UsageError, fully_shard, no_sync, replicate, timeline
-from composable.annotation import sharded_state_of
+from composable.annotation import KeptGradients, replicate_state_of, sharded_state_of
 from composable.extras import step_times
-from composable.replication import moment, replicate_state_of
+from composable.replication import moment
 from composable.testing import simulate
-from composable.whole_model import KeptGradients
 from tests.counting import CountingTransport
 from tests.world import on_ranks, run_ranks, run_threads
 from tools.streams.recorded import put_on_device

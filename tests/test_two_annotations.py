@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard, no_sync, replicate, unannotate
+from composable.annotation import units_of
 from composable.errors import ComposableError, ConfigError
 from composable.ground.contract import get_registry
-from composable.whole_model import units_of
 from tests.models import random_input, seeded
 from tests.parity import gradients_of
 from tests.world import on_ranks, run_threads

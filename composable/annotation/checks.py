@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 import _traversal_utils
+from composable.annotation.states import take_over_optimizers
 from composable.comm import Grid, ModelRanks, Ranks, compare_in_each
 from composable.engine import (
     Handle,
     attach,
     digest_of,
-    forget_torch_hooks,
-    refuse_steppers,
-    step_torch_optimizers,
 )
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import is_functional_call
@@ -175,7 +173,7 @@ class Additions:
         for state in states:
             for handle in state._handles:
                 attach(handle)  # A tensor assigned in the place of a sharded parameter is a value for it.
-                _take_over_optimizers(handle)
+                take_over_optimizers(handle)
         added = dict(_unmanaged(module, states))
         names = [fqn for fqn, param in added.items() if param.requires_grad]
         if names:
@@ -188,14 +186,6 @@ class Additions:
         watch_registrations(modules)
         counts = (*counts[:2], len(optimizers_in_backward()))
         self._look = counts, Contents(modules, dict.keys, owner=module), list(added.values())
-
-
-def _take_over_optimizers(handle: Handle) -> None:
-    """Let optimizers that wait for autograd to reach a sharded parameter step when its reduced gradient arrives."""
-    if forget_torch_hooks(param.sharded for param in handle.params):
-        if handle.comm_hooks:
-            refuse_steppers([step_torch_optimizers], handle.from_root(handle.params[0].fqn))
-        handle.step_by(list(dict.fromkeys([*handle.steppers, step_torch_optimizers])))
 
 
 def _unmanaged(root: nn.Module, states: Collection[AnnotatedState]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -5,14 +5,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
 from composable.annotation.checks import check_on_device, check_values
+from composable.annotation.states import AnnotationState, has_parts, states_below
 from composable.comm import (
     AnnotationStatus,
     Grid,
@@ -34,7 +32,6 @@ from composable.engine import (
     Handle,
     HandleChoices,
     HandleStep,
-    Listeners,
     Replicas,
     RootSettings,
     Scheduler,
@@ -45,7 +42,7 @@ from composable.engine import (
 from composable.errors import ComposableError, UsageError, located, place_of_rank, warn_once
 from composable.features import move_buffers
 from composable.ground.casts import LentBuffer
-from composable.ground.contract import annotated_below, is_parallel, managing_state
+from composable.ground.contract import is_parallel, managing_state
 from composable.ground.names import class_name, module_text
 from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import at_end_of_backward, put_outermost
@@ -56,50 +53,44 @@ _COMPARISON = "the comparison of plans before the first forward"
 
 def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]:
     """Return the companions below a root's modules, in the same order on all ranks that share them."""
-    states = dict.fromkeys(state for _, state in annotated_below(modules) if isinstance(state, Companion))
-    found = [state for state in states if state.grid.everyone.size < grid.everyone.size]
-    return sorted(found, key=lambda state: state.grid.everyone.order)
+    found = dict.fromkeys(state for _, state in states_below(modules) if isinstance(state, Companion))
+    fewer = [state for state in found if state.grid.everyone.size < grid.everyone.size]
+    return sorted(fewer, key=lambda state: state.grid.everyone.order)
 
 
-class FullyShardState:
+class FullyShardState(AnnotationState):
     """State of one ``fully_shard`` annotation.
 
     Attributes:
-        modules: The annotated module, or the list of modules of one call.
         plan: What the annotation decided.
-        mesh: 1-D mesh of the shard group.
-        grid: The ranks of the mesh, and those of its replicas.
+        mesh: 1-D mesh of the shard group; the grid has the ranks of its replicas too.
         transport_choice: The transport of the handles that the user chose.
         ignored_modules: Modules that the annotation ignores, with all modules below.
         ignored_slots: (module, held weakly, and name) of the ignored parameters in other modules.
         skipped_modules: Modules that keep their dtype under the mixed precision policy.
         follows_parent: Handles follow the handle around them; ``None``: if they are on fewer ranks than the root.
         _handles: Handles of this annotation, left to right, depth first.
-        hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
         settings: The settings of the root, used if this is the root's state.
         root: The root of the tree that this state is in; ``None`` until lazy init.
         listeners: Hear of each event of the root, also of one that is decided later.
         around: States of modules annotated around these modules: a later one is further out.
     """
 
-    modules = HeldWeakly[nn.Module]()
     skipped_modules = HeldWeakly[nn.Module]()
 
     def __init__(self) -> None:
-        self.modules = self.skipped_modules = ()
+        super().__init__()
+        self.skipped_modules = ()
         self.plan: ShardPlan
         self.mesh: DeviceMesh
-        self.grid: Grid
         self.transport_choice = "auto"
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: set[tuple[weakref.ref[nn.Module], str]] = set()
         self.follows_parent: bool | None = None
         self._handles: list[Handle] = []
         self._module_to_handle: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
-        self.hook_handles: list[RemovableHandle] = []
         self.settings = RootSettings()
         self.root: Root | None = None
-        self.listeners = Listeners()
         self.around: list[weakref.ref[FullyShardState]] = []
 
     @property
@@ -109,7 +100,6 @@ class FullyShardState:
 
     @property
     def is_joined(self) -> bool:
-        """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
         return self.root is not None and self.root.is_joined
 
     @property
@@ -211,8 +201,10 @@ class FullyShardState:
             for flat in handle.buffers:
                 flat.routes.connect(transport, self.grid.divisor, between, parts[size])
 
+    def unit_of_module(self, module: nn.Module) -> Handle | None:
+        return self._module_to_handle.get(module)
+
     def abandon_step(self) -> None:
-        """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
         if self.root is not None:
             self.root.scheduler.abandon_step()
 
@@ -361,14 +353,6 @@ class Root:
             hear()
         for state in self.states:
             state.root = state.listeners.root = None
-
-
-def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
-    """Say whether, on any of ``ranks``, a module at or below ``modules`` is annotated on a part of them. Collective."""
-    grids = (getattr(state, "grid", None) for _, state in annotated_below(modules))
-    own = any(isinstance(grid, Grid) and grid.everyone.size < ranks.size for grid in grids)
-    with torch.inference_mode(mode=False):
-        return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
 
 
 def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:

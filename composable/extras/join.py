@@ -15,15 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from composable.annotation import FullyShardState, Root
+from composable.annotation import AnnotationState, FullyShardState, ReplicateState, Root
 from composable.comm import Ranks, calling
 from composable.engine import FlatBuffer, Handle, Listeners, StepListener
 from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
-from composable.replication import ReplicateState
-from composable.whole_model import State
 
 # The owner of a part, which communicates on its own.
 Owner: TypeAlias = Root | ReplicateState
@@ -477,10 +475,11 @@ class _ReplicatedPart(_Part):
         self._reducer.recover_shadow()
 
 
-def connect(state: State) -> Owner:
+def connect(state: AnnotationState) -> Owner:
     """Connect an annotation as its first forward does; returns the owner of the part. Collective."""
     if isinstance(state, FullyShardState):
         return state.begin()
+    assert isinstance(state, ReplicateState), "there are two kinds of states"
     state.transport.connect()
     state.reducer.prepare()
     return state

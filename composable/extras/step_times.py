@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.annotation import handle_of_module, sharded_state_of
+from composable.annotation import (
+    ReplicateState,
+    handle_of_module,
+    nothing_annotated,
+    replicate_state_of,
+    sharded_state_of,
+    states_of,
+)
 from composable.comm import Ranks
 from composable.engine import Handle, StepListener, Work
 from composable.errors import ConfigError, UsageError, place_of_rank
@@ -31,8 +38,7 @@ from composable.ground.torch_hooks import (
 )
 from composable.ground.torch_private import opaque
 from composable.planning import name_modules
-from composable.replication import ReplicateState, moment, ms_apart, replicate_state_of
-from composable.whole_model import listeners_of, nothing_annotated, states_of
+from composable.replication import moment, ms_apart
 
 # The most steps that are kept, and the most events in a step: forwards before a backward are of one step.
 _MOST_STEPS, _MOST_SPANS = 16, 50_000
@@ -220,8 +226,8 @@ class Timeline:
         of_sharded = _ShardedTimes(self)
         for state in states:
             listener = _ReplicatedTimes(self, state) if isinstance(state, ReplicateState) else of_sharded
-            listeners_of(state).add(listener)
-            exits.callback(listeners_of(state).remove, listener)
+            state.listeners.add(listener)
+            exits.callback(state.listeners.remove, listener)
 
     @property
     def events(self) -> list[TimelineEvent]:

@@ -12,15 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from composable.annotation import FullyShardState, Root
+from composable.annotation import (
+    AnnotationState,
+    ReplicateState,
+    Root,
+    check_replicated,
+    nothing_annotated,
+    states_of,
+)
 from composable.comm import Ranks, annotating, calling, wait_for_work
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.extras.join import JoinSteps, Owner, connect
 from composable.ground.names import check_bool, check_module, describe_module, described
-from composable.replication import ReplicateState, check_replicated
-from composable.whole_model import State, nothing_annotated, states_of
 
 
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":
@@ -250,16 +255,16 @@ def _ranks_of(module: nn.Module) -> Ranks:
     return Ranks.of(world.process_group, ranks.device) if {*world.numbers} == {*ranks.numbers} else ranks
 
 
-def _states_to_join(module: nn.Module) -> list[State]:
+def _states_to_join(module: nn.Module) -> list[AnnotationState]:
     """Return the states of roots and of ``replicate`` at or below ``module``, in an order equal on all ranks.
 
     Raises:
         UsageError: A state belongs to modules around ``module`` too, or has ``static_graph=True``.
     """
     modules = dict.fromkeys(module.modules())
-    found: dict[State, None] = {}
+    found: dict[AnnotationState, None] = {}
     for state in states_of(modules):
-        around = state.outermost() if isinstance(state, FullyShardState) else state
+        around = state.outermost()
         beyond = [each for each in (*around.modules, *state.modules) if each not in modules]
         if beyond:
             raise UsageError(

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 import torch
 from torch import nn
 
-from composable.errors import ConfigError, UsageError, located, place_of_rank
+from composable.errors import ConfigError, located, place_of_rank
 from composable.ground.names import SUCCESSOR, check_call, describe_module
 
 _P = ParamSpec("_P")
@@ -89,30 +89,6 @@ def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
 def is_parallel(module: nn.Module) -> bool:
     """Say whether ``fully_shard`` or ``replicate`` annotates ``module`` itself; ``checkpoint`` does not count."""
     return not get_registry(module).keys().isdisjoint(("fully_shard", "replicate"))
-
-
-def annotated_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
-    """Yield (module, state) for each annotation of each module at or below ``modules``."""
-    for module in dict.fromkeys(below for one in modules for below in one.modules()):
-        for annotation in get_registry(module).values():
-            yield module, annotation.state
-
-
-def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
-    """Refuse the call ``what`` inside of torch's ``Join``: ranks without inputs would not see its changes.
-
-    All ranks that have inputs raise alike, before they communicate.
-
-    Raises:
-        UsageError: An annotation at or below ``modules`` runs inside of ``Join``.
-    """
-    for module, state in annotated_below(modules):
-        if getattr(state, "is_joined", False):
-            raise UsageError(
-                f"{what} inside of Join, but ranks without inputs know only annotations from before Join was made",
-                at=f"{place_of_rank()}, {describe_module(module)}",
-                fix=f"call {what} before Join(...) is made, or after the context",
-            )
 
 
 def excludes(module: nn.Module, api_name: str) -> bool:

@@ -3,10 +3,10 @@
 from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
-from composable.replication.rounds import BackwardTiming, moment, ms_apart
+from composable.replication.rounds import BackwardTiming, Phase, moment, ms_apart
 from composable.replication.sparse import check_steppable
-from composable.replication.state import ReplicateState, check_replicated, replicate_state_of
 from composable.replication.tensors import (
+    Ignored,
     ManagedTensors,
     ReducedParam,
     ReplicateOptions,
@@ -14,4 +14,5 @@ from composable.replication.tensors import (
     choose_device,
     find_ignored,
     find_tensors,
+    unmanaged_params,
 )

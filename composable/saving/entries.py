@@ -19,16 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
+from composable.annotation import handle_of_module, sharded_state_of, states_of
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.engine import handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.contract import get_registry, managing_state
 from composable.ground.names import check_module, describe_module, described, list_text, plain_fqn
 from composable.ground.unfilled import META_FIX
 from composable.optim import ranks_of_param
-from composable.replication import ReplicateState
 
 
 @dataclass(frozen=True)
@@ -290,11 +288,8 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
-    for module in model.modules():
-        states = [managing_state(module, "fully_shard"), *(one.state for one in get_registry(module).values())]
-        for state in states:
-            if isinstance(state, (FullyShardState, ReplicateState)):
-                found.setdefault(state.grid.everyone.numbers, state.grid.everyone)
+    for state in states_of(model.modules()):
+        found.setdefault(state.grid.everyone.numbers, state.grid.everyone)
     if not found:
         raise UsageError(
             "the model is not annotated",

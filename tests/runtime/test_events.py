@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from composable import fully_shard, no_sync, replicate
+from composable.annotation import states_of
 from composable.engine import StepListener, Work
 from composable.engine.events import METHODS, Listeners
-from composable.whole_model import listeners_of, states_of
 from tests.world import run_threads
 
 EVENTS = [name for name in METHODS if name not in {"work", "has_idle_ranks", "holds_annotations"}]
@@ -29,12 +29,12 @@ def events_of_two_steps(annotate: Any, names: list[str]) -> list[str]:
     model = annotate(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     (state,) = states_of([model])
     listener, heard = recorder(names)
-    listeners_of(state).add(listener)  # A sharded model has no root yet.
+    state.listeners.add(listener)  # A sharded model has no root yet.
     with no_sync(model):
         model(torch.ones(2, 3)).sum().backward()
     heard.append("--")
     model(torch.ones(2, 3)).sum().backward()
-    listeners_of(state).remove(listener)
+    state.listeners.remove(listener)
     model(torch.ones(2, 3)).sum().backward()
     return heard
 

@@ -23,9 +23,9 @@ from composable.engine.finish import GradientFinalizer
 from composable.engine.param import Faces
 from composable.engine.passes import Forwards
 from composable.ground.casts import CastBuffers, LentBuffer
+from composable.optim import BackwardSteps
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
-from composable.whole_model import BackwardSteps
 from tests.world import on_ranks, run_ranks
 from tools.interrupt_programs import PROGRAMS, Program
 from tools.interrupts import Point, points_of, sample, train_through, try_points

@@ -2,20 +2,19 @@
 
 import copy
 import sys
-import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from composable.annotation.states import AnnotationState, take_over_optimizers
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
-from composable.engine import Companion, forget_torch_hooks, refuse_steppers, step_torch_optimizers
+from composable.engine import Companion
 from composable.errors import UsageError, place_of_rank
 from composable.ground.casts import cast_floats, keep_dtype
-from composable.ground.contract import get_registry
+from composable.ground.contract import managing_state
 from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
 from composable.ground.names import check_module, class_name, describe_module, list_text
 from composable.ground.ownership import (
@@ -41,12 +40,15 @@ from composable.ground.torch_hooks import (
 )
 from composable.ground.torch_private import opaque, optimizers_in_backward, tree_map
 from composable.planning import managed_modules
-from composable.replication.outside_buckets import BufferSync, broadcast_params
-from composable.replication.precision import Precision
-from composable.replication.reducer import Reducer
-from composable.replication.rounds import Phase
-from composable.replication.sparse import check_steppable
-from composable.replication.tensors import Ignored, unmanaged_params
+from composable.replication import (
+    BufferSync,
+    Ignored,
+    Phase,
+    Precision,
+    Reducer,
+    broadcast_params,
+    unmanaged_params,
+)
 
 
 def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
@@ -73,57 +75,50 @@ class _ReplicaOutputHook(GradientHook):
         return hash((id(self._state), self._index))
 
 
-@dataclass(eq=False, repr=False)
-class ReplicateState(Companion):
+class ReplicateState(AnnotationState, Companion):
     """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait.
 
     Attributes:
-        owners: The annotated module, or those of one call. They own this state, by their hooks, and are freed without
-            a collection, with gradients and buckets, as it holds them weakly.
-        reducer: Averages the gradients.
+        reducer: Averages the gradients. The modules own it, and the buckets, by this state.
         ignored: Modules and tensors that the annotation ignores.
         buffers: Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
         precision: The mixed precision of the modules; ``None``: they have no policy.
         frozen: Parameters that did not require a gradient when they were last checked, with their FQNs.
         compared: The arguments of the annotation, as a text that ranks compare.
-        grid: The ranks, which all hold every parameter.
         transport: In a group of its own; a copied state makes the group at its first forward with gradients enabled.
-        hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
         view: The object that ``as_ddp`` has returned.
         follows: A sharded module around, on more ranks, decides when the ranks communicate.
         has_parts: On some of the ranks, modules inside are annotated on only a part of the ranks.
+        is_of_several: The modules of one call share the state: a rank may call only some of them.
     """
 
-    reducer: Reducer = field(init=False)
-    grid: Grid = field(init=False)
-    transport: OwnTransport = field(init=False)
-    owners: tuple[weakref.ref[nn.Module], ...] = ()
-    ignored: Ignored = field(default_factory=Ignored)
-    buffers: BufferSync | None = None
-    precision: Precision | None = None
-    frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    compared: str = ""
-    hook_handles: list[RemovableHandle] = field(default_factory=list)
-    view: object = None
-    follows: bool = False
-    has_parts: bool = False
-    _seen: tuple[int, int] = (-1, 0)
-    _contents: dict[int, Contents] = field(default_factory=dict)  # By the id of each annotated module.
-    # For ranks that wait: forwards so far; backwards before the last forward; whether that runs; what it raised.
-    _forwards: int = 0
-    _rounds_before: int = 0
-    _is_forward: bool = False
-    _failure: str = ""
+    def __init__(self) -> None:
+        super().__init__()
+        self.reducer: Reducer
+        self.transport: OwnTransport
+        self.ignored = Ignored()
+        self.buffers: BufferSync | None = None
+        self.precision: Precision | None = None
+        self.frozen: list[tuple[str, nn.Parameter]] = []
+        self.compared = ""
+        self.view: object = None
+        self.follows = self.has_parts = self.is_of_several = False
+        self._seen = (-1, 0)
+        self._contents: dict[int, Contents] = {}  # By the id of each annotated module.
+        # For ranks that wait: forwards so far; backwards before the last forward; whether that runs; what it raised.
+        self._forwards = self._rounds_before = 0
+        self._is_forward = False
+        self._failure = ""
 
     @property
     def is_joined(self) -> bool:
-        """A ``Join`` has the modules: ranks without inputs follow them, as they were when the ``Join`` was made."""
         return self.reducer.is_joined
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The annotated module, or the modules of one call, as far as they are not gone."""
-        return tuple(module for one in self.owners if (module := one()) is not None)
+    def unit_of_module(self, module: nn.Module) -> Reducer:
+        return self.reducer
+
+    def outermost(self) -> "ReplicateState":
+        return self
 
     # Hooks around forward and backward
 
@@ -148,9 +143,34 @@ class ReplicateState(Companion):
 
     @opaque
     def pre_forward(self, module: nn.Module, *_: Any) -> None:
-        """Prepare a forward; when activation checkpointing runs a module again in backward, do nothing."""
-        if not in_backward():
-            self.before_forward(module)
+        """Prepare a forward of ``module``; when activation checkpointing runs it again in backward, do nothing.
+
+        Raises:
+            UsageError: A parameter was unfrozen or added after the annotation; something else averages gradients too;
+                or an optimizer steps in backward although there is a communication hook.
+        """
+        if in_backward():
+            return
+        self._forwards += 1
+        self._rounds_before = self.reducer.rounds
+        self._is_forward, self._failure = True, ""
+        if not torch.is_grad_enabled():
+            return
+        contents = self._contents.get(id(module))
+        counts = (CHANGES.registrations, len(optimizers_in_backward()))
+        is_as_before = contents is not None and self._seen == counts and not contents.have_changed()
+        # While a graph is exported, modules hold other parameters, which the user did not add.
+        if not is_as_before and not torch.compiler.is_exporting():
+            self._look_again(module)
+        for fqn, param in self.frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    "a parameter was frozen when replicate was called and requires a gradient now",
+                    at=f"{place_of_rank()}, parameter {fqn!r}",
+                    fix="unfreeze before replicate; or call unannotate(model), then replicate again",
+                )
+        if not self.follows:
+            self._meet(module)
 
     @opaque
     def post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -210,40 +230,12 @@ class ReplicateState(Companion):
         if self.precision is not None:
             self.precision.parts[index].put_back()
 
-    def before_forward(self, module: nn.Module) -> None:
-        """Prepare a forward of ``module`` that a backward may follow.
-
-        Raises:
-            UsageError: A parameter was unfrozen or added after the annotation; something else averages gradients too;
-                or an optimizer steps in backward although there is a communication hook.
-        """
-        self._forwards += 1
-        self._rounds_before = self.reducer.rounds
-        self._is_forward, self._failure = True, ""
-        if not torch.is_grad_enabled():
-            return
-        contents = self._contents.get(id(module))
-        counts = (CHANGES.registrations, len(optimizers_in_backward()))
-        is_as_before = contents is not None and self._seen == counts and not contents.have_changed()
-        # While a graph is exported, modules hold other parameters, which the user did not add.
-        if not is_as_before and not torch.compiler.is_exporting():
-            self._look_again(module)
-        for fqn, param in self.frozen:
-            if param.requires_grad:
-                raise UsageError(
-                    "a parameter was frozen when replicate was called and requires a gradient now",
-                    at=f"{place_of_rank()}, parameter {fqn!r}",
-                    fix="unfreeze before replicate; or call unannotate(model), then replicate again",
-                )
-        if not self.follows:
-            self._meet(module)
-
     def _meet(self, module: nn.Module) -> None:
         """Connect, recover a backward that was stopped, and broadcast buffers before a forward. Collective."""
         if self.reducer.synchronises:  # In ``no_sync`` a rank may call modules that others leave out.
             self.transport.connect()
         self.reducer.prepare()
-        if len(self.owners) == 1:  # Of several modules, a rank may call only some.
+        if not self.is_of_several:
             self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         for hear in self.reducer.listeners.forward_begins:
@@ -348,7 +340,7 @@ class ReplicateState(Companion):
                 at=f"{place_of_rank()}, {list_text(names)}",
                 fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
             )
-        self.take_over_optimizers()
+        take_over_optimizers(self.reducer)
         self.frozen += added
         self._claim()
         watch_registrations(self._own_modules())
@@ -356,20 +348,6 @@ class ReplicateState(Companion):
         of_params = dict.values if self.precision is None else dict.keys
         self._contents[id(module)] = Contents(managed_modules([module], self.ignored.modules), of_params, owner=module)
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
-
-    def take_over_optimizers(self) -> None:
-        """Let the optimizers of ``_apply_optimizer_in_backward`` step as soon as the averages are there.
-
-        Raises:
-            UsageError: There is a communication hook.
-            ConfigError: A gradient is sparse.
-        """
-        reducer = self.reducer
-        if forget_torch_hooks(item.param for item in reducer.params) and step_torch_optimizers not in reducer.steppers:
-            if reducer.comm_hooks:
-                refuse_steppers([step_torch_optimizers], reducer.params[0].fqn)
-            check_steppable(reducer.params)
-            reducer.step_by([*reducer.steppers, step_torch_optimizers])
 
     def use(self, grid: Grid) -> None:
         """Set the ranks; the transport between them is made when it is needed."""
@@ -425,13 +403,15 @@ class ReplicateState(Companion):
                 copied.grad = item.param.grad.detach().clone()
         params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
         twin.reducer = self.reducer.copied(params, twin.transport, memo)
+        twin.listeners = twin.reducer.listeners
         for listener in self.reducer.listeners.members:
             listener.follow_copy(twin, memo)
         twin.frozen = copy.deepcopy(self.frozen, memo)
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
-        twin.owners = tuple(weakref.ref(copy.deepcopy(module, memo)) for module in self.modules)
+        twin.modules = copy.deepcopy(self.modules, memo)
+        twin.is_of_several = self.is_of_several
         twin.ignored = self.ignored.copied(modules, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
@@ -465,8 +445,7 @@ def _move_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: Any
 
 def replicate_state_of(module: nn.Module) -> ReplicateState | None:
     """Return the state of the annotation on ``module`` itself; ``None``: it has none."""
-    annotation = get_registry(module).get("replicate")
-    state = None if annotation is None else annotation.state
+    state = managing_state(module, "replicate")
     return state if isinstance(state, ReplicateState) else None
 
 

@@ -1,9 +1,8 @@
 """Optimizer steps inside backward.
 
-A *unit* reduces gradients: a handle of ``fully_shard``, or the reducer of one ``replicate``. An optimizer may step
-each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that memory holds the
-gradients of one bucket or handle, and not of the whole model. ``replication/reducer.py`` and ``engine/buffer.py``
-decide when parameters are stepped.
+An optimizer may step each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that
+memory holds the gradients of one bucket or handle, and not of the whole model. ``engine/gradients.py`` and
+``replication/reducer.py`` call the functions that step.
 
 Source: fusing the step into backward, arXiv 2306.09782.
 """
@@ -11,19 +10,17 @@ Source: fusing the step into backward, arXiv 2306.09782.
 import inspect
 import threading
 from collections.abc import Iterable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from composable.annotation import FullyShardState, handle_of_module, model_ranks_of, sharded_state_of
-from composable.comm import Grid, Ranks, check_inside, compare_in_each
+from composable.annotation import ReducingUnit, model_ranks_of, params_of, unit_of
+from composable.comm import Ranks, compare_in_each
 from composable.engine import (
     ELEMENT_WISE,
     Handle,
-    Listeners,
     handle_of,
     has_torch_optimizer,
     mark_stepped,
@@ -31,82 +28,13 @@ from composable.engine import (
     unmark_stepped,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
-from composable.ground.contract import annotated_below
 from composable.ground.frames import in_backward
-from composable.ground.names import check_optimizer, describe_module
-from composable.ground.ownership import claim_of
+from composable.ground.names import check_optimizer
 from composable.ground.torch_hooks import after_step, before_step
 from composable.ground.torch_private import opaque
-from composable.optim import CHECKS_ITSELF, LocalStep, check_replaced
-from composable.replication import Reducer, ReplicateState, check_steppable, replicate_state_of
-
-ReducingUnit: TypeAlias = Handle | Reducer
-State: TypeAlias = FullyShardState | ReplicateState
-
-
-def states_of(modules: Iterable[nn.Module]) -> list[State]:
-    """Return the states of the annotations that manage ``modules``, each once, in their order."""
-    found: dict[State, None] = {}
-    for module in modules:
-        sharded, replicated = sharded_state_of(module), replicate_state_of(module)
-        found.update((state, None) for state in (sharded, replicated) if state is not None)
-    return list(found)
-
-
-def listeners_of(state: State) -> Listeners:
-    """Return what hears of each event of an annotation's steps."""
-    return state.listeners if isinstance(state, FullyShardState) else state.reducer.listeners
-
-
-def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
-    """Return the units that reduce gradients of ``modules``, in their order, with the ranks of each."""
-    found: dict[ReducingUnit, Ranks] = {}
-    for module in modules:
-        handle, replicated = handle_of_module(module), replicate_state_of(module)
-        if handle is not None:
-            found[handle] = handle.grid.everyone
-        if replicated is not None:
-            found[replicated.reducer] = replicated.grid.everyone
-    return found
-
-
-def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
-    """Return the unit that reduces the gradient of ``param``, of any shape, and its ranks; ``None``: there is none."""
-    handle = handle_of(param)
-    if handle is not None:
-        return handle, handle.grid.everyone
-    claim = claim_of(param)
-    if claim is not None and isinstance(claim.owner, ReplicateState):
-        return claim.owner.reducer, claim.owner.grid.everyone
-    return None
-
-
-def params_of(unit: ReducingUnit) -> list[str]:
-    """Return the FQNs of the parameters whose gradients ``unit`` reduces."""
-    if isinstance(unit, Handle):
-        return [unit.from_root(param.fqn) for param in unit.params]
-    return [item.fqn for item in unit.params]
-
-
-def check_ranks_below(state: State, grid: Grid) -> None:
-    """Refuse an annotation on ``grid`` that lacks ranks of an annotation below it, or pairs ranks in another way.
-
-    Raises:
-        ConfigError: It names the module below.
-    """
-    for module, other in annotated_below(state.modules):
-        if other is not state and isinstance(other, FullyShardState | ReplicateState):
-            check_inside(other.grid, grid, partial(describe_module, module))
-
-
-def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:
-    """Return the error of a function that found no annotation at or below ``modules``."""
-    return UsageError(
-        f"{caller} found no annotated module",
-        at=", ".join([place_of_rank(), *map(describe_module, modules)]),
-        fix=f"call fully_shard or replicate first, or {caller} on a module around",
-    )
-
+from composable.optim.local_step import LocalStep
+from composable.optim.rebind import CHECKS_ITSELF, check_replaced
+from composable.replication import Reducer, check_steppable
 
 _Groups: TypeAlias = list[dict[str, Any]]
 _Narrowed: TypeAlias = tuple[_Groups, _Groups, list[list[nn.Parameter]]]

@@ -6,19 +6,21 @@ module, its gradients are averaged in the backward of another annotation that th
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import ReduceOp
 
-from composable.annotation import FullyShardState, Root
+from composable.annotation.replicated import ReplicateState
+from composable.annotation.root import FullyShardState, Root
+from composable.annotation.states import AnnotationState
 from composable.comm import Ranks
 from composable.engine import StepListener
 from composable.ground.frames import in_backward
 from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import in_backward_of_nothing
-from composable.replication import ReplicateState
-from composable.whole_model.backward_steps import State, listeners_of
+
+_State: TypeAlias = FullyShardState | ReplicateState
 
 
 class KeptGradients(StepListener):
@@ -35,7 +37,7 @@ class KeptGradients(StepListener):
         self._sharded = sharded
         self._replicated = replicated
         for state in self._states():
-            listeners_of(state).add(self)
+            state.listeners.add(self)
 
     def follow_copy(self, state: Any, memo: dict[int, Any]) -> None:
         """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
@@ -44,20 +46,21 @@ class KeptGradients(StepListener):
             twin._sharded = (*twin._sharded, state)
         else:
             twin._replicated = (*twin._replicated, state)
-        listeners_of(state).add(twin)
+        state.listeners.add(twin)
 
     @staticmethod
-    def note(states: Iterable[State]) -> None:
+    def note(states: Iterable[AnnotationState]) -> None:
         """Note that ``states`` synchronise again; a single annotation averages its kept gradients by itself."""
         sharded: dict[FullyShardState, None] = {}
         replicated: dict[ReplicateState, None] = {}
         for state in states:
             if isinstance(state, FullyShardState):
                 sharded[state] = None
-            elif not state.follows:  # If it follows, it takes part in every backward of the root around.
+            elif isinstance(state, ReplicateState) and not state.follows:
+                # If it follows, it takes part in every backward of the root around.
                 replicated[state] = None
-        known: list[State] = [*sharded, *replicated]
-        for one in dict.fromkeys(listener for state in known for listener in listeners_of(state).members):
+        known: list[_State] = [*sharded, *replicated]
+        for one in dict.fromkeys(listener for state in known for listener in state.listeners.members):
             if isinstance(one, KeptGradients):
                 sharded.update(dict.fromkeys(one._sharded))
                 replicated.update(dict.fromkeys(one._replicated))
@@ -65,7 +68,7 @@ class KeptGradients(StepListener):
         if len({state.outermost() for state in sharded}) + len(replicated) > 1:
             KeptGradients(sharded, replicated)
 
-    def _states(self) -> list[State]:
+    def _states(self) -> list[_State]:
         return [*self._sharded, *self._replicated]
 
     def _roots(self) -> list[Root]:
@@ -76,19 +79,19 @@ class KeptGradients(StepListener):
         for state in self._states():
             units = state._handles if isinstance(state, FullyShardState) else [state.reducer]
             if not any(unit.sync_after_context for unit in units):
-                listeners_of(state).remove(self)
+                state.listeners.remove(self)
 
     def backward_ends(self, *, averages: bool, ends: bool) -> None:
         """Let all annotations that keep gradients average them in a backward that averages. Collective."""
         if not averages:
             return
         self._forget()
-        groups: dict[Ranks, list[State]] = {}
+        groups: dict[Ranks, list[_State]] = {}
         # Of copies that have not run yet, also states that have no root.
-        members: list[State] = [*dict.fromkeys(state.outermost() for state in self._sharded), *self._replicated]
+        members: list[_State] = [*dict.fromkeys(state.outermost() for state in self._sharded), *self._replicated]
         for one in members:
             groups.setdefault(one.grid.everyone, []).append(one)
-        kept: list[State] = []
+        kept: list[_State] = []
         for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
             keeps = [self._keeps(member) for member in members]
             # Under Join, all ranks with inputs do the same, and the ranks without inputs follow them.
@@ -101,7 +104,7 @@ class KeptGradients(StepListener):
             # A root that the user finalizes by hand sends its event outside of any backward.
             _end(kept) if in_backward() else in_backward_of_nothing(partial(_end, kept))
 
-    def _keeps(self, member: State) -> bool:
+    def _keeps(self, member: _State) -> bool:
         """Say whether ``member``, or a handle below its root, has kept gradients, and synchronises now."""
         if not isinstance(member, FullyShardState):
             return member.reducer.synchronises and member.reducer.keeps_gradients
@@ -111,7 +114,7 @@ class KeptGradients(StepListener):
         return any(handle.is_unsynced and handle.requires_gradient_sync for handle in handles)
 
 
-def _end(members: Iterable[State]) -> None:
+def _end(members: Iterable[_State]) -> None:
     """Let ``members`` average their kept gradients in the running backward, unless they do so anyway."""
     with torch.no_grad():
         for member in members:

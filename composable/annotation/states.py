@@ -1,0 +1,160 @@
+"""What every annotation knows, and the index of annotations: what a walk finds at or below a module.
+
+A *unit* reduces gradients: a handle of ``fully_shard``, or the reducer of one ``replicate``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.utils.hooks import RemovableHandle
+
+from composable.comm import Grid, Ranks, check_inside
+from composable.engine import Handle, Listeners, forget_torch_hooks, handle_of, refuse_steppers, step_torch_optimizers
+from composable.errors import UsageError, place_of_rank
+from composable.ground.contract import get_registry, managing_state
+from composable.ground.names import describe_module
+from composable.ground.ownership import HeldWeakly, claim_of
+from composable.replication import Reducer, check_steppable
+
+ReducingUnit: TypeAlias = Handle | Reducer
+
+
+class AnnotationState(ABC):
+    """The state of one call of ``fully_shard`` or ``replicate``.
+
+    Attributes:
+        modules: The annotated module, or those of one call, as far as users hold them. They own this state, by their
+            hooks, and are freed without a collection.
+        grid: The ranks of the annotation.
+        listeners: Hear of each event of its steps.
+        hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
+    """
+
+    modules = HeldWeakly[nn.Module]()
+
+    def __init__(self) -> None:
+        self.modules = ()
+        self.grid: Grid
+        self.listeners = Listeners()
+        self.hook_handles: list[RemovableHandle] = []
+
+    @property
+    @abstractmethod
+    def is_joined(self) -> bool:
+        """A ``Join`` has the modules: ranks without inputs follow them, as they were when the ``Join`` was made."""
+
+    @abstractmethod
+    def unit_of_module(self, module: nn.Module) -> ReducingUnit | None:
+        """Return the unit that ``module``, which this state manages, runs with."""
+
+    @abstractmethod
+    def outermost(self) -> "AnnotationState":
+        """Return the state of the root that this one is in, or will be in: a ``replicate`` is a root of its own."""
+
+    @abstractmethod
+    def abandon_step(self) -> None:
+        """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
+
+
+def states_of(modules: Iterable[nn.Module]) -> list[AnnotationState]:
+    """Return the states of the annotations that manage ``modules``, each once, in their order."""
+    found = (managing_state(module, name) for module in modules for name in ("fully_shard", "replicate"))
+    return list(dict.fromkeys(state for state in found if isinstance(state, AnnotationState)))
+
+
+def states_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, AnnotationState]]:
+    """Yield (module, state) for each annotation of each module at or below ``modules``."""
+    for module in dict.fromkeys(below for one in modules for below in one.modules()):
+        for annotation in get_registry(module).values():
+            # An annotation that is being made is in the registry before it has ranks.
+            if isinstance(annotation.state, AnnotationState) and hasattr(annotation.state, "grid"):
+                yield module, annotation.state
+
+
+def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
+    """Return the units that reduce gradients of ``modules``, in their order, with the ranks of each."""
+    found = ((state, state.unit_of_module(module)) for module in modules for state in states_of([module]))
+    return {unit: state.grid.everyone for state, unit in found if unit is not None}
+
+
+def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
+    """Return the unit that reduces the gradient of ``param``, of any shape, and its ranks; ``None``: there is none."""
+    handle, claim = handle_of(param), claim_of(param)
+    if handle is not None:
+        return handle, handle.grid.everyone
+    owner = None if claim is None else claim.owner
+    if isinstance(owner, AnnotationState) and (reducer := owner.unit_of_module(owner.modules[0])) is not None:
+        return reducer, owner.grid.everyone
+    return None
+
+
+def params_of(unit: ReducingUnit) -> list[str]:
+    """Return the FQNs of the parameters whose gradients ``unit`` reduces."""
+    if isinstance(unit, Handle):
+        return [unit.from_root(param.fqn) for param in unit.params]
+    return [item.fqn for item in unit.params]
+
+
+def check_ranks_below(state: AnnotationState, grid: Grid) -> None:
+    """Refuse an annotation on ``grid`` that lacks ranks of an annotation below it.
+
+    Raises:
+        ConfigError: It names the module below.
+    """
+    for module, other in states_below(state.modules):
+        check_inside(other.grid, grid, partial(describe_module, module))
+
+
+def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
+    """Refuse the call ``what`` inside of torch's ``Join``: ranks without inputs would not see its changes.
+
+    All ranks that have inputs raise alike, before they communicate.
+
+    Raises:
+        UsageError: An annotation at or below ``modules`` runs inside of ``Join``.
+    """
+    for module, state in states_below(modules):
+        if state.is_joined:
+            raise UsageError(
+                f"{what} inside of Join, but ranks without inputs know only annotations from before Join was made",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix=f"call {what} before Join(...) is made, or after the context",
+            )
+
+
+def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
+    """Say whether, on any of ``ranks``, a module at or below ``modules`` is annotated on a part of them. Collective."""
+    own = any(state.grid.everyone.size < ranks.size for _, state in states_below(modules))
+    with torch.inference_mode(mode=False):
+        return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
+
+
+def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:
+    """Return the error of a function that found no annotation at or below ``modules``."""
+    return UsageError(
+        f"{caller} found no annotated module",
+        at=", ".join([place_of_rank(), *map(describe_module, modules)]),
+        fix=f"call fully_shard or replicate first, or {caller} on a module around",
+    )
+
+
+def take_over_optimizers(unit: ReducingUnit) -> None:
+    """Let the optimizers of ``_apply_optimizer_in_backward`` step as soon as the averaged gradients are there.
+
+    Raises:
+        UsageError: There is a communication hook.
+        ConfigError: A gradient is sparse.
+    """
+    tensors = [one.sharded for one in unit.params] if isinstance(unit, Handle) else [one.param for one in unit.params]
+    if not forget_torch_hooks(tensors) or step_torch_optimizers in unit.steppers:
+        return
+    if unit.comm_hooks:
+        refuse_steppers([step_torch_optimizers], params_of(unit)[0])
+    if isinstance(unit, Reducer):
+        check_steppable(unit.params)
+    unit.step_by([*unit.steppers, step_torch_optimizers])
