@@ -44,12 +44,7 @@ from composable.planning import (
 )
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.replicate import replicate
-from composable.replicate_module import (
-    ReductionStats,
-    ReplicateModule,
-    reduction_stats,
-    update_process_group,
-)
+from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
 from composable.saving import (
     full_state_dict,
     iter_full_params,

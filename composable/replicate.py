@@ -14,13 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.annotation import (
-    ReplicateState,
-    check_not_joined,
-    check_ranks_below,
-    has_parts,
-    take_over_optimizers,
-)
+from composable.annotation import ReplicateState, check_not_joined, check_ranks_below, has_parts, take_over_optimizers
 from composable.comm import Grid, annotating, resolve_ranks
 from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank

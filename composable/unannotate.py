@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import forward_in_place
 from composable.annotation import (
-    AnnotatedPart,
     AnnotationState,
     FullyShardState,
     ReplicateState,
     check_not_joined,
+    handles_within,
     model_ranks_of,
     nothing_annotated,
     sharded_state_of,
@@ -114,11 +114,11 @@ class _Removal:
     def __init__(self, roots: Sequence[nn.Module], states: Sequence[AnnotationState], *, recurse: bool) -> None:
         self._sharded = [state for state in states if isinstance(state, FullyShardState)]
         self._replicated = [state for state in states if isinstance(state, ReplicateState)]
-        modules = dict.fromkeys(module for root in roots for module in root.modules())
-        self._part = AnnotatedPart(modules, "unannotated", _FIX_PART)
+        self._modules = modules = dict.fromkeys(module for root in roots for module in root.modules())
+        inside = set(handles_within(modules, "unannotated", _FIX_PART))
         reached = modules if recurse else dict.fromkeys(roots)
         checkpointed = [module for module in reached if "checkpoint" in get_registry(module)]
-        self._handles = [handle for state in self._sharded for handle in self._part.handles_of(state)]
+        self._handles = [handle for state in self._sharded for handle in state._handles if handle in inside]
         if not states and not checkpointed:
             raise nothing_annotated("unannotate", *roots)
         for annotation in self._replicated:
@@ -187,10 +187,9 @@ class _Removal:
             root.scheduler.reduce_kept()
             root.close()
         for state in self._sharded:
-            handles = self._part.handles_of(state)
-            for handle in handles:
+            for handle in [handle for handle in state._handles if handle in self._handles]:
                 _make_whole(handle)
-            self._take_off(state, handles)
+            self._take_off(state)
         for annotation in self._replicated:
             annotation.close()
             for module in annotation.modules:
@@ -200,20 +199,15 @@ class _Removal:
             forward.remove()
             remove_annotation(forward.module, "checkpoint")
 
-    def _take_off(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
-        modules = [module for module in self._part.modules if sharded_state_of(module) is state]
+    def _take_off(self, state: FullyShardState) -> None:
+        modules = [module for module in self._modules if sharded_state_of(module) is state]
         own_dicts = {id(value) for module in modules for value in vars(module).values()}
-        kept_hooks = []
-        for hook in state.hook_handles:
-            if id(hook.hooks_dict_ref()) in own_dicts:
-                hook.remove()
-            else:
-                kept_hooks.append(hook)
-        state.hook_handles = kept_hooks
-        state.modules = tuple(module for module in state.modules if module not in self._part.modules)
-        gone = set(handles)
-        state._handles = [handle for handle in state._handles if handle not in gone]
-        state.plan = state.plan.without([handle.plan for handle in handles])
+        for hook in [hook for hook in state.hook_handles if id(hook.hooks_dict_ref()) in own_dicts]:
+            hook.remove()
+            state.hook_handles.remove(hook)
+        state.modules = tuple(module for module in state.modules if module not in self._modules)
+        state.plan = state.plan.without([handle.plan for handle in state._handles if handle in self._handles])
+        state._handles = [handle for handle in state._handles if handle not in self._handles]
         for module in modules:
             state._module_to_handle.pop(module, None)
             remove_mixin(module)

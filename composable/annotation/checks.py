@@ -19,21 +19,11 @@ from torch import nn
 import _traversal_utils
 from composable.annotation.states import take_over_optimizers
 from composable.comm import Grid, ModelRanks, Ranks, compare_in_each
-from composable.engine import (
-    Handle,
-    attach,
-    digest_of,
-)
+from composable.engine import Handle, attach, digest_of
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
-from composable.ground.ownership import (
-    CHANGES,
-    check_callers,
-    is_left_alone,
-    is_managed,
-    watch_registrations,
-)
+from composable.ground.ownership import CHANGES, check_callers, is_left_alone, is_managed, watch_registrations
 from composable.ground.torch_hooks import Contents, values_held_by
 from composable.ground.torch_private import optimizers_in_backward
 from composable.ground.unfilled import META_FIX, is_unfilled

@@ -1,14 +1,14 @@
 """Deep copies of sharded models.
 
-``copy.deepcopy`` walks the modules. States and handles are copied before, so that hooks, registries
-and optimizers on its way find the copies in its memo. A copy shares meshes and process groups with
-the original and nothing else. It decides its root, and connects to a transport, at its own first
+``copy.deepcopy`` walks the modules. At the first module of a root, all states and handles of the root are copied, so
+that hooks, registries and optimizers on the way find the copies in the memo; then its modules. A copy shares meshes and
+process groups with the original and nothing else. It decides its root, and connects to a transport, at its own first
 forward. Copying does not communicate.
 """
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,57 +24,33 @@ from composable.ground.names import describe_module
 from composable.ground.ownership import is_left_alone, leave_alone
 
 
-class AnnotatedPart:
-    """A part of a model: some modules, with their handles and states of ``fully_shard``.
+def handles_within(modules: Collection[nn.Module], verb: str, fix: str) -> list[Handle]:
+    """Return the handles of ``modules`` and of their parameters, in the order of the modules.
 
     Args:
-        modules: All modules of the part.
-        verb: The operation, as a word for errors: "copied".
+        modules: All modules of a part of a model.
+        verb: The operation on that part, as a word for errors: "copied".
         fix: The fix for a handle with modules outside of the part; ``{names}`` stands for its modules.
-
-    Attributes:
-        modules: The modules, as a set that keeps order.
-        handles: The handles of all fully sharded modules among them, in their order.
-        states: The states that manage any of the modules.
 
     Raises:
         UsageError: A handle has modules in the part and outside; names the modules to take instead. Or
             ``unshard_params`` shows the parameters.
     """
-
-    def __init__(self, modules: Iterable[nn.Module], verb: str, fix: str) -> None:
-        self.modules = dict.fromkeys(modules)
-        handles: dict[Handle, None] = {}
-        states: dict[FullyShardState, None] = {}
-        for module in self.modules:
-            state, own = sharded_state_of(module), handle_of_module(module)
-            if state is not None:
-                states[state] = None
-            if own is not None:
-                handles[own] = None
-            for param in module._parameters.values():
-                handle = None if param is None else handle_of(param)
-                if handle is not None:
-                    handles.setdefault(handle, None)
-        self.states = list(states)
-        for handle in handles:
-            if not all(module in self.modules for module in handle.modules):
-                raise reaches_out(verb, handle.modules, fix)
-            if handle.held_with is not None:
-                raise UsageError(
-                    f"a model cannot be {verb} while unshard_params shows its parameters",
-                    at=f"{place_of_rank()}, {handle.described}",
-                    fix="leave the context first",
-                )
-        self.handles = list(handles)
-
-    def handles_of(self, state: FullyShardState) -> list[Handle]:
-        """Return the handles of ``state`` that lie in the part."""
-        inside = set(self.handles)
-        return [handle for handle in state._handles if handle in inside]
-
-
-_SESSION = "composable copies"
+    found: dict[Handle | None, None] = {}
+    for module in modules:
+        params = (param for param in module._parameters.values() if param is not None)
+        found.update(dict.fromkeys([handle_of_module(module), *map(handle_of, params)]))
+    handles = [handle for handle in found if handle is not None]
+    for handle in handles:
+        if not all(module in modules for module in handle.modules):
+            raise reaches_out(verb, handle.modules, fix)
+        if handle.held_with is not None:
+            raise UsageError(
+                f"a model cannot be {verb} while unshard_params shows its parameters",
+                at=f"{place_of_rank()}, {handle.described}",
+                fix="leave the context first",
+            )
+    return handles
 
 
 def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any, Any]) -> nn.Module:
@@ -90,10 +66,17 @@ def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any,
             the class defines its own way to be copied.
     """
     _check(module, plain_class)
-    session: _Session | None = memo.get(_SESSION)
-    if session is None or module not in session.part.modules:
-        session = memo[_SESSION] = _Session(module, memo)
-    return session.copy_of(module, memo)
+    state = sharded_state_of(module)
+    if state is not None and id(state) not in memo:
+        _copy_root(module, state.outermost().modules, memo)
+    if id(module) not in memo:
+        twin: nn.Module = object.__new__(type(module))
+        memo[id(module)] = twin
+        # As `copy.deepcopy` does it, except that `__new__` of an annotated class makes a plain module.
+        contents: Any = object.__reduce_ex__(module, 4)[2]
+        twin.__setstate__(copy.deepcopy(contents, memo))
+    copied: nn.Module = memo[id(module)]
+    return copied
 
 
 def _check(module: nn.Module, plain_class: type[nn.Module]) -> None:
@@ -120,65 +103,49 @@ def _refused(module: nn.Module, what: str, fix: str) -> UsageError:
     return UsageError(what, at=f"{place_of_rank()}, {describe_module(module)}", fix=fix)
 
 
-class _Session:
-    """The copies of one root's states and handles in one ``copy.deepcopy``, whose memo holds this object."""
+def _copy_root(module: nn.Module, roots: Sequence[nn.Module], memo: dict[Any, Any]) -> None:
+    """Put deep copies of all states and handles at or below ``roots``, the modules of a root, into ``memo``."""
+    # `module.__deepcopy__(memo)` may be called without `copy.deepcopy`.
+    copied = modules_of_copy(memo) or set(module.modules())
+    if not all(root in copied for root in roots):
+        names = " and ".join(map(describe_module, roots))
+        raise _refused(module, "a part of a sharded model cannot be copied", FIX_COPY.format(names=names))
+    modules = dict.fromkeys(below for root in roots for below in root.modules())
+    # A root inside of this one, below a replicated module, may have been copied already: one copy is enough.
+    handles = [one for one in handles_within(modules, "copied", FIX_COPY) if id(one) not in memo]
+    found = dict.fromkeys(state for below in modules if (state := sharded_state_of(below)) is not None)
+    states = [state for state in found if id(state) not in memo]
+    with torch.no_grad():
+        for decided in dict.fromkeys(state.root for state in states if state.root is not None):
+            decided.scheduler.notice_dropped()
+        for handle in handles:
+            _copied(handle, memo)
+    for state in states:
+        twin = memo[id(state)] = copy.copy(state)
+        twin.root, twin.listeners = None, Listeners()
+        twin.settings = state.settings.copied()
+    copy.deepcopy(roots, memo)
+    for handle in handles:
+        _adopt_modules(memo[id(handle)], memo)
+    for state in states:
+        _adopt_parts(memo[id(state)], modules, memo)
+        for listener in state.listeners.members:
+            listener.follow_copy(memo[id(state)], memo)
+    leave_alone(copy.deepcopy(below, memo) for below in modules if is_left_alone(below))
 
-    def __init__(self, module: nn.Module, memo: dict[Any, Any]) -> None:
-        state = sharded_state_of(module)
-        roots = (module,) if state is None else state.outermost().modules
-        # `module.__deepcopy__(memo)` may be called without `copy.deepcopy`.
-        copied = modules_of_copy(memo) or set(module.modules())
-        if not all(root in copied for root in roots):
-            names = " and ".join(map(describe_module, roots))
-            raise _refused(module, "a part of a sharded model cannot be copied", FIX_COPY.format(names=names))
-        self.part = AnnotatedPart((below for root in roots for below in root.modules()), "copied", FIX_COPY)
-        # A root inside of this one, below a replicated module, may have been copied already: one copy is enough.
-        self.part.handles = [handle for handle in self.part.handles if id(handle) not in memo]
-        self.part.states = [state for state in self.part.states if id(state) not in memo]
-        self._depth = 0
-        self._is_complete = False
-        with torch.no_grad():
-            for root in dict.fromkeys(state.root for state in self.part.states if state.root is not None):
-                root.scheduler.notice_dropped()
-            for handle in self.part.handles:
-                _copied(handle, memo)
-        for state in self.part.states:
-            twin = memo[id(state)] = copy.copy(state)
-            twin.root, twin.listeners = None, Listeners()
-            twin.settings = state.settings.copied()
 
-    def copy_of(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-        twin: nn.Module = object.__new__(type(module))
-        memo[id(module)] = twin
-        self._depth += 1
-        # As `copy.deepcopy` does it, except that `__new__` of an annotated class makes a plain module.
-        contents: Any = object.__reduce_ex__(module, 4)[2]
-        twin.__setstate__(copy.deepcopy(contents, memo))
-        self._depth -= 1
-        if not self._depth and not self._is_complete:
-            self._is_complete = True
-            self._complete(memo)
-        return twin
-
-    def _complete(self, memo: dict[Any, Any]) -> None:
-        """Put the copied modules into states and handles, also modules that the walk has not reached yet."""
-        for handle in self.part.handles:
-            _adopt_modules(memo[id(handle)], memo)
-        leave_alone(copy.deepcopy(module, memo) for module in self.part.modules if is_left_alone(module))
-        for state in self.part.states:
-            twin = memo[id(state)]
-            for name in ("modules", "_handles", "skipped_modules", "hook_handles"):
-                setattr(twin, name, copy.deepcopy(getattr(state, name), memo))
-            twin._module_to_handle = weakref.WeakKeyDictionary(copy.deepcopy(dict(state._module_to_handle), memo))
-            slots = [(module, name) for find, name in state.ignored_slots if (module := find()) is not None]
-            twin.ignored_slots = {(weakref.ref(memo[id(module)]), name) for module, name in slots}
-            # The user may have named modules of other models as well.
-            ignored = [module for module in state.ignored_modules if module in self.part.modules]
-            twin.ignored_modules = frozenset(copy.deepcopy(ignored, memo))
-            around = [known for one in state.around if (known := one()) is not None]
-            twin.around = [weakref.ref(memo[id(known)]) for known in around if known in self.part.states]
-            for listener in state.listeners.members:
-                listener.follow_copy(twin, memo)
+def _adopt_parts(state: FullyShardState, copied: Collection[nn.Module], memo: dict[Any, Any]) -> None:
+    """Give a copied state, which refers to the parts of the original, the copies of these parts."""
+    for name in ("modules", "_handles", "skipped_modules", "hook_handles"):
+        setattr(state, name, copy.deepcopy(getattr(state, name), memo))
+    state._module_to_handle = weakref.WeakKeyDictionary(copy.deepcopy(dict(state._module_to_handle), memo))
+    slots = [(module, name) for find, name in state.ignored_slots if (module := find()) is not None]
+    state.ignored_slots = {(weakref.ref(memo[id(module)]), name) for module, name in slots}
+    # The user may have named modules of other models as well.
+    ignored = [module for module in state.ignored_modules if module in copied]
+    state.ignored_modules = frozenset(copy.deepcopy(ignored, memo))
+    around = [known for find in state.around if (known := find()) is not None]
+    state.around = [weakref.ref(memo[id(known)]) for known in around if id(known) in memo]
 
 
 def _copied(handle: Handle, memo: dict[int, Any]) -> None:

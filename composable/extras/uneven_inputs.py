@@ -12,14 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from composable.annotation import (
-    AnnotationState,
-    ReplicateState,
-    Root,
-    check_replicated,
-    nothing_annotated,
-    states_of,
-)
+from composable.annotation import AnnotationState, ReplicateState, Root, check_replicated, nothing_annotated, states_of
 from composable.comm import Ranks, annotating, calling, wait_for_work
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
