@@ -7,17 +7,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from composable.annotation import (
-    FullyShardState,
-    KeptGradients,
-    ReducingUnit,
-    nothing_annotated,
-    states_of,
-    units_of,
-)
+from composable.annotation import FullyShardState, KeptGradients, ReducingUnit, nothing_annotated, states_of, units_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_backward
-from composable.ground.names import check_module, describe_module
+from composable.ground.names import check_bool, check_module, describe_module
 from composable.replication import Reducer
 
 # The mixins are put on modules only: the module's class, which comes after them, has the methods of ``nn.Module``.
@@ -35,6 +28,29 @@ class AnnotatedModule(_Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
         return original_class(cls)(*args, **kwargs)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
+
+        While it is off, gradients stay in full size on every rank.
+
+        Args:
+            requires_gradient_sync: Reduce in each backward.
+            recurse: Also in fully sharded and replicated modules below.
+
+        Raises:
+            UsageError: The module is no longer annotated.
+        """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
+        check_bool("recurse", recurse)
+        if not states_of([self]):
+            raise no_longer_annotated(self)
+        units = units_of(self.modules() if recurse else (self,))
+        changed = [unit for unit in units if unit.requires_gradient_sync is not requires_gradient_sync]
+        for unit in changed:
+            unit.requires_gradient_sync = requires_gradient_sync
+        if changed and requires_gradient_sync:
+            KeptGradients.note(states_of(self.modules()))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
@@ -90,6 +106,11 @@ def original_class(cls: type) -> Any:
 def place_of(module: nn.Module) -> str:
     """Return the text that names this rank and ``module`` in messages."""
     return f"{place_of_rank()}, {describe_module(module)}"
+
+
+def no_longer_annotated(module: nn.Module) -> UsageError:
+    """Return the error of a method of ``module`` that was taken before its annotation was undone."""
+    return UsageError("the module is no longer annotated", at=describe_module(module), fix="annotate it again")
 
 
 def _join_hook(module: nn.Module, **_: object) -> NoReturn:
@@ -190,12 +211,3 @@ def _restore(module: nn.Module, before: Iterable[tuple[ReducingUnit, bool, bool 
     for one, syncs, after in before:
         one.requires_gradient_sync, one.sync_after_context = syncs, after
     KeptGradients.note(states_of(module.modules()))
-
-
-def set_gradient_sync(module: nn.Module, units: Iterable[ReducingUnit], *, requires_gradient_sync: bool) -> None:
-    """Switch the gradient synchronisation of ``units``, at or below ``module``, on or off from the next backward on."""
-    changed = [one for one in units if one.requires_gradient_sync is not requires_gradient_sync]
-    for one in changed:
-        one.requires_gradient_sync = requires_gradient_sync
-    if changed and requires_gradient_sync:
-        KeptGradients.note(states_of(module.modules()))

@@ -13,8 +13,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from composable.annotated_module import AnnotatedModule, place_of, set_gradient_sync
-from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of, units_of
+from composable.annotated_module import AnnotatedModule, no_longer_annotated, place_of
+from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_backward, modules_in_call
@@ -121,20 +121,6 @@ class ReductionSettings(AnnotatedModule):
     """The part of ``FSDPModule`` that sets how gradients are reduced, or ends a backward by hand."""
 
     # For each handle
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
-
-        While it is off, gradients stay in full size on every rank.
-
-        Args:
-            requires_gradient_sync: Reduce at the end of each handle's backward.
-            recurse: Also in fully sharded and replicated modules below.
-        """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        handles = _chosen(self, recurse)
-        units = units_of(self.modules()) if recurse else handles
-        set_gradient_sync(self, units, requires_gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.
@@ -357,9 +343,7 @@ def state_of(module: nn.Module) -> FullyShardState:
     """
     state = sharded_state_of(module)
     if state is None:
-        raise UsageError(
-            "the module is no longer annotated", at=describe_module(module), fix="call fully_shard on it again"
-        )
+        raise no_longer_annotated(module)
     return state
 
 

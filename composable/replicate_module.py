@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from composable.annotated_module import AnnotatedModule, ClassSwap, no_sync, place_of, set_gradient_sync
-from composable.annotation import KeptGradients, check_replicated, replicate_state_of, states_of, units_of
+from composable.annotated_module import AnnotatedModule, ClassSwap, no_longer_annotated, no_sync, place_of
+from composable.annotation import KeptGradients, check_replicated, replicate_state_of, states_of
 from composable.comm import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
@@ -21,7 +21,7 @@ from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
-from composable.ground.names import check_bool, check_number, describe_module, described
+from composable.ground.names import check_bool, check_number, described
 from composable.replication import BackwardTiming, Reducer
 
 
@@ -42,19 +42,6 @@ class ReplicateModule(AnnotatedModule):
         if "replicate" in get_registry(twin):
             add_replicate_mixin(twin)
         return twin
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether the next backwards average gradients, or add them up on their rank for a later one.
-
-        Args:
-            requires_gradient_sync: Average.
-            recurse: Also in replicated and fully sharded modules below.
-        """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        check_bool("recurse", recurse)
-        reducers = _reducers(self, recurse=recurse)
-        units = units_of(self.modules()) if recurse else reducers
-        set_gradient_sync(self, units, requires_gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Call ``set_requires_gradient_sync``: in replicated modules the synchronisation is an all-reduce."""
@@ -125,9 +112,7 @@ def _reducers(module: nn.Module, *, recurse: bool) -> list[Reducer]:
         UsageError: The module is no longer annotated.
     """
     if replicate_state_of(module) is None:
-        raise UsageError(
-            "the module is no longer annotated", at=describe_module(module), fix="call replicate on it again"
-        )
+        raise no_longer_annotated(module)
     found = map(replicate_state_of, module.modules() if recurse else (module,))
     return [state.reducer for state in found if state is not None]
 
