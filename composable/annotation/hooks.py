@@ -32,7 +32,7 @@ from composable.engine import (
     written_too_early,
 )
 from composable.errors import DesyncError, UsageError, place_of_rank
-from composable.ground.casts import CastBuffers, CastInputs, LendHook, cast_floats
+from composable.ground.casts import CastBuffers, CastInputs, LendHook, cast_floats, moved_to
 from composable.ground.frames import run_as_call
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
@@ -127,7 +127,7 @@ class _ModuleHooks:
         if handle is not None:
             forwards.pre_forward(handle)
         if is_outermost and state.mesh.device_type != "cpu":
-            return _move_inputs(args, kwargs, state.grid.shard.device)
+            return moved_to(state.grid.shard.device, (args, kwargs))
         return None
 
     @opaque
@@ -416,11 +416,3 @@ def _without_own_memory(output: Any, handle: Handle) -> Any:
             fix="return a copy of it (clone()), or return tensors in tuples, lists and dicts",
         )
     return changed
-
-
-def _move_inputs(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-    moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
-    return moved

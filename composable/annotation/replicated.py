@@ -4,7 +4,7 @@ import copy
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from composable.annotation.states import AnnotationState, take_over_optimizers
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
 from composable.engine import Companion
 from composable.errors import UsageError, place_of_rank
-from composable.ground.casts import cast_floats, keep_dtype
+from composable.ground.casts import cast_floats, keep_dtype, moved_to
 from composable.ground.contract import managing_state
 from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
 from composable.ground.names import check_module, class_name, describe_module, list_text
@@ -38,17 +38,9 @@ from composable.ground.torch_hooks import (
     differentiable_tensors,
     on_gradient,
 )
-from composable.ground.torch_private import opaque, optimizers_in_backward, tree_map
+from composable.ground.torch_private import opaque, optimizers_in_backward
 from composable.planning import managed_modules
-from composable.replication import (
-    BufferSync,
-    Ignored,
-    Phase,
-    Precision,
-    Reducer,
-    broadcast_params,
-    unmanaged_params,
-)
+from composable.replication import BufferSync, Ignored, Phase, Precision, Reducer, broadcast_params, unmanaged_params
 
 
 def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
@@ -273,22 +265,19 @@ class ReplicateState(AnnotationState, Companion):
     def before_backward(self, index: int) -> None:
         """Note that the gradient of an output of the annotated module ``index`` arrives."""
         if in_split_backward():
-            self.refuse_split_backward()
+            # It writes gradients to parameters itself: nothing averages them.
+            raise UsageError(
+                "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), where "
+                "replicate cannot average them",
+                at=f"{place_of_rank()}, {describe_module(self.modules[0])}",
+                fix="use a schedule without zero bubble, or fully_shard with ShardedStage as in "
+                "examples/clients/pipelining.py",
+            )
         self.reducer.arm(index)
         if self.precision is not None:
             self.precision.parts[index].enter_backward()
         for hear in self.reducer.listeners.backward_reached:
             hear(self.modules[index])
-
-    def refuse_split_backward(self) -> NoReturn:
-        """Refuse a stage of torch's pipelines that writes gradients to parameters itself: nothing averages them."""
-        raise UsageError(
-            "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), where replicate "
-            "cannot average them",
-            at=f"{place_of_rank()}, {describe_module(self.modules[0])}",
-            fix="use a schedule without zero bubble, or fully_shard with ShardedStage as in "
-            "examples/clients/pipelining.py",
-        )
 
     # Progress, for ranks that wait
 
@@ -427,20 +416,10 @@ class ReplicateState(AnnotationState, Companion):
         leave_alone(copy.deepcopy(module, memo) for module in self._own_modules() if is_left_alone(module))
         return twin
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError(
-            "a replicated module cannot be pickled as a whole",
-            at=", ".join([place_of_rank(), *(describe_module(module) for module in self.modules)]),
-            fix="save its state_dict(); copy.deepcopy copies it",
-        )
-
 
 @opaque
 def _move_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-    return tree_map(move, (args, kwargs))
+    return moved_to(device, (args, kwargs))
 
 
 def replicate_state_of(module: nn.Module) -> ReplicateState | None:

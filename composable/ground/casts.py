@@ -41,6 +41,11 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 _Swap = tuple[Any, Any, Any, Any]
 
 
+def moved_to(device: torch.device, value: Any) -> Any:
+    """Return ``value`` with its tensors, of any shapes, on ``device``; copies out of pinned memory are queued."""
+    return tree_map(lambda one: one.to(device, non_blocking=True) if isinstance(one, torch.Tensor) else one, value)
+
+
 def cast_floats(value: Any, dtype: torch.dtype, swaps: list[_Swap] | None = None) -> Any:
     """Return ``value`` with its floating-point tensors, of any shapes, cast to ``dtype`` by differentiable operations.
 
