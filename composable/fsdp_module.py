@@ -103,7 +103,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
     def step_state(self) -> StepState:
         """Return the module's phase in a step, for weight classes that gather themselves. Not collective."""
         state = state_of(self)
-        handle, phase = state._module_to_handle.get(self), "IDLE"
+        handle, phase = handle_of_module(self), "IDLE"
         if state.root is not None:
             step = state.root.scheduler.step
             phase = "PRE_BACKWARD" if step.is_backward else "FORWARD" if step.running else phase

@@ -247,10 +247,11 @@ def fully_shard(
         made, members = make_plan(module, chosen)
         state.plan = replace(made, left_out=state.grid.left_out)
         state.ignored_modules = frozenset(ignored_modules or ())
-        state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
+        managed = _managed(state)
+        state.skipped_modules = skipped_modules(managed, state.plan.mp_policy)
         ignored = set(map(id, ignored_params or ()))
         state.ignored_slots = {
-            (ref(one), name) for one in _managed(state) for name, own in one._parameters.items() if id(own) in ignored
+            (ref(one), name) for one in managed for name, own in one._parameters.items() if id(own) in ignored
         }
         _check_meshes(members, state.mesh)
         _check_params(members, is_synced=sync_module_states)
@@ -461,8 +462,9 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
         state.hook_handles += register_room(module)
         add_mixin(module)
-    for module in dict.fromkeys(skipped_modules(_managed(state), state.plan.mp_policy).values()):
+    managed = _managed(state)
+    for module in dict.fromkeys(skipped_modules(managed, state.plan.mp_policy).values()):
         state.hook_handles += keep_dtype(module)
-    mark_managed(_managed(state))
+    mark_managed(managed)
     if state.mesh.device_type != "cpu":
-        move_buffers(_managed(state), state.grid.shard.device)
+        move_buffers(managed, state.grid.shard.device)

@@ -93,7 +93,8 @@ def is_parallel(module: nn.Module) -> bool:
 
 def excludes(module: nn.Module, api_name: str) -> bool:
     """Say whether an annotation of ``module`` excludes ``api_name``, from this module and from all modules below it."""
-    return any(api_name in annotation.incompatible for annotation in get_registry(module).values())
+    annotations = _record_of(module).annotations  # Most modules have none.
+    return bool(annotations) and any(api_name in one.incompatible for one in annotations.values())
 
 
 def managing_state(module: nn.Module, api_name: str) -> object | None:

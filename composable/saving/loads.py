@@ -202,7 +202,7 @@ def make_room(
     if state is None or local_metadata.get("assign_to_params_buffers", False):
         return
     device = state.grid.shard.device
-    handle = state._module_to_handle.get(module)
+    handle = handle_of_module(module)
     params = {id(param.sharded): param for param in handle.params if param.ragged.is_meta} if handle else {}
     buffers: dict[int, torch.Tensor] = {}
     for fqn, submodule in module.named_modules(prefix=prefix.rstrip(".")):

@@ -105,7 +105,7 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
             )
     found: dict[Handle, Scheduler] = {}
     for (owner, state), root in zip(states.items(), roots, strict=True):
-        handle = state._module_to_handle.get(owner)
+        handle = state.unit_of_module(owner)
         if handle is not None and (recurse or owner is module):
             found[handle] = root.scheduler
     known = {id(param.sharded) for handle in found for param in handle.params}
