@@ -40,7 +40,7 @@ class ReplicateModule(AnnotatedModule):
         finally:
             module.__class__ = swapped
         if "replicate" in get_registry(twin):
-            add_replicate_mixin(twin)
+            twin.__class__ = swapped
         return twin
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:

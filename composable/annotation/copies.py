@@ -158,8 +158,6 @@ def _copied(handle: Handle, memo: dict[int, Any]) -> None:
         twin.requires_gradient_sync, twin.sync_after_context = handle.sync_after_context, None
     twin.settings = copy.copy(handle.settings)
     twin.buffers = tuple(flat.copied(memo, with_kept_gradients=handle.is_unsynced) for flat in handle.buffers)
-    twin.comm_hooks = tuple(copy.deepcopy(one, memo) for one in handle.comm_hooks)
-    twin.communicate_by(replace(handle.comms, hook=copy.deepcopy(handle.comms.hook, memo)))
 
 
 def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
@@ -172,8 +170,9 @@ def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
     handle.start_sharded()
     if any(flat.gradients.is_waiting for flat in handle.buffers):
         note_unfinished([handle], is_droppable=True)
-    for one in handle.comm_hooks:
-        one.place_copy(memo)
+    # Only now: a registration refers to the module that it was made on.
+    handle.comm_hooks = copy.deepcopy(handle.comm_hooks, memo)
+    handle.communicate_by(replace(handle.comms, hook=copy.deepcopy(handle.comms.hook, memo)))
     settings = handle.settings
     for name in ("forward_prefetch", "backward_prefetch"):
         chosen = getattr(settings, name)

@@ -404,8 +404,6 @@ class ReplicateState(AnnotationState, Companion):
         twin.ignored = self.ignored.copied(modules, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
-        for hook in twin.reducer.comm_hooks:
-            hook.place_copy(memo)
         of_modules = self.hook_handles[len(params) :]
         twin.hook_handles = [
             *after_gradients([item.param for item in params], twin.reducer.arrivals()),

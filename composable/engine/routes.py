@@ -56,7 +56,6 @@ class Registration:
         self.state = state
         self.function = function
         self.takes_bucket = takes_bucket
-        self._is_copy_to_place = False
 
     @property
     def module(self) -> nn.Module | None:
@@ -78,16 +77,10 @@ class Registration:
     def __deepcopy__(self, memo: dict[Any, Any]) -> "Registration":
         twin = memo[id(self)] = copy.copy(self)
         twin.state, twin.function = _copy_hook(self.state, self.function, memo)
-        twin._is_copy_to_place = True
+        module = self.module
+        is_inside = module is not None and module in modules_of_copy(memo)
+        twin._module = weakref.ref(copy.deepcopy(module, memo)) if is_inside and module is not None else None
         return twin
-
-    def place_copy(self, memo: dict[Any, Any]) -> None:
-        """Point a copied registration to the copy of its module, once modules are copied; to none outside of them."""
-        if self._is_copy_to_place:
-            self._is_copy_to_place = False
-            module = self.module
-            is_inside = module is not None and module in modules_of_copy(memo)
-            self._module = weakref.ref(copy.deepcopy(module, memo)) if is_inside and module is not None else None
 
 
 def _copy_hook(state: Any, function: HookFunction, memo: dict[int, Any]) -> tuple[Any, HookFunction]:

@@ -291,6 +291,14 @@ def test_a_root_inside_of_a_replicated_module_is_copied_once(outer: Callable[...
         one(torch.ones(1, 2)).sum().backward()
 
 
+@on_ranks(2)
+def test_copies_of_modules_that_share_buckets_are_of_their_classes() -> None:
+    model = make_model("mlp")
+    replicate([model.inp, model.out], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    twin = copy.deepcopy(model)
+    assert [type(twin.inp), type(twin.out)] == [type(model.inp), type(model.out)]
+
+
 FROZEN_SINCE: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "casts": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "find_unused_parameters": True},
