@@ -299,15 +299,15 @@ def _check_pairs(state: FullyShardState) -> None:
 def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
     """Refuse parameters that are split over a mesh which cannot be joined with ``mesh``."""
     found: list[object] = []  # joined meshes, held so that each is made once
-    for fqn, form in (pair for one in members for pair in one.forms.items()):
-        if isinstance(form.node, SplitNode):
-            with located(f"{place_of_rank()}, parameter {fqn!r} {list(form.node.spec.shape)}"):
-                found.append(joined_mesh(mesh, form.node.spec.mesh))
+    for fqn, one in (pair for member in members for pair in member.params.items()):
+        if one.form is not None and isinstance(one.form.node, SplitNode):
+            with located(f"{place_of_rank()}, parameter {fqn!r} {list(one.form.node.spec.shape)}"):
+                found.append(joined_mesh(mesh, one.form.node.spec.mesh))
 
 
 def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
     """Refuse parameters with gradients, or with optimizer state from inside backward: neither can be cut."""
-    originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
+    originals = [(fqn, found.param) for one in members for fqn, found in one.params.items()]
     check_own_memory(originals)
     # They are this rank's own gradients: a slice of them is no slice of the mean.
     if names := [fqn for fqn, param in originals if param.grad is not None]:
@@ -323,7 +323,7 @@ def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
             fix="call fully_shard before the first backward after _apply_optimizer_in_backward",
         )
     # Packed values would go to ranks that have other scales.
-    if names := [fqn for one in members for fqn, form in one.forms.items() if is_synced and form.kind == "bytes"]:
+    if names := [fqn for one in members for fqn, found in one.params.items() if is_synced and found.kind == "bytes"]:
         raise ConfigError(
             "sync_module_states does not send the state of parameters that are sharded as bytes",
             at=f"parameter {list_text(names)}",
@@ -442,8 +442,8 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         for param in handle.params:
             param.layout.label = ParamLabel(param, handle)
         state._handles.append(handle)
-        for fqn, original in member.originals.items():
-            owner, name = member.owners[fqn][0]
+        for fqn, found in member.params.items():
+            original, (owner, name) = found.param, found.owners[0]
             mark_replaced(original, fqn, owner, name)
             mark_memory(original, fqn)
             make_useless(original)

@@ -96,7 +96,7 @@ class FlatBuffer:
         self.is_empty = plan.layout.numel == 0
         self.device = device
         self.home = home or RestingPlace(device)
-        self.is_away = not is_deferred and any(members.originals[span.fqn].is_meta for span in plan.layout.spans)
+        self.is_away = not is_deferred and any(members.params[span.fqn].param.is_meta for span in plan.layout.spans)
         self.is_new = self.is_away
         if self.is_away:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
@@ -107,7 +107,7 @@ class FlatBuffer:
         _choose_stored(self.params)
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
         if not is_deferred:
-            self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
+            self._take_values([members.params[span.fqn].param for span in plan.layout.spans])
         self._split = plan.layout.split_of(rank)
         self.routes = Routes(
             self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
@@ -123,15 +123,15 @@ class FlatBuffer:
         self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, rank: int
     ) -> ShardedParam:
         """Return a parameter whose piece lies in the shard, and has no values yet."""
-        layout = self.plan.layout
-        form, bounds = members.forms.get(span.fqn), layout.bounds(span)
+        layout, found = self.plan.layout, members.params[span.fqn]
+        form, bounds = found.form, layout.bounds(span)
         if form is not None and form.kind != "marked" and not self.shard.is_meta:
             # Forward reads the form's state on the device of the unsharded parameters.
             form.move(self.device)
         return ShardedParam(
             span.fqn.removeprefix(f"{module_fqn}."),
-            members.owners[span.fqn],
-            members.originals[span.fqn],
+            found.owners,
+            found.param,
             _spec_of(span, self.dtype, bounds, mesh, form),
             self.shard,
             *layout.local_range(span, rank),

@@ -98,7 +98,7 @@ class FirstValues:
         self._names = names
         self._handles: list[list[tuple[nn.Parameter, ShardedParam]]] = [
             [
-                (member.originals[span.fqn], param)
+                (member.params[span.fqn].param, param)
                 for flat in buffers
                 for span, param in zip(flat.plan.layout.spans, flat.params, strict=True)
             ]

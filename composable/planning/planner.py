@@ -126,7 +126,7 @@ def make_plan(
     handles, kept_fqns, ignored_fqns = find_structure(
         module, options.policy, options.ignored_params, options.ignored_modules
     )
-    params = [found for handle in handles for found in handle.params]
+    params = [found for handle in handles for found in handle.params.values()]
     wishes = _wishes(params, options.align)
     cuts = {one: _cut_of(one, wishes.get(one), _ask_dim(options.shard_placement_fn, one)) for one in params}
     roots = [root for _, root in named_roots(module)]
@@ -149,8 +149,8 @@ def make_plan(
             module_fqns=handle.fqns,
             class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
-            params=tuple(_plan_param(found, cuts[found].promise) for found in handle.params),
-            buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
+            params=tuple(_plan_param(found, cuts[found].promise) for found in handle.params.values()),
+            buffers=_plan_buffers(handle.params.values(), dtypes, options.world_size, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
@@ -212,7 +212,7 @@ def _plan_param(found: FoundParam, promise: Promise | None) -> ParamPlan:
 
 
 def _plan_buffers(
-    params: Sequence[FoundParam],
+    params: Iterable[FoundParam],
     dtypes: Mapping[FoundParam, ParamDtypes],
     world_size: int,
     cuts: Mapping[FoundParam, _Cut],

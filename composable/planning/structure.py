@@ -10,7 +10,6 @@ them in vain: a mark on each old parameter says so, and leads to the new one.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import repeat
 from typing import Any, TypeAlias, TypeVar
 
@@ -139,29 +138,14 @@ class HandleMembers:
         fqns: The FQNs of the modules, or their positions in a list.
         reason: Why the modules have a handle.
         is_picked: A policy has picked the modules.
-        params: In ``named_parameters()`` order; complete once the whole tree was searched.
+        params: By FQN, in ``named_parameters()`` order; complete once the whole tree was searched.
     """
 
     modules: tuple[nn.Module, ...]
     fqns: tuple[str, ...]
     reason: str
     is_picked: bool
-    params: list["FoundParam"] = field(default_factory=list)
-
-    @cached_property
-    def originals(self) -> dict[str, nn.Parameter]:
-        """The parameters by FQN, in the plan's order, of any shapes and dtypes."""
-        return {found.fqns[0]: found.param for found in self.params}
-
-    @cached_property
-    def owners(self) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
-        """For each FQN, every (module, attribute name) that holds the parameter."""
-        return {found.fqns[0]: tuple(found.owners) for found in self.params}
-
-    @cached_property
-    def forms(self) -> dict[str, Form]:
-        """The form of each parameter of a tensor subclass, by FQN."""
-        return {found.fqns[0]: found.form for found in self.params if found.form is not None}
+    params: dict[str, "FoundParam"] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -432,7 +416,7 @@ class _Search:
                 stack.extend((name, child, handles) for name, child in reversed(_children(fqn, module)))
         for found in self._found.values():
             first, *others = found.paths
-            next(handle for handle in first if all(handle in path for path in others)).params.append(found)
+            next(handle for handle in first if all(handle in path for path in others)).params[found.fqns[0]] = found
             found.paths.clear()  # They make a cycle, and a replaced parameter should be freed at once.
         return tuple(handle for handle in (root_handle, *self._picked.values()) if handle.params)
 

@@ -179,7 +179,7 @@ def test_a_module_in_two_places_or_in_itself_is_planned_once_under_both_names() 
     shard_plan, members = make_plan(model, ShardOptions(world_size=2, policy={MLPBlock}))
     assert list(owned(shard_plan)) == ["", "blocks.0"]
     assert handle_at(shard_plan, "blocks.0").params[0].shared_fqns == ("blocks.1.up.weight",)
-    assert members[1].owners["blocks.0.up.weight"] == ((model.blocks[0].up, "weight"),)
+    assert members[1].params["blocks.0.up.weight"].owners == [(model.blocks[0].up, "weight")]
 
 
 def test_what_is_odd_is_planned_too() -> None:
