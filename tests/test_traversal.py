@@ -152,8 +152,6 @@ def test_five_thousand_levels_are_walked() -> None:
     take_apart(model)
 
 
-@pytest.mark.parametrize(
-    "imports", ["import _traversal_utils, composable", "import composable, _traversal_utils", "import _traversal_utils"]
-)
+@pytest.mark.parametrize("imports", ["import _traversal_utils, composable", "import composable, _traversal_utils"])
 def test_either_module_may_be_imported_first(imports: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", imports], check=True)
