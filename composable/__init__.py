@@ -43,7 +43,7 @@ from composable.planning import (
     plan,
 )
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
-from composable.replicate import replicate
+from composable.replicate import ReplicateOptions, replicate
 from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
 from composable.saving import (
     full_state_dict,
@@ -108,6 +108,7 @@ __all__ = [
     "RaggedShard",
     "ReductionStats",
     "ReplicateModule",
+    "ReplicateOptions",
     "SaveHandle",
     "SavedCheckpoint",
     "ShardPlan",

@@ -6,6 +6,7 @@ that order: an error leaves the module as it was, on every rank.
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
 from composable.features import follow_inputs
 from composable.ground.contract import contract
-from composable.ground.names import check_outside_inference, describe_module, readable_twice
+from composable.ground.names import check_outside_inference, describe_module, described, readable_twice
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
@@ -30,7 +31,7 @@ from composable.replication import (
     PrecisionPlan,
     ReducedParam,
     Reducer,
-    ReplicateOptions,
+    ReplicateArguments,
     broadcast_params,
     check_steppable,
     choose_delay,
@@ -46,6 +47,33 @@ _LOG = logging.getLogger("composable")
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 
+@dataclass(frozen=True, eq=False)
+class ReplicateOptions:
+    """Options of ``replicate`` for what few models need. The names are those of ``DistributedDataParallel``.
+
+    Attributes:
+        init_sync: Give every rank the parameters and buffers of the first rank at annotation. ``False``: the caller
+            makes values equal; names, shapes, dtypes and options are compared all the same.
+        forward_sync_buffers: Like the argument ``broadcast_buffers``, but ``False`` still makes buffers equal at
+            annotation.
+        delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, after
+            the gradient of ``param_to_hook_all_reduce`` is there, for example to stay away from other collectives.
+        param_to_hook_all_reduce: The parameter whose gradient the delayed ones wait for.
+    """
+
+    init_sync: bool = True
+    forward_sync_buffers: bool | None = None
+    delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None
+    param_to_hook_all_reduce: nn.Parameter | None = None
+
+    def __post_init__(self) -> None:
+        # One value may be for several calls.
+        object.__setattr__(self, "delay_all_reduce_named_params", readable_twice(self.delay_all_reduce_named_params))
+
+
+NO_REPLICATE_OPTIONS = ReplicateOptions()
+
+
 @contract(ReplicateState, incompatible=("fully_shard",))
 @annotating("replicate")
 def replicate(
@@ -58,15 +86,11 @@ def replicate(
     bucket_cap_mb: float = 25,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
-    forward_sync_buffers: bool | None = None,
-    init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
     static_graph: bool = False,
-    delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
-    param_to_hook_all_reduce: nn.Parameter | None = None,
-    device_mesh: DeviceMesh | None = None,
     device_ids: Sequence[int | str | torch.device] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    options: ReplicateOptions = NO_REPLICATE_OPTIONS,
 ) -> ModuleT:
     """Keep a whole copy of ``module`` on every rank and average the gradients, as if one process had all batches.
 
@@ -94,22 +118,16 @@ def replicate(
             keeps its ``grad``; if some ranks have one, it is zero on the others.
         broadcast_buffers: Give every rank the buffers of the first rank before each training forward; the default.
             ``False``: each rank keeps its own buffers, also at annotation.
-        forward_sync_buffers: Like ``broadcast_buffers``, but ``False`` still makes buffers equal at annotation.
-        init_sync: Give every rank the parameters and buffers of the first rank now. ``False``: the caller makes values
-            equal; names, shapes, dtypes and options are compared all the same.
         gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which the next backward
             overwrites. ``False``: it is a tensor of its own, at the price of that much memory and of a copy.
         static_graph: Promise that every backward of a rank is like its first one. Then a parameter may get several
             gradients in a backward, as with reentrant checkpoints. A different backward is an error that names the
             difference. Gradients of the first backward travel at its end.
-        delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, after
-            the gradient of ``param_to_hook_all_reduce`` is there, for example to stay away from other collectives.
-        param_to_hook_all_reduce: The parameter whose gradient the delayed ones wait for.
-        device_mesh: Another name of ``mesh``.
         device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the inputs of
             ``module`` are moved there, unless it is the CPU.
         mp_policy: Dtypes of computation and reduction; default: those of the parameters. While a module runs, forward
             or backward, it holds copies of its parameters; optimizers and state dicts see the parameters themselves.
+        options: Equal values at annotation, buffers, delayed gradients.
 
     Returns:
         ``module``, the same object.
@@ -124,19 +142,18 @@ def replicate(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     # If one module is inside another, the outer one has the state.
     ignored_modules, ignored_params = readable_twice(ignored_modules), readable_twice(ignored_params)
-    delayed = readable_twice(delay_all_reduce_named_params)
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
     state.modules, state.is_of_several = modules, len(modules) > 1
-    if mesh is not None and device_mesh is not None:
-        raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
-    mesh = device_mesh if mesh is None else mesh
     check_not_joined(modules, "replicate")
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
 
     def make_plan() -> _Planned:
         check_outside_inference("replicate")
+        if not isinstance(options, ReplicateOptions):
+            what = f"options is {described(options)}"
+            raise ConfigError(what, at=place_of_rank(), fix="pass a composable.ReplicateOptions")
         check_ranks_below(state, Grid.whole(ranks))
         device = choose_device(device_ids, ranks.device.type)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
@@ -150,16 +167,18 @@ def replicate(
                 fix="first call replicate on their modules, without mp_policy",
             )
         trained = [(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
-        options = ReplicateOptions(
+        arguments = ReplicateArguments(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            init_sync=init_sync,
+            forward_sync_buffers=options.forward_sync_buffers,
+            init_sync=options.init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             delay=choose_delay(
-                delayed, param_to_hook_all_reduce, [(fqn, p) for fqn, p, _ in trained if id(p) not in managed.sparse]
+                options.delay_all_reduce_named_params,
+                options.param_to_hook_all_reduce,
+                [(fqn, p) for fqn, p, _ in trained if id(p) not in managed.sparse],
             ),
             policy="" if precision is None else str(precision.policy),
         )
@@ -175,7 +194,7 @@ def replicate(
         ]
         if any(has_torch_optimizer(param) for _, param, _ in trained):
             check_steppable(params)
-        return _Planned(options, managed, params, precision, device)
+        return _Planned(arguments, managed, params, precision, device)
 
     def compare(planned: _Planned | None, failure: ComposableError | None) -> None:
         text = "" if planned is None else planned.text
@@ -207,7 +226,7 @@ class _Planned(NamedTuple):
         device: The device of the parameters.
     """
 
-    options: ReplicateOptions
+    arguments: ReplicateArguments
     managed: ManagedTensors
     params: list[ReducedParam]
     precision: PrecisionPlan | None
@@ -217,23 +236,23 @@ class _Planned(NamedTuple):
     def text(self) -> str:
         """The text that must be equal on all ranks."""
         precision = [] if self.precision is None else self.precision.lines
-        return "\n".join([*self.options.lines, *self.managed.lines, *precision])
+        return "\n".join([*self.arguments.lines, *self.managed.lines, *precision])
 
 
 def _execute(state: ReplicateState, planned: _Planned) -> None:
     """Change the modules; all checks have run before. Collective."""
-    options, managed, precision = planned.options, planned.managed, planned.precision
+    arguments, managed, precision = planned.arguments, planned.managed, planned.precision
     ranks = state.grid.everyone
     state.transport.connect()
-    if options.init_sync:
+    if arguments.init_sync:
         broadcast_params([param for _, param, _ in managed.params], ranks, min(ranks.numbers))
     buffers = BufferSync(managed.buffers, state.transport, ranks.device)
-    if options.starts_with_equal_buffers:
+    if arguments.starts_with_equal_buffers:
         buffers.broadcast()
-    if options.keeps_buffers_equal and managed.buffers:
+    if arguments.keeps_buffers_equal and managed.buffers:
         state.buffers = buffers
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    state.reducer = Reducer(planned.params, state.transport, state.grid, options)
+    state.reducer = Reducer(planned.params, state.transport, state.grid, arguments)
     state.listeners = state.reducer.listeners
     if precision is not None:
         state.precision = Precision.of(precision, state.modules, state.ignored.modules, planned.params)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import (
     MixedPrecisionPolicy,
+    ReplicateOptions,
     fully_shard,
     load_checkpoint,
     register_comm_hook,
@@ -211,7 +212,7 @@ def change_a_static_graph(_: str) -> None:
 
 def delay_for_nothing(_: str) -> None:
     model = make_model()
-    replicate(model, param_to_hook_all_reduce=model[0].weight)
+    replicate(model, options=ReplicateOptions(param_to_hook_all_reduce=model[0].weight))
 
 
 def write_to_a_copy_in_low_precision(_: str) -> None:

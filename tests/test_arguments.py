@@ -1,5 +1,6 @@
 """Arguments of every public function that make no sense: typed errors, and nothing is changed by them."""
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import composable
-from composable import ComposableError, FSDPModule, HandleOptions, fully_shard, plan, replicate
+from composable import ComposableError, FSDPModule, HandleOptions, ReplicateOptions, fully_shard, plan, replicate
 from composable.comm.transport import choose_transport, transport_names
 from composable.planning.options import ShardOptions
 from tests.world import run_threads
@@ -108,10 +109,13 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "replicate": (
         lambda: {"module": nn.Linear(2, 2)},
-        "module: plain; ignored_modules: None [] {}; ignored_params: None [];"
-        "mesh process_group delay_all_reduce_named_params param_to_hook_all_reduce device_mesh device_ids: None;"
-        f"mp_policy: None; bucket_cap_mb: {NUMBER}; broadcast_buffers forward_sync_buffers: None True;"
-        "find_unused_parameters init_sync gradient_as_bucket_view static_graph: True",
+        "module: plain; ignored_modules: None [] {}; ignored_params: None []; mesh process_group device_ids: None;"
+        f"mp_policy: None; bucket_cap_mb: {NUMBER}; broadcast_buffers: None True; options: ;"
+        "find_unused_parameters gradient_as_bucket_view static_graph: True",
+    ),
+    "ReplicateOptions": (
+        dict,
+        "delay_all_reduce_named_params param_to_hook_all_reduce: None; init_sync: True; forward_sync_buffers: None True",
     ),
     "reduction_stats": (lambda: {"module": copied()}, "module: ; sample_rate: None 3 np.3"),
     "update_process_group": (
@@ -249,6 +253,7 @@ def save_anew(**arguments: Any) -> object:
 SPECIAL = {
     "ShardPlan.on_hosts": lambda **arguments: plan(nn.Linear(2, 2), world_size=6).on_hosts(**arguments),
     "HandleOptions": lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
+    "ReplicateOptions": lambda **options: replicate(nn.Linear(2, 2), options=ReplicateOptions(**options)),
     "iter_full_params": lambda **arguments: list(composable.iter_full_params(**arguments)),
     "save_checkpoint": save_anew,
     "no_sync": enter(composable.no_sync),
@@ -314,6 +319,22 @@ def test_no_public_name_is_forgotten() -> None:
     methods = {name for cls in mixins for name in vars(cls) if not name.startswith("_")}
     named = {name.split()[0] for name in CALLS}
     assert {*composable.__all__, *methods} - ELSEWHERE - named == set()
+
+
+# Arguments beside the module. `plan` takes the sizes of a mesh, and those of `HandleOptions` by themselves.
+WIDEST = {"fully_shard": 14, "plan": 14, "replicate": 12}
+
+
+def test_no_call_has_more_than_ten_arguments_beside_its_module() -> None:
+    functions = {name: getattr(composable, name) for name in composable.__all__ if name not in ELSEWHERE}
+    for name in composable.__all__:
+        methods = vars(getattr(composable, name)) if isinstance(getattr(composable, name), type) else {}
+        functions |= {
+            f"{name}.{word}": one for word, one in methods.items() if inspect.isfunction(one) and word[0] != "_"
+        }
+    functions |= {word: getattr(FSDPModule, word) for word in CALLS if hasattr(FSDPModule, word)}
+    given = {name: inspect.signature(one).parameters.keys() - {"self", "module"} for name, one in functions.items()}
+    assert {name: len(names) for name, names in given.items() if len(names) > 10} == WIDEST
 
 
 def test_planning_knows_the_names_of_all_transports() -> None:

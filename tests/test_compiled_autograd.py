@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join
 
 from composable import (
     MixedPrecisionPolicy,
+    ReplicateOptions,
     UsageError,
     as_ddp,
     fully_shard,
@@ -166,8 +167,10 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "static": lambda model: replicate(model, static_graph=True),
     "delayed": lambda model: replicate(
         model,
-        delay_all_reduce_named_params=[("1.up.weight", model.get_parameter("1.up.weight"))],
-        param_to_hook_all_reduce=model.get_parameter("0.weight"),
+        options=ReplicateOptions(
+            delay_all_reduce_named_params=[("1.up.weight", model.get_parameter("1.up.weight"))],
+            param_to_hook_all_reduce=model.get_parameter("0.weight"),
+        ),
     ),
     "precision": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
     "copies": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float64)),

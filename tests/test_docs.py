@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from composable import UsageError, fully_shard, plan, replicate
+from composable import ReplicateOptions, UsageError, fully_shard, plan, replicate
 from tests.provoked import messages
 from tests.test_architecture import FILES, FOLDERS, OPEN_FOLDERS
 from tests.world import run_ranks
@@ -40,7 +41,8 @@ def test_every_argument_of_replicate_has_a_row() -> None:
     table = PAGES["docs/replicate.md"].partition("\n## Arguments\n")[2].partition("\n## ")[0]
     firsts = re.findall(r"^\| (`.+?) \| ", table, flags=re.MULTILINE)
     rows = [name for first in firsts for name in re.findall(r"`(\w+)`", first)]
-    assert sorted(rows) == sorted(inspect.signature(replicate).parameters)
+    rare = [field.name for field in fields(ReplicateOptions)]
+    assert sorted(rows) == sorted([*inspect.signature(replicate).parameters, *rare])
 
 
 def anchors_of(page: str) -> set[str]:

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from composable import (
     ConfigError,
     DesyncError,
+    ReplicateOptions,
     UsageError,
     no_sync,
     reduction_stats,
@@ -370,7 +371,8 @@ def test_modules_of_some_ranks_beside_an_all_to_all_do_not_hang(*, delayed: bool
     options: dict[str, Any] = {}
     if delayed:
         named = [(fqn, param) for fqn, param in model.named_parameters() if fqn.startswith(("late", "out"))]
-        options = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": model.inp.weight}
+        rare = ReplicateOptions(delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.inp.weight)
+        options = {"options": rare}
     replicate(model, find_unused_parameters=True, bucket_cap_mb=100 / 2**20, **options)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for step in range(4):

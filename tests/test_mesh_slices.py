@@ -38,7 +38,7 @@ def annotate(shape: tuple[int, ...], names: tuple[str, ...], dims: tuple[str, ..
             parallelize_module(model, mesh[rest], {"0": ColwiseParallel(output_layouts=Replicate())})
         line = ""
         if how == "replicate":
-            replicate(model, device_mesh=mesh[dims[0]])
+            replicate(model, mesh=mesh[dims[0]])
         elif how == "dims":
             fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=dims[-1], replicate=dims[0]))
         elif how == "whole":

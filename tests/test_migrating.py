@@ -300,7 +300,7 @@ def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(p
     for row in rows_of(page, heading):
         if name in row.names:
             calls = [code for code in row.promises if code.startswith(f"{annotate.__name__}(")]
-            assert hinted == {found for code in calls for found in re.findall(r"[(,] ?(\w+)=", code)}
+            assert hinted == {one.arg for code in calls for one in ast.parse(code, mode="eval").body.keywords}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 import composable
 from tests.pairwise import Value, case_of, pairs_of, pairwise, text_of
-from tools.options.runs import FIRST, cases_of, check
+from tools.options.runs import FIRST, RARE, cases_of, check
 from tools.options.tables import TABLES
 
 
@@ -42,18 +42,17 @@ def test_the_tables_name_every_argument(api: str) -> None:
     given = {"policy", "mesh", *ELSEWHERE}
     for values in TABLES[api].values():
         for value in values.values():
-            given |= value.ranks.get("options", {}).keys() | value.ranks.get("handle", {}).keys()
+            given |= value.ranks.get("options", {}).keys() | value.ranks.get("rare", {}).keys()
     given |= {"delay_all_reduce_named_params", "param_to_hook_all_reduce"}
-    arguments = set(inspect.signature(getattr(composable, api)).parameters) - {"module"}
-    if api == "fully_shard":
-        arguments = arguments - {"options"} | {field.name for field in fields(composable.HandleOptions)}
+    arguments = set(inspect.signature(getattr(composable, api)).parameters) - {"module", "options"}
+    arguments |= {field.name for field in fields(RARE[api])}
     assert arguments <= given, arguments - given
 
 
 # Where and what else: the names of arguments that tests of their own hold.
 ELSEWHERE = {
     *("dp_mesh_dims", "process_group"),  # test_hybrid.py, test_replicate.py
-    *("device_mesh", "device_ids", "device_id"),  # test_replicate_options.py
+    *("device_ids", "device_id"),  # test_replicate_options.py
     *("ignored_modules", "ignored_params"),  # test_fully_shard.py, test_replicate.py
     *("follows_parent",),  # test_experts.py
     *("param_init_fn",),  # storage/test_first_values.py

@@ -1,6 +1,7 @@
 """``static_graph`` and delayed all-reduces of ``replicate``: numbers, beside torch's wrapper, and what is refused."""
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from composable import ConfigError, UsageError, reduction_stats, register_comm_hook, replicate
+from composable import ConfigError, ReplicateOptions, UsageError, reduction_stats, register_comm_hook, replicate
 from tests.models import BATCH, DIM, random_input, seeded
 from tests.parity import gradients_of
 from tests.world import on_ranks, run_ranks, run_threads
@@ -198,7 +199,8 @@ def wide() -> Wide:
 def delay(model: Wide) -> dict[str, Any]:
     """Let the last two gradients, which come first, wait for that of layer 1."""
     named = [(fqn, param) for fqn, param in model.named_parameters() if fqn in ("layers.2.weight", "layers.3.weight")]
-    return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": model.layers[1].weight}
+    rare = ReplicateOptions(delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.layers[1].weight)
+    return {"options": rare}
 
 
 @on_ranks(1)
@@ -241,13 +243,14 @@ def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there()
 def test_a_delay_that_cannot_be_is_an_error_on_every_rank(case: str, what: str) -> None:
     model = wide()
     params = delay(model)
-    name, hooked = params
-    wrong: dict[str, dict[str, Any]] = {
-        "alone": {name: params[name]},
-        "no list": {**params, name: 3},
-        "other": {**params, name: [("other", nn.Linear(2, 2).weight)]},
-        "ignored": {**params, "ignored_params": [params[hooked]]},
+    rare: ReplicateOptions = params["options"]
+    other: Any = {
+        "alone": {"param_to_hook_all_reduce": None},
+        "no list": {"delay_all_reduce_named_params": 3},
+        "other": {"delay_all_reduce_named_params": [("other", nn.Linear(2, 2).weight)]},
     }
+    wrong: dict[str, dict[str, Any]] = {name: {"options": replace(rare, **fields)} for name, fields in other.items()}
+    wrong["ignored"] = {**params, "ignored_params": [rare.param_to_hook_all_reduce]}
     with pytest.raises(ConfigError) as caught:
         replicate(model, **(wrong[case] if dist.get_rank() == 1 else params))
     assert replicate.state(model) is None

@@ -4,6 +4,7 @@ import copy
 import inspect
 import random
 import warnings
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import ConfigError, DesyncError, UsageError, replicate
+from composable import ConfigError, DesyncError, ReplicateOptions, UsageError, replicate
 from tests.models import BATCH, DIM, loss_of, make_model, random_input
 from tests.parity import gradients_of
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
@@ -31,6 +32,13 @@ def expected_gradients(name: str, world_size: int, step: int = 0) -> dict[str, t
     return gradients_of(model)
 
 
+def replicated(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """Replicate with arguments and with what ``ReplicateOptions`` has, as a wrapper takes them all."""
+    rare = {field.name for field in fields(ReplicateOptions)} & options.keys()
+    given = {name: value for name, value in options.items() if name not in rare}
+    return replicate(model, **given, options=ReplicateOptions(**{name: options[name] for name in rare}))
+
+
 # -- where values come from
 
 
@@ -43,7 +51,7 @@ def first_values(*, as_ddp: bool, **options: Any) -> tuple[float, float, float]:
     with warnings.catch_warnings():
         # Of torch's wrapper, where the name that both have is an old one.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        whole: nn.Module = DistributedDataParallel(model, **options) if as_ddp else replicate(model, **options)
+        whole: nn.Module = DistributedDataParallel(model, **options) if as_ddp else replicated(model, options)
     start = model[0].bias[0].item(), model[1].running_mean[0].item()
     nn.init.constant_(model[1].running_mean, 5.0 + rank)
     whole(random_input(rank, BATCH, DIM)).sum().backward()
@@ -72,11 +80,8 @@ def test_values_are_broadcast_when_torchs_wrapper_does(options: dict[str, Any], 
 
 
 @on_ranks(2)
-def test_device_mesh_is_another_name_of_mesh() -> None:
-    mesh = dist.init_device_mesh("cpu", (2,))
-    with pytest.raises(ConfigError, match="both mesh and device_mesh are given"):
-        replicate(make_model("mlp"), mesh=mesh, device_mesh=mesh)
-    model = replicate(make_model("mlp"), device_mesh=mesh, device_ids=["cpu"])
+def test_a_mesh_and_the_device_of_this_rank_may_be_given() -> None:
+    model = replicate(make_model("mlp"), mesh=dist.init_device_mesh("cpu", (2,)), device_ids=["cpu"])
     backward(model)
     torch.testing.assert_close(gradients_of(model), expected_gradients("mlp", 2))
 
@@ -184,7 +189,7 @@ def refuse(wrong: dict[str, Any]) -> tuple[str, bool]:
     if wrong.get("ignored_params") == "a parameter":
         wrong = {"ignored_params": model.out.weight}
     try:
-        replicate(model, **(wrong if dist.get_rank() == 1 else {}))
+        replicated(model, wrong if dist.get_rank() == 1 else {})
     except (ConfigError, DesyncError, UsageError) as error:
         is_plain = replicate.state(model) is None and not model._forward_hooks and type(model).__name__ == "MLP"
         return f"{type(error).__name__}: {error}", is_plain
@@ -230,7 +235,7 @@ def differ(name: str) -> None:
         "forward_sync_buffers": {"forward_sync_buffers": False},
         "ignored_params": {"ignored_params": ["out.bias"]},
     }[name]
-    replicate(make_model("mlp"), **(options if dist.get_rank() else {}))
+    replicated(make_model("mlp"), options if dist.get_rank() else {})
 
 
 @pytest.mark.parametrize("name", ["init_sync", "forward_sync_buffers", "ignored_params"])

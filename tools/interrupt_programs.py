@@ -15,6 +15,7 @@ from composable import (
     FSDPModule,
     HandleOptions,
     MixedPrecisionPolicy,
+    ReplicateOptions,
     fully_shard,
     no_sync,
     register_comm_hook,
@@ -182,7 +183,8 @@ in_uneven_buckets = partial(in_buckets, find_unused_parameters=True)
 def in_delayed_buckets(model: Net) -> None:
     delayed = list(model.blocks[1].named_parameters(prefix="blocks.1"))
     first = next(model.blocks[0].parameters())
-    in_buckets(model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=first)
+    options = ReplicateOptions(delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=first)
+    in_buckets(model, options=options)
 
 
 def averaged(state: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from numbers import Real
 from pathlib import Path
@@ -287,9 +287,7 @@ def check_outside_inference(caller: str) -> None:
 
 # The fix for an argument that an annotation lacks, by its name in ``FullyShardedDataParallel``,
 # ``DistributedDataParallel`` or torch's ``replicate``; of several fixes, the first one that the annotation allows.
-_IN_OPTIONS = "pass it inside of options=HandleOptions(...)"
 _PLACES = {
-    "align": (_IN_OPTIONS,),
     "auto_wrap_policy": ("pass it as policy=",),
     "backward_prefetch": ("leave it out, since gathers are prefetched always",),
     "batched_grad_copy": ("leave it out, since gradients are copied together always",),
@@ -300,7 +298,6 @@ _PLACES = {
     "device_mesh": ("pass it as mesh=",),
     "dim": ("leave it out, since inputs are not split",),
     "dp_mesh_dims": ("pass the dim that averages as mesh=, such as mesh['dp']",),
-    "follows_parent": (_IN_OPTIONS,),
     "forward_prefetch": ("leave it out, since gathers are prefetched always",),
     "ignored_states": ("pass its parameters as ignored_params=, its modules as ignored_modules=",),
     "limit_all_gathers": ("leave it out, since gathers are limited always",),
@@ -310,8 +307,6 @@ _PLACES = {
     "shard_as_bytes": ("leave it out, since frozen parameters of other classes are sharded as bytes",),
     "sharding_strategy": ("pass it as strategy=",),
     "skip_all_reduce_unused_params": ("leave it out, since gradients that no rank has travel as zeros",),
-    "transport": (_IN_OPTIONS,),
-    "unused_gradients": (_IN_OPTIONS,),
     "use_orig_params": ("leave it out, since parameters keep their names and shapes always",),
 }
 _PAGES = {"fully_shard": "docs/from_fsdp1.md", "replicate": "docs/from_ddp.md"}
@@ -332,8 +327,10 @@ def check_call(function: Callable[..., object], *args: object, **kwargs: object)
         raise SignatureError(what, fix="; ".join(fixes)) from None
 
 
-def _place_in(name: str, known: Collection[str]) -> str:
-    fitting: dict[str, str] = {}
+def _place_in(name: str, known: Mapping[str, inspect.Parameter]) -> str:
+    options = known["options"].default if "options" in known else None
+    rare = fields(options) if is_dataclass(options) else ()
+    fitting = {one.name: f"pass it inside of options={type(options).__name__}(...)" for one in rare}
     for one, places in _PLACES.items():
         can_take = [place for place in places if {*re.findall(r"(\w+)=", place)} <= {*known}]
         if can_take:

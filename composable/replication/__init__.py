@@ -9,7 +9,7 @@ from composable.replication.tensors import (
     Ignored,
     ManagedTensors,
     ReducedParam,
-    ReplicateOptions,
+    ReplicateArguments,
     choose_delay,
     choose_device,
     find_ignored,

@@ -18,7 +18,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import foreach_copy_, foreach_mul_
 from composable.replication.tensors import (
     ReducedParam,
-    ReplicateOptions,
+    ReplicateArguments,
     grad_dtype_of,
     local_gradient,
     local_of,
@@ -254,7 +254,7 @@ class Arrangement:
     """
 
     def __init__(
-        self, params: Sequence[ReducedParam], transport: Transport, options: ReplicateOptions, *, tail_numel: int
+        self, params: Sequence[ReducedParam], transport: Transport, options: ReplicateArguments, *, tail_numel: int
     ) -> None:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []

@@ -26,7 +26,7 @@ from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.rounds import Round, StaticGraph, Stopwatch
 from composable.replication.sparse import SparseGradients
-from composable.replication.tensors import ReducedParam, ReplicateOptions
+from composable.replication.tensors import ReducedParam, ReplicateArguments
 
 _LOG = logging.getLogger("composable")
 
@@ -243,7 +243,7 @@ class BucketExchange:
         params: Sequence[ReducedParam],
         transport: Transport,
         grid: Grid,
-        options: ReplicateOptions,
+        options: ReplicateArguments,
         own_round: Round,
         stopwatch: Stopwatch,
         listeners: Listeners,

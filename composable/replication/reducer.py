@@ -34,7 +34,7 @@ from composable.replication.buckets import Bucket
 from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
 from composable.replication.outside_buckets import traced_arrival, why_untraceable
 from composable.replication.rounds import Phase, Round, StaticGraph, Stopwatch
-from composable.replication.tensors import ReducedParam, ReplicateOptions, grad_dtype_of, is_kept_gradient, mark_kept
+from composable.replication.tensors import ReducedParam, ReplicateArguments, grad_dtype_of, is_kept_gradient, mark_kept
 
 _OPEN = Phase.OPEN
 
@@ -68,7 +68,7 @@ class GradientAverager:
     """
 
     def __init__(
-        self, params: Sequence[ReducedParam], transport: Transport, grid: Grid, options: ReplicateOptions
+        self, params: Sequence[ReducedParam], transport: Transport, grid: Grid, options: ReplicateArguments
     ) -> None:
         self.number = next_ending_number()
         self.params = tuple(params)

@@ -136,8 +136,8 @@ class DelayedAllReduce:
 
 
 @dataclass(frozen=True)
-class ReplicateOptions:
-    """Options of ``replicate``: arguments under their own names, and two values made from other arguments.
+class ReplicateArguments:
+    """The arguments of ``replicate`` that say how it averages, checked: two are made from other arguments.
 
     Attributes:
         delay: Gradients that wait for the gradient of another parameter.

@@ -73,7 +73,12 @@ NOT_CALLED = {
 TYPES = {"ModuleT": "Module | Sequence[Module]", "OptimizerT": "Optimizer"}
 # Words that pages use for other things too.
 AMBIGUOUS = {"checkpoint", "contract"}
-DEFAULTS = {"NO_CASTS": "MixedPrecisionPolicy()", "NO_OFFLOAD": "OffloadPolicy()", "NO_OPTIONS": "HandleOptions()"}
+DEFAULTS = {
+    "NO_CASTS": "MixedPrecisionPolicy()",
+    "NO_OFFLOAD": "OffloadPolicy()",
+    "NO_OPTIONS": "HandleOptions()",
+    "NO_REPLICATE_OPTIONS": "ReplicateOptions()",
+}
 
 
 def link_names(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

@@ -63,6 +63,8 @@ GROUPS: tuple[Group, ...] = (
                 {
                     "HandleOptions": "How handles cut, gather and reduce their parameters, where the defaults do not "
                     "suit: see [cuts](../docs/ragged.md).",
+                    "ReplicateOptions": "What few replicated models need: values that are equal already, buffers sent "
+                    "once, gradients that wait. See [arguments](../docs/replicate.md#arguments).",
                     "ShardingStrategy": "What is sharded over each mesh dim, as data. `FULL_SHARD` frees parameters "
                     "between forward and backward, `SHARD_GRAD_OP` keeps them; `HYBRID_SHARD` and "
                     "`HYBRID_SHARD_ZERO2` are the same with copies; `NO_SHARD` is what `replicate` does.",

@@ -27,7 +27,7 @@ def test_all_groups_of_an_annotation_wait_as_long_as_the_world(way: str) -> None
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "inner"))
     if way == "replicate":
-        replicate(model, device_mesh=mesh["dp"])
+        replicate(model, mesh=mesh["dp"])
     elif way == "copies":
         fully_shard(model, mesh=mesh)
     else:

@@ -10,7 +10,7 @@ from torch import nn
 from composable.comm import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
 from composable.ground.torch_hooks import after_gradients
-from composable.replication import ReducedParam, Reducer, ReplicateOptions
+from composable.replication import ReducedParam, Reducer, ReplicateArguments
 from composable.replication.buckets import Bucket, plan_buckets
 from tests.models import MLP, random_input, seeded
 
@@ -64,7 +64,7 @@ class RecordingTransport(Transport):
 def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Reducer, RecordingTransport]:
     transport = RecordingTransport(world_size)
     params = [ReducedParam(fqn, param) for fqn, param in model.named_parameters()]
-    choices = ReplicateOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
+    choices = ReplicateArguments(**options)  # type: ignore[arg-type]  # each test names options of the right types
     grid = Grid.whole(Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size))))
     reducer = Reducer(params, transport, grid, choices)
     after_gradients([item.param for item in params], reducer.arrivals())

@@ -17,6 +17,7 @@ from composable import (
     ComposableError,
     HandleOptions,
     MixedPrecisionPolicy,
+    ReplicateOptions,
     allreduce_hook,
     fully_shard,
     load_full_state_dict,
@@ -322,20 +323,21 @@ def options_of(copies: Copies, modules: Sequence[nn.Module], rng: random.Random)
         "bucket_cap_mb": rng.choice([25, 1e-4, 1e-3]),
         "gradient_as_bucket_view": rng.choice([True, False]),
         "static_graph": copies.is_static,
-        "init_sync": copies.syncs,
         "process_group": rng.choice([None, None, dist.group.WORLD]),
     }
+    rare: dict[str, Any] = {"init_sync": copies.syncs}
     if copies.buffers in ("broadcast", "own", "both"):
         options["broadcast_buffers"] = copies.buffers != "own"
     if copies.buffers in ("forward", "both"):
-        options["forward_sync_buffers"] = rng.choice([True, False])
+        rare["forward_sync_buffers"] = rng.choice([True, False])
     if copies.is_low:
         options["mp_policy"] = _LOW
     if copies.delays:
         named = [pair for module in modules for pair in module.named_parameters() if pair[1].requires_grad]
         # Also such as others manage, or sparse ones: refused.
-        options["delay_all_reduce_named_params"] = rng.sample(named, min(len(named), rng.randint(1, 3)))
-        options["param_to_hook_all_reduce"] = rng.choice(named)[1] if named and rng.random() < 0.95 else None
+        rare["delay_all_reduce_named_params"] = rng.sample(named, min(len(named), rng.randint(1, 3)))
+        rare["param_to_hook_all_reduce"] = rng.choice(named)[1] if named and rng.random() < 0.95 else None
+    options["options"] = ReplicateOptions(**rare)
     return options
 
 

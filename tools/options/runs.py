@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils import _pytree as pytree
 
-from composable import HandleOptions, MixedPrecisionPolicy, fallback_counts, joinable
+from composable import HandleOptions, MixedPrecisionPolicy, ReplicateOptions, fallback_counts, joinable
 from tests.models import loss_of, seeded
 from tests.pairwise import Case, case_of, pairwise, text_of
 from tests.parity import Run, assert_equal_runs, full
@@ -42,6 +43,7 @@ EXACT = 2e-6
 ON_DEVICE = 1e-5
 # The digits of bfloat16, of gradients that a step multiplies by a learning rate of 0.1.
 ROUNDED = 2e-3
+RARE: dict[str, Any] = {"fully_shard": HandleOptions, "replicate": ReplicateOptions}
 
 
 @functools.cache
@@ -94,14 +96,14 @@ class _Work:
         self.ranks: dict[str, Any] = {}
         self.alone: dict[str, Any] = {}
         self.options: dict[str, Any] = {}
-        handle: dict[str, Any] = {}
+        rare: dict[str, Any] = {}
         for value in values:
             self.options |= value.ranks.get("options", {})
-            handle |= value.ranks.get("handle", {})
-            self.ranks |= {key: one for key, one in value.ranks.items() if key not in ("options", "handle")}
+            rare |= value.ranks.get("rare", {})
+            self.ranks |= {key: one for key, one in value.ranks.items() if key not in ("options", "rare")}
             self.alone |= value.alone
-        if handle:
-            self.options["options"] = HandleOptions(**handle)
+        if rare:
+            self.options["options"] = RARE[api](**rare)
         policy: MixedPrecisionPolicy = self.alone.get("policy", NO_CASTS)
         low = {"compute": policy.param_dtype, "reduce": policy.reduce_dtype or policy.param_dtype}
         is_rounded = any(low[place] in (BF16, FP16) for value in values for place in value.rounds.split())
@@ -265,8 +267,10 @@ def _annotated(
     if ranks.get("compiles") == "before":
         _compile(model)
     where = {} if mesh is None else {"mesh": mesh["data"] if isinstance(mesh, dict) else mesh}
-    chosen = ranks["chosen"](model) if "chosen" in ranks else {}
-    (annotate or ranks["annotate"])(model, {**work.options, **where, **chosen})
+    options = {**work.options, **where}
+    if "chosen" in ranks:
+        options["options"] = replace(options.get("options", ReplicateOptions()), **ranks["chosen"](model))
+    (annotate or ranks["annotate"])(model, options)
     if ranks.get("compiles") == "after":
         _compile(model)
     for change in ("set", "checkpoint later", "place", "hook"):

@@ -418,9 +418,9 @@ def given(**options: Any) -> Value:
     return Value({"options": options})
 
 
-def handled(**options: Any) -> Value:
-    """Return a value that is fields of ``HandleOptions``."""
-    return Value({"handle": options})
+def rarely(**options: Any) -> Value:
+    """Return a value that is fields of ``HandleOptions``, or of ``ReplicateOptions``."""
+    return Value({"rare": options})
 
 
 def does(alone: Mapping[str, Any] | None = None, **ranks: Any) -> Value:
@@ -607,19 +607,19 @@ SHARDED: Table = {
     },
     "unused": {
         "none": Value(),
-        "zero": Value({"handle": {"unused_gradients": "zero"}}, {"fills_unused": True}, without={"model": ["unused"]}),
+        "zero": Value({"rare": {"unused_gradients": "zero"}}, {"fills_unused": True}, without={"model": ["unused"]}),
     },
     "align": {
         "row": Value(),
-        "element": handled(align=lambda fqn, param: "element"),
-        "tensor": handled(align=lambda fqn, param: "tensor"),
-        "blocks of 2": handled(align=lambda fqn, param: 2),
+        "element": rarely(align=lambda fqn, param: "element"),
+        "tensor": rarely(align=lambda fqn, param: "tensor"),
+        "blocks of 2": rarely(align=lambda fqn, param: 2),
         "last dim": given(shard_placement_fn=lambda param: Shard(param.dim() - 1) if param.dim() else None),
     },
     "transport": {
         "auto": Value(),
-        "process_group": handled(transport="process_group").but(rounds="reduce"),
-        "point_to_point": handled(transport="point_to_point"),
+        "process_group": rarely(transport="process_group").but(rounds="reduce"),
+        "point_to_point": rarely(transport="point_to_point"),
     },
     "set": {
         "nothing": Value(),
@@ -718,12 +718,12 @@ REPLICATED: Table = {
         "the first rank's": does(differ=differ).but(
             without={"annotation": ["around a shard", "inside a shard", "its parts"]}
         ),
-        "equal": given(init_sync=False),
+        "equal": rarely(init_sync=False),
     },
     "buffers": {
         "broadcast": Value(),
         "own": given(broadcast_buffers=False).but(only={"start": ["equal"]}),
-        "equal at first": given(forward_sync_buffers=False),
+        "equal at first": rarely(forward_sync_buffers=False),
     },
     "ignored": {
         "nothing": Value(),
