@@ -246,7 +246,6 @@ class Arrangement:
     Attributes:
         buckets: In order of reduction; the list is changed in place.
         bucket_of: The bucket of each parameter; the list is changed in place.
-        delayed: The buckets that wait for the gradient of a parameter in another bucket.
         order: The order in which gradients are expected; ``None``: not known.
         counts: The expected number of gradients of each parameter; ``None``: one, or not known.
         is_rebuilt: The buckets of the last backward follow the order of arrival.
@@ -258,7 +257,6 @@ class Arrangement:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
-        self.delayed: list[Bucket] = []
         self.order: list[int] | None = None
         self.counts: Sequence[int] | None = None
         self.is_rebuilt = False
@@ -303,18 +301,19 @@ class Arrangement:
 
     def _groups(self) -> list[list[int]]:
         """Return the parameters of each bucket."""
-        delay, cap_bytes = self._options.delay, self._options.cap_bytes
-        keys = [
-            (item.bucket_dtype, item.param.is_complex(), item.param.device, index in delay.params)
-            for index, item in enumerate(self._params)
-        ]
         order, sizes = self.order, [item.bucket_bytes for item in self._params]
         if order is None and self.is_lazy:
             # Most gradients come in about this order; the others cost memory, in the first backward only.
-            order = [*range(len(keys))][::-1]
+            order = [*range(len(sizes))][::-1]
         elif order is None:
-            order, sizes = [*range(len(keys))], [0] * len(keys)
-        inside = [index for index in delay.order(order) if index not in self._sparse]
+            order, sizes = [*range(len(sizes))], [0] * len(sizes)
+        parts = self._options.delay.parts(order)
+        keys = [
+            (item.bucket_dtype, item.param.is_complex(), item.param.device, parts[index])
+            for index, item in enumerate(self._params)
+        ]
+        inside = [index for index in sorted(order, key=parts.__getitem__) if index not in self._sparse]
+        cap_bytes = self._options.cap_bytes
         groups = plan_buckets(inside, keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
         return groups or [[]]  # The last bucket has the flags, even if it has nothing else.
 
@@ -332,16 +331,11 @@ class Arrangement:
         )
 
     def _build(self) -> None:
-        groups, delay = self._groups(), self._options.delay
-        self.delayed = []
-        buckets = []
+        groups, buckets = self._groups(), []
         for number, group in enumerate(groups):
             bucket = self._bucket(number, groups, key=self._transport.allocate_key(), is_lazy=self.is_lazy)
             awaited = group + self._sparse if bucket.is_last() else group
             bucket.arrivals = len(awaited) if self.counts is None else sum(self.counts[index] for index in awaited)
-            if group and group[0] in delay.params:
-                bucket.arrivals += 1
-                self.delayed.append(bucket)
             if self._options.static_graph and (bucket.is_last() or self.counts is None):
                 # A parameter may get one more gradient in a graph that is new, or that differs from the first, also
                 # a parameter that had none on this rank: so only the end of backward shows that all have arrived.

@@ -170,7 +170,7 @@ class GradientAverager:
         # The hook runs once per parameter and backward: values that it reads often are local variables here. It holds
         # the reducer weakly: Python's collector does not see that a parameter holds its hooks.
         own_round, find_reducer = self.round, weakref.ref(self)
-        seen, order, is_trigger = own_round.seen, own_round.order, index == self.options.delay.trigger
+        seen, order = own_round.seen, own_round.order
 
         @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
         def arrive(param: torch.Tensor) -> None:
@@ -186,10 +186,7 @@ class GradientAverager:
             order.append(index)
             bucket = reducer._bucket_of[index]
             bucket.pending -= 1
-            if is_trigger:
-                for delayed in reducer.exchange.arrangement.delayed:
-                    delayed.pending -= 1
-            if is_trigger or not bucket.pending:
+            if not bucket.pending:
                 reducer._launch_full(param)
 
         return arrive

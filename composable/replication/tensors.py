@@ -125,14 +125,16 @@ class DelayedAllReduce:
     params: tuple[int, ...] = ()
     trigger: int = -1
 
-    def order(self, order: Sequence[int]) -> list[int]:
-        """Return the order of arrival, with the delayed parameters moved behind the trigger."""
-        if not self.params:
-            return list(order)
-        at = list(order).index(self.trigger) + 1
-        before = [index for index in order[:at] if index not in self.params]
-        after = [index for index in order[at:] if index not in self.params]
-        return [*before, *(index for index in order if index in self.params), *after]
+    def parts(self, order: Sequence[int]) -> dict[int, int]:
+        """Return for each parameter, in order of arrival, when it is sent: 0: with the trigger; 1: then; 2: at last.
+
+        Buckets are sent in order. So a delayed one waits for the trigger, if it has no parameter of another part.
+        """
+        parts, last = {}, 0
+        for index in order:
+            parts[index] = 1 if index in self.params else last
+            last = 2 if index == self.trigger else last
+        return parts
 
 
 @dataclass(frozen=True)
