@@ -6,7 +6,7 @@ that order: an error leaves the module as it was, on every rank.
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -159,14 +159,14 @@ def replicate(
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
         managed = find_tensors(modules, state.ignored, device, ranks.numbers)
         precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
-        split = [fqn for fqn, p, _ in managed.params if isinstance(p, DTensor) or id(p) in managed.sparse]
+        split = [one.fqn for one in managed.params if one.is_sparse or isinstance(one.param, DTensor)]
         if precision is not None and split:
             raise ConfigError(
                 "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
                 at=f"{place_of_rank()}, parameter {split[0]!r}",
                 fix="first call replicate on their modules, without mp_policy",
             )
-        trained = [(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
+        params = [one for one in managed.params if one.param.requires_grad]
         arguments = ReplicateArguments(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -175,24 +175,12 @@ def replicate(
             init_sync=options.init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
-            delay=choose_delay(
-                options.delay_all_reduce_named_params,
-                options.param_to_hook_all_reduce,
-                [(fqn, p) for fqn, p, _ in trained if id(p) not in managed.sparse],
-            ),
+            delay=choose_delay(options.delay_all_reduce_named_params, options.param_to_hook_all_reduce, params),
             policy="" if precision is None else str(precision.policy),
         )
-        params = [
-            ReducedParam(
-                fqn,
-                param,
-                index,
-                None if precision is None else precision.reduce_dtype(param),
-                is_sparse=id(param) in managed.sparse,
-            )
-            for fqn, param, index in trained
-        ]
-        if any(has_torch_optimizer(param) for _, param, _ in trained):
+        if precision is not None:
+            params = [replace(one, reduce_dtype=precision.reduce_dtype(one.param)) for one in params]
+        if any(has_torch_optimizer(one.param) for one in params):
             check_steppable(params)
         return _Planned(arguments, managed, params, precision, device)
 
@@ -245,13 +233,13 @@ def _execute(state: ReplicateState, planned: _Planned) -> None:
     ranks = state.grid.everyone
     state.transport.connect()
     if arguments.init_sync:
-        broadcast_params([param for _, param, _ in managed.params], ranks, min(ranks.numbers))
+        broadcast_params([one.param for one in managed.params], ranks, min(ranks.numbers))
     buffers = BufferSync(managed.buffers, state.transport, ranks.device)
     if arguments.starts_with_equal_buffers:
         buffers.broadcast()
     if arguments.keeps_buffers_equal and managed.buffers:
         state.buffers = buffers
-    state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
+    state.frozen = [(one.fqn, one.param) for one in managed.params if not one.param.requires_grad]
     state.reducer = Reducer(planned.params, state.transport, state.grid, arguments)
     state.listeners = state.reducer.listeners
     if precision is not None:

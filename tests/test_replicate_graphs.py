@@ -256,3 +256,15 @@ def test_a_delay_that_cannot_be_is_an_error_on_every_rank(case: str, what: str) 
     assert replicate.state(model) is None
     text = str(caught.value)
     assert text.splitlines()[:2] == [what, "  at:  rank 1"]
+
+
+@on_ranks(1)
+def test_delayed_gradients_beside_sparse_ones_wait_for_the_chosen_parameter() -> None:
+    model = nn.Sequential(nn.Embedding(4, DIM, sparse=True), *(nn.Linear(DIM, DIM, bias=False) for _ in range(3)))
+    rare = ReplicateOptions(
+        delay_all_reduce_named_params=[("3.weight", model[3].weight)], param_to_hook_all_reduce=model[2].weight
+    )
+    replicate(model, bucket_cap_mb=TINY_CAP_MB, options=rare)
+    for _ in range(2):
+        model(torch.arange(4)).sum().backward()
+    assert reduction_stats(model).bucket_fqns == (("2.weight",), ("3.weight",), ("1.weight",))

@@ -58,11 +58,11 @@ def plan_precision(
     """
     if not str(policy):
         return None
-    skipped, names = skipped_modules(managed.modules, policy), name_modules(roots)
-    fqns = {id(param): fqn for fqn, param, _ in managed.params}
+    modules, names = [*managed_modules(roots, frozenset(ignored))], name_modules(roots)
+    skipped, fqns = skipped_modules(modules, policy), {id(one.param): one.fqn for one in managed.params}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     keeps: set[int] = set()
-    for module in managed_modules(roots, frozenset(ignored)):
+    for module in modules:
         for name, param in module._parameters.items():
             if param is not None and (id(param) in fqns or claim_of(param) is not None):
                 found.setdefault(id(param), (fqns.get(id(param)) or join_fqn(names[module], name), param))

@@ -83,7 +83,7 @@ def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ReducedParam:
-    """A parameter whose gradient is averaged.
+    """A parameter of an annotation; its gradient is averaged, unless it is frozen.
 
     Attributes:
         fqn: Its name below the annotated module.
@@ -215,16 +215,16 @@ def choose_device(device_ids: object, device_type: str) -> torch.device:
     return device
 
 
-def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Parameter]]) -> DelayedAllReduce:
+def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) -> DelayedAllReduce:
     """Return the gradients that wait, and the parameter whose gradient they wait for.
 
     Args:
         named: ``delay_all_reduce_named_params``: (name, parameter) pairs.
         trigger: ``param_to_hook_all_reduce``.
-        params: FQNs and parameters, of any shapes, whose gradients are averaged.
+        params: The parameters whose gradients are averaged.
 
     Raises:
-        ConfigError: Only one of the two arguments is given, or a parameter is not in ``params``.
+        ConfigError: Only one of the two arguments is given, or a parameter is sparse or not in ``params``.
     """
     if (named is None) is not (trigger is None):
         raise ConfigError(
@@ -232,7 +232,7 @@ def choose_delay(named: Any, trigger: object, params: Sequence[tuple[str, nn.Par
             at=place_of_rank(),
             fix="pass both, or none",
         )
-    index_of = {id(param): index for index, (_, param) in enumerate(params)}
+    index_of = {id(one.param): index for index, one in enumerate(params) if not one.is_sparse}
     try:
         delayed = [(f"{name!r}", param) for name, param in named or ()]
     except (TypeError, ValueError):
@@ -362,18 +362,14 @@ class ManagedTensors:
     """The parameters and buffers that an annotation will manage.
 
     Attributes:
-        params: (FQN, parameter, index of the annotated module), each parameter once.
+        params: Each parameter once.
         buffers: (dict of a module's buffers, name in it), each tensor once.
         lines: One text per parameter and buffer, to compare between ranks.
-        modules: The modules that hold these tensors directly.
-        sparse: The ids of the parameters that get sparse gradients.
     """
 
-    params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
+    params: list[ReducedParam] = field(default_factory=list)
     buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
-    sparse: set[int] = field(default_factory=set)
 
 
 def find_tensors(
@@ -407,32 +403,29 @@ def find_tensors(
     names, seen = name_modules(roots), ignored.ids()
     below = [get_registry(one) for root in roots for one in root.modules() if one not in roots]
     nested = {id(found["replicate"].state) for found in below if "replicate" in found}
-    for index, root in enumerate(roots):
-        for module in managed_modules([root], ignored.modules):
-            managed.modules.append(module)
-            _check_module(module)
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                managed.sparse.add(id(module.weight))
-                managed.lines.append(f"sparse gradients of module {names[module]!r}")
-            for name, param in module._parameters.items():
-                claim = claim_of(param)
-                # A parameter of an annotation inside is averaged there, whichever module uses it.
-                if param is not None and id(param) not in seen and not (claim and id(claim.owner) in nested):
-                    fqn = join_fqn(names[module], name)
-                    _check_tensor("parameter", fqn, param)
-                    _check_param(fqn, param, roots, device, ranks)
-                    managed.params.append((fqn, param, index))
-                    managed.lines.append(_line_of(fqn, param))
-                    seen.add(id(param))
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    fqn = join_fqn(names[module], name)
-                    _check_tensor("buffer", fqn, buffer)
-                    managed.buffers.append((module._buffers, name))
-                    managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
-                    seen.add(id(buffer))
+    modules = [(index, one) for index, root in enumerate(roots) for one in managed_modules([root], ignored.modules)]
+    sparse = {id(one.weight) for _, one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse}
+    for index, module in modules:
+        _check_module(module)
+        for name, param in module._parameters.items():
+            claim = claim_of(param)
+            # A parameter of an annotation inside is averaged there, whichever module uses it.
+            if param is not None and id(param) not in seen and not (claim and id(claim.owner) in nested):
+                fqn = join_fqn(names[module], name)
+                _check_tensor("parameter", fqn, param)
+                _check_param(fqn, param, roots, device, ranks)
+                managed.params.append(ReducedParam(fqn, param, index, is_sparse=id(param) in sparse))
+                managed.lines.append(_line_of(managed.params[-1]))
+                seen.add(id(param))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                fqn = join_fqn(names[module], name)
+                _check_tensor("buffer", fqn, buffer)
+                managed.buffers.append((module._buffers, name))
+                managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
+                seen.add(id(buffer))
     is_annotated_below = any(not {"replicate", "fully_shard"}.isdisjoint(found) for found in below)
-    if not any(param.requires_grad for _, param, _ in managed.params) and not is_annotated_below:
+    if not any(one.param.requires_grad for one in managed.params) and not is_annotated_below:
         raise ConfigError(
             "no parameter requires a gradient, so there is nothing to average",
             at=f"{place_of_rank()}, {describe_module(roots[0])}",
@@ -441,10 +434,12 @@ def find_tensors(
     return managed
 
 
-def _line_of(fqn: str, param: nn.Parameter) -> str:
+def _line_of(one: ReducedParam) -> str:
+    param = one.param
     return (
-        f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
+        f"parameter {one.fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
         f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
+        f"{', with sparse gradients' if one.is_sparse else ''}"
         f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
     )
 
