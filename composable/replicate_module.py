@@ -171,15 +171,14 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         reducer.stopwatch.every = int(rate)
     fqns = [item.fqn for item in reducer.params]
     order = reducer.exchange.arrangement.order
-    buckets = reducer.exchange.arrangement.next_buckets()
     seen = reducer.round.seen if reducer.rounds else [1] * len(fqns)
     return ReductionStats(
         world_size=state.grid.everyone.size,
         backwards=reducer.rounds,
         is_static_graph=reducer.options.static_graph,
-        is_rebuilt=reducer.is_rebuilt,
-        bucket_bytes=tuple(bucket.sent_bytes for bucket in buckets),
-        bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in buckets),
+        is_rebuilt=reducer.exchange.arrangement.is_rebuilt,
+        bucket_bytes=tuple(bucket.sent_bytes for bucket in reducer.buckets),
+        bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in reducer.buckets),
         sparse_fqns=tuple(item.fqn for item in reducer.params if item.is_sparse),
         arrival_order=None if order is None else tuple(fqns[index] for index in order),
         missing_fqns=tuple(fqn for fqn, count in zip(fqns, seen, strict=True) if not count),

@@ -195,7 +195,7 @@ class DDPView(UnevenInputs):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether all later backwards have the same buckets as this one; ``hook_with_zero_step`` reads it."""
-        return self._state.reducer.is_rebuilt
+        return self._state.reducer.exchange.arrangement.is_rebuilt
 
 
 class _IdleRank(JoinHook):

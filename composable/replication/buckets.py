@@ -33,7 +33,7 @@ _LARGE_NUMEL = 2**16
 
 
 class Bucket:
-    """A flat buffer for the gradients of some parameters.
+    """A flat buffer for the gradients of some parameters. Its memory comes with the first gradients.
 
     To a communication hook it is what torch's ``GradBucket`` is: ``index``, ``buffer``,
     ``gradients``, ``parameters``, ``is_last``, ``set_buffer``.
@@ -44,7 +44,6 @@ class Bucket:
         tail_numel: Elements behind the gradients.
         is_last: No bucket follows.
         key: The transport's key for its all-reduce.
-        is_lazy: Memory comes with the first gradients.
         like: An empty tensor of the dtype and device of the buffer.
 
     Attributes:
@@ -69,7 +68,6 @@ class Bucket:
         is_last: bool,
         key: int,
         like: torch.Tensor,
-        is_lazy: bool = False,
     ) -> None:
         self.param_indices = [param_index for param_index, _ in members]
         self._params = [param for _, param in members]
@@ -85,8 +83,6 @@ class Bucket:
         self._starts, self._stop, self._tail_numel = starts, stop, tail_numel
         self.flat = like
         self.release()
-        if not is_lazy:
-            self.clear()
 
     def _allocate(self) -> None:
         flat = self.flat.new_empty(self._stop + self._tail_numel)
@@ -248,8 +244,7 @@ class Arrangement:
         bucket_of: The bucket of each parameter; the list is changed in place.
         order: The order in which gradients are expected; ``None``: not known.
         counts: The expected number of gradients of each parameter; ``None``: one, or not known.
-        is_rebuilt: The buckets of the last backward follow the order of arrival.
-        is_lazy: New buckets get memory with their first gradients, and lose it when their parameters are stepped.
+        is_stepped: An optimizer steps the parameters of a bucket inside backward, and frees its memory.
     """
 
     def __init__(
@@ -259,35 +254,40 @@ class Arrangement:
         self.bucket_of: list[Bucket] = []
         self.order: list[int] | None = None
         self.counts: Sequence[int] | None = None
-        self.is_rebuilt = False
-        self.is_lazy = False
+        self.is_stepped = False
         self._params = params
         self._transport = transport
         self._options = options
         self._tail_numel = tail_numel
         self._sparse = [index for index, item in enumerate(params) if item.is_sparse]
+        self._is_due = False  # The buckets of the next backward follow another order.
+        self._build()
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """The buckets of the last backward follow the order of arrival."""
+        return self.order is not None and not self._is_due
 
     def expect(self, order: Sequence[int], counts: Sequence[int] | None = None) -> None:
         """Set the order and the counts of gradients that the buckets of the next backward follow."""
         self.order, self.counts = list(order), counts or self.counts
-        self.is_rebuilt = False
+        self._is_due = True
+
+    def step(self, is_stepped: bool, *, at_once: bool) -> None:
+        """Set whether an optimizer steps inside backward: gradients get memory of their own, buckets none.
+
+        ``at_once``: Build these buckets now, and not in the next backward.
+        """
+        self.is_stepped = is_stepped
+        self._is_due = True
+        if at_once:
+            self.prepare()
 
     def prepare(self) -> None:
-        """Build the buckets of the backward that begins, if there are none or their order is new."""
-        if self.order is None and self.buckets:
-            return
-        if not self.is_rebuilt:
-            # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
-            self.dissolve()
+        """Build the buckets of the backward that begins, if their order is new."""
+        if self._is_due:
+            self._is_due = False
             self._build()
-            self.is_rebuilt = self.order is not None
-
-    def next_buckets(self) -> Sequence[Bucket]:
-        """Return the buckets; before the first backward, the buckets that it will have, without memory."""
-        if self.buckets or not self._params:
-            return self.buckets
-        groups = self._groups()
-        return [self._bucket(number, groups, key=-1, is_lazy=True) for number in range(len(groups))]
 
     def dissolve(self) -> None:
         """Give every gradient memory of its own and free the buckets."""
@@ -302,7 +302,7 @@ class Arrangement:
     def _groups(self) -> list[list[int]]:
         """Return the parameters of each bucket."""
         order, sizes = self.order, [item.bucket_bytes for item in self._params]
-        if order is None and self.is_lazy:
+        if order is None and self.is_stepped:
             # Most gradients come in about this order; the others cost memory, in the first backward only.
             order = [*range(len(sizes))][::-1]
         elif order is None:
@@ -317,34 +317,29 @@ class Arrangement:
         groups = plan_buckets(inside, keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
         return groups or [[]]  # The last bucket has the flags, even if it has nothing else.
 
-    def _bucket(self, number: int, groups: Sequence[Sequence[int]], *, key: int, is_lazy: bool) -> Bucket:
-        group, is_last = groups[number], number == len(groups) - 1
-        first = self._params[group[0] if group else 0]
-        return Bucket(
-            number,
-            [(index, self._params[index].param) for index in group],
-            tail_numel=self._tail_numel if is_last else 0,
-            is_last=is_last,
-            key=key,
-            like=torch.empty(0, dtype=first.bucket_dtype, device=first.param.device),
-            is_lazy=is_lazy,
-        )
-
     def _build(self) -> None:
-        groups, buckets = self._groups(), []
+        # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
+        self.dissolve()
+        groups = self._groups() if self._params else []
         for number, group in enumerate(groups):
-            bucket = self._bucket(number, groups, key=self._transport.allocate_key(), is_lazy=self.is_lazy)
-            awaited = group + self._sparse if bucket.is_last() else group
+            first, is_last = self._params[group[0] if group else 0], number == len(groups) - 1
+            bucket = Bucket(
+                number,
+                [(index, self._params[index].param) for index in group],
+                tail_numel=self._tail_numel if is_last else 0,
+                is_last=is_last,
+                key=self._transport.allocate_key(),
+                like=torch.empty(0, dtype=first.bucket_dtype, device=first.param.device),
+            )
+            awaited = group + self._sparse if is_last else group
             bucket.arrivals = len(awaited) if self.counts is None else sum(self.counts[index] for index in awaited)
-            if self._options.static_graph and (bucket.is_last() or self.counts is None):
+            if self._options.static_graph and (is_last or self.counts is None):
                 # A parameter may get one more gradient in a graph that is new, or that differs from the first, also
                 # a parameter that had none on this rank: so only the end of backward shows that all have arrived.
                 bucket.arrivals += 1 + len(self._params)
-            buckets.append(bucket)
-        holder = dict.fromkeys(self._sparse, buckets[-1])
-        holder |= {index: bucket for bucket in buckets for index in bucket.param_indices}
-        self.bucket_of[:] = [holder[index] for index in range(len(self._params))]
-        self.buckets[:] = buckets
+            self.buckets.append(bucket)
+        holder = {index: bucket for bucket in self.buckets for index in bucket.param_indices}
+        self.bucket_of[:] = [holder.get(index, self.buckets[-1]) for index in range(len(self._params))]
 
 
 def plan_buckets(

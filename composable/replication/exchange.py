@@ -183,7 +183,7 @@ class DebugNotes:
 
     def _text(self, bucket: Bucket) -> str:
         names = list_text([self._params[index].fqn for index in bucket.param_indices])
-        return f"bucket {bucket.index() + 1}, {bucket.flat.nbytes} bytes of {bucket.flat.dtype}: {names}"
+        return f"bucket {bucket.index() + 1}, {bucket.sent_bytes} bytes of {bucket.flat.dtype}: {names}"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -293,7 +293,7 @@ class BucketExchange:
         Streams: gradients are copied on the current stream, which the collective waits for.
         """
         # A communication hook averages by itself. A gradient that is stepped inside backward is dropped: no copy then.
-        is_view = self._options.gradient_as_bucket_view or self.arrangement.is_lazy
+        is_view = self._options.gradient_as_bucket_view or self.arrangement.is_stepped
         self._round.gaps += bucket.pack(self.scale if self.hook is None else 1.0, grads_as_views=is_view)
         self._send(bucket)
 
@@ -429,7 +429,7 @@ class BucketExchange:
         self.sparse.average(self.scale)
         # A parameter that an optimizer steps inside backward gets its gradient there.
         is_view = self._options.gradient_as_bucket_view
-        buckets = [] if self.arrangement.is_lazy else self.arrangement.buckets
+        buckets = [] if self.arrangement.is_stepped else self.arrangement.buckets
         for bucket in buckets:
             if bucket.casts or not is_view:
                 bucket.unpack()

@@ -61,6 +61,7 @@ class GradientAverager:
         round: The running backward, or the last one.
         rounds: How many backwards there were, the running one included.
         exchange: Averages buckets over the ranks.
+        buckets: The buckets in order of reduction; the list is changed in place.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest one is used.
         stopwatch: Measures some backwards.
         listeners: Hear of each event.
@@ -95,12 +96,8 @@ class GradientAverager:
         self.exchange = BucketExchange(
             self.params, transport, grid, self.options, self.round, self.stopwatch, self.listeners
         )
+        self.buckets: Sequence[Bucket] = self.exchange.arrangement.buckets
         self._bucket_of = self.exchange.arrangement.bucket_of  # changed in place
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets in order of reduction."""
-        return self.exchange.arrangement.buckets
 
     @property
     def synchronises(self) -> bool:
@@ -444,11 +441,6 @@ class Reducer(GradientAverager):
         return self.round.kept > 0
 
     @property
-    def is_rebuilt(self) -> bool:
-        """The buckets follow the order of arrival."""
-        return self.exchange.arrangement.is_rebuilt
-
-    @property
     def hook(self) -> Registration | None:
         """The communication hook that is used; ``None``: there is none."""
         return self.exchange.hook
@@ -484,11 +476,10 @@ class Reducer(GradientAverager):
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let ``steppers`` step the parameters, from the next backward on."""
         self.steppers = tuple(steppers)
-        self.exchange.arrangement.is_lazy = bool(steppers)
-        if self.round.phase is Phase.AT_REST:  # Otherwise the next forward recovers a backward that was stopped.
+        is_at_rest = self.round.phase is Phase.AT_REST  # Otherwise the next forward recovers what was stopped.
+        self.exchange.arrangement.step(bool(steppers), at_once=is_at_rest)
+        if is_at_rest:
             self.round.steppers = ()
-            for bucket in self.buckets:
-                bucket.release()  # Gradients in it keep their memory, and are copied.
 
     # Copies, other ranks, the end
 
@@ -536,7 +527,8 @@ class Reducer(GradientAverager):
         self._forget_kept()
         self._connect(transport, grid)
         self.exchange.hook = hook
-        self.exchange.arrangement.is_lazy = bool(self.steppers)
+        if self.steppers:
+            self.exchange.arrangement.step(True, at_once=True)
 
     @torch.no_grad()
     def average_kept_gradients(self) -> None:

@@ -172,6 +172,7 @@ def test_a_sparse_gradient_is_an_error() -> None:
 def test_the_gradients_of_a_bucket_are_views_of_the_buffer_that_a_hook_set() -> None:
     params = [torch.zeros(2, 3), torch.zeros(4)]
     bucket = make_bucket(*params)
+    bucket.clear()
     other = bucket.buffer().to(torch.float16)
     bucket.set_buffer(other)
     for number, (grad, param) in enumerate(zip(bucket.gradients(), params, strict=True)):
