@@ -377,7 +377,7 @@ def _remembers_buckets(state: object) -> bool:
 def _check_memory(state: object, callers: set[Reducer]) -> None:
     """Refuse a state that remembers buckets by their number, if more than one replicated module would use it."""
     served = _SERVED.get(id(state))
-    if served is not None and served.hook is not None and served.hook.state is state:
+    if served is not None and (used := served.exchange.hook) is not None and used.state is state:
         callers = {*callers, served}
     if _remembers_buckets(state) and len(callers) > 1:
         names = sorted(one.params[0].fqn if one.params else "none" for one in callers)

@@ -222,7 +222,7 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
         )
     params = [item.param for item in state.reducer.params]
     ranks = resolve_ranks(None, process_group, params)
-    hook = state.reducer.hook
+    hook = state.reducer.exchange.hook
     text = f"{state.compared}\ncommunication hook: {'none' if hook is None else hook.name}"
     ranks.compare(
         text,

@@ -401,7 +401,7 @@ class ReplicateState(AnnotationState, Companion):
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
         twin.modules = copy.deepcopy(self.modules, memo)
         twin.is_of_several = self.is_of_several
-        twin.ignored = self.ignored.copied(modules, memo)
+        twin.ignored = copy.deepcopy(self.ignored, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
         of_modules = self.hook_handles[len(params) :]

@@ -22,6 +22,7 @@ from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
+from composable.replication import Shadow
 
 # The owner of a part, which communicates on its own.
 Owner: TypeAlias = Root | ReplicateState
@@ -410,18 +411,19 @@ class _ReplicatedPart(_Part):
         super().__init__(number, steps, state, state.reducer.listeners, [])
         self._state = state
         self._reducer = state.reducer
+        self._shadow = Shadow(state.reducer)
         self._put_back: Callable[[], None] | None = None
-        state.reducer.count_anew()
+        state.reducer.round.count_anew()
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
         """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""
-        self._reducer.expect(running, divisor)
+        self._shadow.expect(running, divisor)
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         """Prepare a step without inputs on this rank; ``is_first``: it had inputs for the step before."""
         if is_first:
             self._reducer.prepare()
-            self._put_back = self._reducer.put_aside() if keeps_own else None
+            self._put_back = self._shadow.put_aside() if keeps_own else None
 
     def finish_join(self) -> None:
         """Give all ranks the parameters and buffers of the last rank that had inputs. Collective."""
@@ -433,8 +435,8 @@ class _ReplicatedPart(_Part):
     def close(self) -> None:
         """Send no message from now on."""
         super().close()
-        self._reducer.count_anew()
-        self._reducer.expect(None, None)
+        self._reducer.round.count_anew()
+        self._shadow.expect(None, None)
 
     # Events of the reducer, each with what a rank without inputs does
 
@@ -454,25 +456,25 @@ class _ReplicatedPart(_Part):
             self._tell("backward")
 
     def follow_backward(self) -> None:
-        self._reducer.begin_shadow()
+        self._shadow.begin()
 
     def reduction_begins(self, unit: object, index: int) -> None:
         self._tell("reduce")
 
     def follow_reduce(self) -> None:
-        self._reducer.send_shadow()
+        self._shadow.send()
 
     def gradients_come(self) -> None:
         self._tell(_FINISH)
 
     def follow_finish(self) -> None:
-        self._reducer.end_shadow()
+        self._shadow.end()
 
     def step_forgotten(self, *, was_unfinished: bool) -> None:
         self._tell("forget")
 
     def follow_forget(self) -> None:
-        self._reducer.recover_shadow()
+        self._reducer.complete()
 
 
 def connect(state: AnnotationState) -> Owner:

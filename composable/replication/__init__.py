@@ -2,7 +2,7 @@
 
 from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
-from composable.replication.reducer import Reducer
+from composable.replication.reducer import Reducer, Shadow
 from composable.replication.rounds import BackwardTiming, Phase, moment, ms_apart
 from composable.replication.sparse import check_steppable
 from composable.replication.tensors import (

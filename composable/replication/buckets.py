@@ -273,15 +273,10 @@ class Arrangement:
         self.order, self.counts = list(order), counts or self.counts
         self._is_due = True
 
-    def step(self, is_stepped: bool, *, at_once: bool) -> None:
-        """Set whether an optimizer steps inside backward: gradients get memory of their own, buckets none.
-
-        ``at_once``: Build these buckets now, and not in the next backward.
-        """
+    def step(self, is_stepped: bool) -> None:
+        """Set whether an optimizer steps inside backward. Gradients get memory of their own, buckets none."""
         self.is_stepped = is_stepped
-        self._is_due = True
-        if at_once:
-            self.prepare()
+        self._build()
 
     def prepare(self) -> None:
         """Build the buckets of the backward that begins, if their order is new."""
@@ -289,6 +284,7 @@ class Arrangement:
             self._is_due = False
             self._build()
 
+    @torch.no_grad()
     def dissolve(self) -> None:
         """Give every gradient memory of its own and free the buckets."""
         while self.buckets:

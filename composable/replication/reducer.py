@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from composable.comm import Grid, Transport
 from composable.dtensor import note_finished, note_unfinished
@@ -39,13 +38,97 @@ from composable.replication.tensors import ReducedParam, ReplicateArguments, gra
 _OPEN = Phase.OPEN
 
 
-def _launch_full(averager: "GradientAverager", *_: object) -> None:
+def _launch_full(reducer: "Reducer", *_: object) -> None:
     # Also a hook of a node, where an exception has cut its registration short.
-    averager._launch_full()
+    reducer._launch_full()
 
 
-class GradientAverager:
-    """Runs the rounds of a set of parameters, over the ranks of one transport.
+def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
+    # The hook runs once per parameter and backward: values that it reads often are local variables here. It holds
+    # the reducer weakly: Python's collector does not see that a parameter holds its hooks.
+    own_round, find_reducer = owner.round, weakref.ref(owner)
+    seen, order = own_round.seen, own_round.order
+
+    @partial(opaque, traced=traced_arrival(find_reducer, owner.params[index].fqn))
+    def arrive(param: torch.Tensor) -> None:
+        reducer = find_reducer()
+        if reducer is None:
+            return  # The module is gone, and only the parameter lives on.
+        if own_round.phase is not _OPEN:
+            reducer._open()
+        if seen[index]:
+            reducer._arrive_again(index, param)
+            return
+        seen[index] = 1
+        order.append(index)
+        bucket = reducer._bucket_of[index]
+        bucket.pending -= 1
+        if not bucket.pending:
+            reducer._launch_full(param)
+
+    return arrive
+
+
+class BucketSteps:
+    """Steps of optimizers inside backward: of the parameters of a bucket, as soon as these have their averages.
+
+    Args:
+        params: All parameters of the round.
+        own_round: The running backward, or the last one.
+        steppers: Functions that step parameters.
+    """
+
+    def __init__(self, params: Sequence[ReducedParam], own_round: Round, steppers: Sequence[Stepper]) -> None:
+        self._params = params
+        self._round = own_round
+        self.steppers = tuple(steppers)
+
+    def step_sent(self, exchange: BucketExchange) -> None:
+        """Step and free the buckets before the last one that was sent, as far as their averages come in time.
+
+        Another rank may get other gradients first, and wait for this rank at another place of its backward, such as a
+        sharded module. So every wait here has a limit, and the end of backward steps the buckets that are left.
+        """
+        while self._round.stepped < self._round.sent - 1:
+            bucket = exchange.arrangement.buckets[self._round.stepped]
+            if bucket.has_split and not bucket.flat.is_cuda:
+                return  # Such a step may be collective, and how many buckets come in time differs between ranks.
+            if not exchange.finish_first():
+                return
+            self._step(bucket)
+
+    def step_rest(self, exchange: BucketExchange, used: Sequence[float] | None) -> None:
+        """Step the buckets that are left, whose averages are there, and free them.
+
+        Args:
+            exchange: Has averaged the buckets.
+            used: For each parameter, the number of ranks that had a gradient; ``None``: all had one.
+        """
+        for bucket in exchange.arrangement.buckets[self._round.stepped :]:
+            for index, view in zip(bucket.param_indices, bucket.views, strict=True):
+                param = self._params[index].param
+                if used is not None and used[index] == 0:
+                    continue
+                if grad_dtype_of(param) is view.dtype:
+                    param.grad = view
+                elif param.grad is None:
+                    param.grad = view.to(grad_dtype_of(param))
+            self._step(bucket)
+
+    def _step(self, bucket: Bucket) -> None:
+        if bucket.casts:
+            bucket.unpack()
+        params = [self._params[index].param for index in bucket.param_indices]
+        complete = [param for param in params if param.grad is not None]
+        # Counted first: after an exception the next bucket follows, since the other ranks step all buckets.
+        self._round.stepped += 1
+        for step in self.steppers:
+            step(complete)
+        bucket.release()
+
+
+class Reducer:
+    """Runs the rounds of a set of parameters, over the ranks of one transport, with the settings of users.
 
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
@@ -83,6 +166,7 @@ class GradientAverager:
         self.stopwatch = Stopwatch(grid.everyone.device)
         self.listeners = Listeners()
         self.steppers: tuple[Stepper, ...] = ()
+        self._steps: BucketSteps | None = None
         self._lock = threading.RLock()
         self._is_closed = False
         self._missing: list[int] | None = None  # Of the round that is ending; None: no round is ending.
@@ -161,32 +245,7 @@ class GradientAverager:
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield a hook for each parameter, called with it, of any shape, once ``grad`` has this backward's gradient."""
-        return map(self._make_arrival, range(len(self.params)))
-
-    def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
-        # The hook runs once per parameter and backward: values that it reads often are local variables here. It holds
-        # the reducer weakly: Python's collector does not see that a parameter holds its hooks.
-        own_round, find_reducer = self.round, weakref.ref(self)
-        seen, order = own_round.seen, own_round.order
-
-        @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
-        def arrive(param: torch.Tensor) -> None:
-            reducer = find_reducer()
-            if reducer is None:
-                return  # The module is gone, and only the parameter lives on.
-            if own_round.phase is not _OPEN:
-                reducer._open()
-            if seen[index]:
-                reducer._arrive_again(index, param)
-                return
-            seen[index] = 1
-            order.append(index)
-            bucket = reducer._bucket_of[index]
-            bucket.pending -= 1
-            if not bucket.pending:
-                reducer._launch_full(param)
-
-        return arrive
+        return (_arrival(self, index) for index in range(len(self.params)))
 
     def _arrive_again(self, index: int, param: torch.Tensor) -> None:
         """Accept another gradient of a parameter in one backward, as long as the first was not sent.
@@ -223,19 +282,17 @@ class GradientAverager:
                 self._recover()
             if self.steppers:
                 check_backward(self.params[0].fqn)
+            if self.steppers or self._steps is not None:
+                self._use_steppers()
             for hear in self.listeners.backward_begins:
                 hear(averages=self.synchronises)
-            self._clear(synchronises=self.synchronises)
+            self.exchange.arrangement.prepare()
+            self.round.clear(self.buckets, synchronises=self.synchronises)
+            self.rounds += 1
             self.round.open(at_end_of_backward(self))
             self.stopwatch.begin(self.rounds)
             if not self.exchange.notes.is_off:
                 self.exchange.notes.begin(self.buckets, self.rounds)
-
-    @torch.no_grad()
-    def _clear(self, *, synchronises: bool) -> None:
-        self.exchange.arrangement.prepare()
-        self.round.clear(self.buckets, synchronises=synchronises, steppers=self.steppers)
-        self.rounds += 1
 
     def _launch_full(self, arrived: torch.Tensor | None = None) -> None:
         buckets, own_round = self.buckets, self.round
@@ -247,9 +304,9 @@ class GradientAverager:
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
                 self._launch(buckets[own_round.sent])
-                if self.steppers:
+                if self._steps is not None:
                     # One bucket is on its way while the next one fills.
-                    self._step_sent()
+                    self._steps.step_sent(self.exchange)
 
     def _launch(self, bucket: Bucket) -> None:
         for hear in self.listeners.reduction_begins:
@@ -273,7 +330,7 @@ class GradientAverager:
             note_unfinished([self], is_droppable=True)
             own_round.kept += 1
         if not averages:
-            own_round.close()
+            own_round.phase = Phase.AT_REST
             return
         accepts = self.options.find_unused_parameters or static is not None or own_round.is_led
         missing = [] if accepts else own_round.missing(self.params, self._kept)
@@ -306,8 +363,8 @@ class GradientAverager:
         """Wait for all buckets, and give every parameter its average; returns the complaints of ranks."""
         report, used = self.exchange.wait()
         self._end_round(self.exchange.flags)
-        if self.steppers:
-            self._step_rest(used)
+        if self._steps is not None:
+            self._steps.step_rest(self.exchange, used)
         if report is not None and not any(report.complaints):
             self.exchange.warn_of(report)
             return None
@@ -315,7 +372,7 @@ class GradientAverager:
 
     def _conclude(self, missing: Sequence[int], report: Report | None) -> None:
         """Close the round, and raise its error, if there is one."""
-        self.round.close()
+        self.round.phase = Phase.AT_REST
         self.exchange.raise_failure()
         if missing or self.round.complaint or report is not None:
             raise self.exchange.error_of(missing, report or Report(), self._static)
@@ -336,7 +393,7 @@ class GradientAverager:
         if any(self._kept):
             self._kept[:] = bytes(len(self._kept))
             note_finished([self])
-        self.count_anew()
+        self.round.count_anew()
 
     # A backward that an exception stopped
 
@@ -352,98 +409,35 @@ class GradientAverager:
             self.round.complaint = STOPPED
             for hear in self.listeners.step_forgotten:
                 hear(was_unfinished=True)
-            self.recover_shadow()
+            self.complete()
         else:
             self.round.kept += not self.round.synchronises
-            self._forget_round()
+            self.exchange.forget()
+            self._missing, self.round.phase = None, Phase.AT_REST
 
     @torch.no_grad()
-    def recover_shadow(self) -> None:
+    def complete(self) -> None:
         """Send zeros for the buckets that were not sent, for which ranks wait, and wait for all sums. Collective."""
         self.exchange.send_zeros()
         self.exchange.finish()
         self.exchange.sparse.average(self.exchange.scale, is_stopped=True)
         flags = self.exchange.flags.clone()
-        if not self.round.steppers:
+        if self._steps is None:
             for bucket in self.buckets:
                 bucket.clear()
         self._end_round(flags)
-        self._forget_round()
-        if self.round.steppers:
-            # The other ranks step too, before or after they hear of the stop: otherwise parameters would differ.
-            self._step_rest(flags.tolist())
-
-    def _forget_round(self) -> None:
         self.exchange.forget()
-        self._missing = None
-        self.round.close()
+        self._missing, self.round.phase = None, Phase.AT_REST
+        if self._steps is not None:
+            # The other ranks step too, before or after they hear of the stop: otherwise parameters would differ.
+            self._steps.step_rest(self.exchange, flags.tolist())
 
-    # Steps inside backward
-
-    def _step_sent(self) -> None:
-        """Step and free the buckets before the last one that was sent, as far as their averages come in time.
-
-        Another rank may get other gradients first, and wait for this rank at another place of its backward, such as a
-        sharded module. So every wait here has a limit, and the end of backward steps the buckets that are left.
-        """
-        own_round = self.round
-        while own_round.stepped < own_round.sent - 1:
-            bucket = self.buckets[own_round.stepped]
-            if bucket.has_split and not bucket.flat.is_cuda:
-                return  # Such a step may be collective, and how many buckets come in time differs between ranks.
-            if not self.exchange.finish_first():
-                return
-            if bucket.casts:
-                bucket.unpack()
-            own_round.stepped += 1
-            self._step([self.params[index].param for index in bucket.param_indices])
-            if not bucket.is_last():
-                bucket.release()
-
-    def _step_rest(self, used: Sequence[float] | None) -> None:
-        """Step the buckets that are left, whose averages are there, and free them.
-
-        Args:
-            used: For each parameter, the number of ranks that had a gradient; ``None``: all had one.
-        """
-        for bucket in self.buckets[self.round.stepped :]:
-            if bucket.casts:
-                bucket.unpack()
-            params = [self.params[index].param for index in bucket.param_indices]
-            for index, param, view in zip(bucket.param_indices, params, bucket.views, strict=True):
-                if used is not None and used[index] == 0:
-                    continue
-                if grad_dtype_of(param) is view.dtype:
-                    param.grad = view
-                elif param.grad is None:
-                    param.grad = view.to(grad_dtype_of(param))
-            # Counted first: after an exception the next bucket follows, since the other ranks step all buckets.
-            self.round.stepped += 1
-            self._step(params)
-            bucket.release()
-
-    def _step(self, params: Sequence[nn.Parameter]) -> None:
-        complete = [param for param in params if param.grad is not None]
-        for step in self.round.steppers:
-            step(complete)
-
-    def count_anew(self) -> None:
-        """Restart the counts of forwards and backwards: ranks may have counted different numbers."""
-        self.round.kept = self.round.forwards = 0
-
-
-class Reducer(GradientAverager):
-    """Averages gradients, answers users and takes their settings; can be copied, moved to other ranks and closed."""
+    # Settings that users change between two backwards
 
     @property
     def keeps_gradients(self) -> bool:
         """Backwards without synchronisation have left gradients."""
         return self.round.kept > 0
-
-    @property
-    def hook(self) -> Registration | None:
-        """The communication hook that is used; ``None``: there is none."""
-        return self.exchange.hook
 
     @property
     def is_joined(self) -> bool:
@@ -454,8 +448,6 @@ class Reducer(GradientAverager):
     def untraceable(self) -> str:
         """Why a graph of compiled autograd cannot average the gradients; "": it can."""
         return why_untraceable(self)
-
-    # Settings that users change between two backwards
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return the nearest of ``registrations``.
@@ -476,10 +468,14 @@ class Reducer(GradientAverager):
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let ``steppers`` step the parameters, from the next backward on."""
         self.steppers = tuple(steppers)
-        is_at_rest = self.round.phase is Phase.AT_REST  # Otherwise the next forward recovers what was stopped.
-        self.exchange.arrangement.step(bool(steppers), at_once=is_at_rest)
-        if is_at_rest:
-            self.round.steppers = ()
+        if self.round.phase is Phase.AT_REST:
+            self._use_steppers()
+        # Otherwise the next forward recovers a backward that was stopped, by the steps that it began with.
+
+    def _use_steppers(self) -> None:
+        if self.steppers != (() if self._steps is None else self._steps.steppers):
+            self._steps = BucketSteps(self.params, self.round, self.steppers) if self.steppers else None
+            self.exchange.arrangement.step(bool(self.steppers))
 
     # Copies, other ranks, the end
 
@@ -527,8 +523,8 @@ class Reducer(GradientAverager):
         self._forget_kept()
         self._connect(transport, grid)
         self.exchange.hook = hook
-        if self.steppers:
-            self.exchange.arrangement.step(True, at_once=True)
+        self._steps = None
+        self._use_steppers()
 
     @torch.no_grad()
     def average_kept_gradients(self) -> None:
@@ -536,16 +532,17 @@ class Reducer(GradientAverager):
         if not self.params:
             return
         self.prepare()
+        self._use_steppers()
         if any(self._grid.everyone.objects(any(self._kept))):
             self.exchange.arrangement.prepare()
-            self.round.clear(self.buckets, synchronises=True, steppers=self.steppers)
+            self.round.clear(self.buckets, synchronises=True)
             self.round.is_led = True  # Ranks may have kept different numbers.
             for bucket in self.buckets:
                 self.exchange.launch(bucket)
             _, used = self.exchange.wait()
             self._forget_kept()
-            if self.steppers:
-                self._step_rest(used)
+            if self._steps is not None:
+                self._steps.step_rest(self.exchange, used)
         self._forget_kept()
         self.exchange.raise_failure()
 
@@ -559,48 +556,59 @@ class Reducer(GradientAverager):
         self.comm_hooks = ()
         self._is_closed = True
 
-    # Ranks that run out of inputs
+
+class Shadow:
+    """The rounds of other ranks on a rank that has run out of inputs: it sends zeros.
+
+    Args:
+        reducer: That of this rank.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
 
     def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:
         """Expect gradients of the ranks ``running`` only, as the transport counts them; divide sums by ``divisor``.
 
         ``None``: all ranks, and their number.
         """
-        self.exchange.running = running
+        self._reducer.exchange.running = running
         if running is None:
-            self.exchange.source = 0
+            self._reducer.exchange.source = 0
         elif running:
-            self.exchange.source = running[-1]
-        self.exchange.scale = 1.0 / (divisor or self._grid.divisor)
+            self._reducer.exchange.source = running[-1]
+        self._reducer.exchange.scale = 1.0 / (divisor or self._reducer._grid.divisor)
 
     def put_aside(self) -> Callable[[], None]:
         """Return a function that restores the present gradients: until then rounds of other ranks leave averages."""
-        grads = [item.param.grad for item in self.params]
-        copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._kept)
+        grads = [item.param.grad for item in self._reducer.params]
+        copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._reducer._kept)
 
         def put_back() -> None:
-            self._kept[:] = kept
-            for item, grad in zip(self.params, copies, strict=True):
+            self._reducer._kept[:] = kept
+            for item, grad in zip(self._reducer.params, copies, strict=True):
                 item.param.grad = grad
 
         return put_back
 
-    def begin_shadow(self) -> None:
+    def begin(self) -> None:
         """Begin a round of other ranks on this rank, which has no gradients."""
-        for item in self.params:
+        for item in self._reducer.params:
             item.param.grad = None
-        self._clear(synchronises=True)
-        self.round.kept, self.round.forwards = -1, 0
+        self._reducer.exchange.arrangement.prepare()
+        self._reducer.round.clear(self._reducer.buckets, synchronises=True)
+        self._reducer.rounds += 1
+        self._reducer.round.kept, self._reducer.round.forwards = -1, 0
 
     @torch.no_grad()
-    def send_shadow(self) -> None:
+    def send(self) -> None:
         """Send zeros for the next bucket. Collective."""
-        self.exchange.send_zeros(1)
+        self._reducer.exchange.send_zeros(1)
 
-    def end_shadow(self) -> None:
+    def end(self) -> None:
         """Wait for the averages. Collective.
 
         Raises:
             UsageError: Another rank complains.
         """
-        self._conclude([], self._finish_round())
+        self._reducer._conclude([], self._reducer._finish_round())

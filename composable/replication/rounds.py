@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from composable.engine import Stepper
 from composable.errors import place_of_rank
 from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
@@ -50,7 +49,6 @@ class Round:
         gaps: How many parameters had no gradient when they were sent: none came, or a hook of a user has dropped it.
         kept: The number of backwards since the last average; -1: this rank follows the others, with zeros.
         forwards: The number of forwards with a graph since the last average; 0: forwards are not counted.
-        steppers: Functions that step parameters in this backward; users may have changed them since.
     """
 
     seen: list[int]
@@ -66,7 +64,6 @@ class Round:
     gaps: int = 0
     kept: int = 0
     forwards: int = 0
-    steppers: tuple[Stepper, ...] = ()
     _armed_modules: set[int] = field(default_factory=set)
     _node: Any = None
     _told: set[str] = field(default_factory=set)  # log lines
@@ -77,7 +74,7 @@ class Round:
         """Every parameter got its gradient, and has it still."""
         return len(self.order) == len(self.seen) and not self.gaps
 
-    def clear(self, buckets: Sequence[Bucket], *, synchronises: bool, steppers: tuple[Stepper, ...] = ()) -> None:
+    def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
         """Reset the state for a backward in which no gradient has arrived yet."""
         self.seen[:] = [0] * len(self.seen)
         self.order.clear()
@@ -87,7 +84,6 @@ class Round:
         for bucket in buckets:
             bucket.pending = bucket.arrivals
         self.synchronises = synchronises
-        self.steppers = steppers
 
     def open(self, end: Callable[[], None]) -> None:
         """Begin a backward; autograd frees the callback ``end`` when the backward has ended or failed."""
@@ -106,15 +102,15 @@ class Round:
         # With torch.autograd.grad, for example, it should not.
         return bool(self.order) or self.ends_kept or _is_whole_backward(node)
 
-    def close(self) -> None:
-        """End the backward: its work is done, or a backward that was stopped is recovered."""
-        self.phase = Phase.AT_REST
+    def count_anew(self) -> None:
+        """Restart the counts of forwards and backwards: ranks may have counted different numbers."""
+        self.kept = self.forwards = 0
 
     def reset(self) -> None:
         """Restore the state before the first backward, whatever the last backward left."""
         self._node = self._guard = None
         self.clear((), synchronises=True)
-        self.close()
+        self.phase = Phase.AT_REST
 
     def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
         """Note that the gradient of an output of an annotated module arrives; ``params``: all of the round."""

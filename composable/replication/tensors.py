@@ -3,7 +3,6 @@
 If tensor parallelism has split a parameter, a rank averages the part that it holds.
 """
 
-import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -274,14 +273,6 @@ class Ignored:
         """Return the ids of all parameters and buffers that are ignored."""
         below = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
         return {id(tensor) for tensor in (*self.tensors, *below)}
-
-    def copied(self, modules: Collection[nn.Module], memo: dict[int, Any]) -> "Ignored":
-        """Return the ignored modules and tensors of a deep copy of ``modules``."""
-        return Ignored(
-            frozenset(copy.deepcopy(module, memo) for module in self.modules if module in modules),
-            tuple(copy.deepcopy(tensor, memo) for tensor in self.tensors),
-            self.fqns,
-        )
 
 
 def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_params: object) -> Ignored:

@@ -210,7 +210,7 @@ def test_a_copy_keeps_the_communication_hook_and_makes_its_group_when_it_trains(
     register_comm_hook(model, state, powerSGD_hook)
     groups = len(dist.distributed_c10d._world.pg_map)
     twin = copy.deepcopy(model)
-    found = replicate.state(twin).reducer.hook
+    found = replicate.state(twin).reducer.exchange.hook
     copied, hook = found.state, found.function
     assert hook is powerSGD_hook and copied is not state and copied.process_group is group
     with torch.no_grad():

@@ -24,8 +24,8 @@ from composable.engine.param import Faces
 from composable.engine.passes import Forwards
 from composable.ground.casts import CastBuffers, LentBuffer
 from composable.optim import BackwardSteps
-from composable.replication import Reducer
 from composable.replication.buckets import Bucket
+from composable.replication.reducer import BucketSteps, _arrival
 from tests.world import on_ranks, run_ranks
 from tools.interrupt_programs import PROGRAMS, Program
 from tools.interrupts import Point, points_of, sample, train_through, try_points
@@ -64,9 +64,9 @@ def test_the_step_after_an_interrupt_is_right(name: str) -> None:
         (Faces.show_unsharded, "resharded to two ranks"),
         (GradientFinalizer.begin, "policy, process_group"),
         # Ranks use other parameters, or have stepped other buckets.
-        (Reducer._make_arrival, "nested"),
-        (Reducer._make_arrival, "nested, no_sync"),
-        (Reducer._step_rest, "replicate, steps in backward, unused parameters"),
+        (_arrival, "nested"),
+        (_arrival, "nested, no_sync"),
+        (BucketSteps.step_rest, "replicate, steps in backward, unused parameters"),
     ],
 )
 def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
@@ -76,9 +76,8 @@ def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
     lines, first = inspect.getsourcelines(function)
     # Where the optimizer has begun, some of its parameters may be stepped; that is so in any step.
     wanted = {first + number for number, line in enumerate(lines) if "self._step(" not in line}
-    most = 99 if function.__qualname__.startswith("Reducer") else 2
-    points = [one for one in points_of(program) if file.endswith(one.file) and one.line in wanted and one.nth <= most]
-    assert len(points) >= (6 if most == 2 else 20)
+    points = [one for one in points_of(program) if file.endswith(one.file) and one.line in wanted and one.nth <= 2]
+    assert len(points) >= 6
     tried = try_points(program, points)
     assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
 
