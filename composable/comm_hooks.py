@@ -8,11 +8,11 @@ every ``replicate`` at or below a module; a hook on a nearer module takes preced
 Sources: the sharded hooks of torch 2.0 (pytorch/pytorch#83254) and the wrappers of its DDP hooks.
 """
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias, get_type_hints
 
 import torch
@@ -157,19 +157,6 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
     return _wrapped(hook, torch.bfloat16)
 
 
-class _OfGradients:
-    """A hook of gradients that calls a hook of another type. An object, so that a copy also copies the inner hook."""
-
-    def __init__(self, hook: HookFunction, argument: Any) -> None:
-        self.__qualname__ = str(getattr(hook, "__qualname__", type(hook).__qualname__))
-        self.__module__ = str(getattr(hook, "__module__", ""))
-        self._hook = hook
-        self._argument = argument
-
-    def __call__(self, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
-        return self._argument.call_hook(self._hook, state, grad, output)
-
-
 def _argument_of(hook: object) -> Any:
     """Return the class of the second argument of ``hook``, from its annotation, else from the argument's name.
 
@@ -191,7 +178,19 @@ def _argument_of(hook: object) -> Any:
 def _as_hook_of_gradients(hook: HookFunction) -> HookFunction:
     """Return a hook that takes gradients or a bucket: ``hook``, wrapped if its argument is of another class."""
     argument = _argument_of(hook)
-    return _OfGradients(hook, argument) if hasattr(argument, "call_hook") else hook
+    return _named(partial(_call, argument, hook), hook) if hasattr(argument, "call_hook") else hook
+
+
+def _call(argument: Any, hook: _Hook, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
+    """Let ``hook``, whose second argument is of the class ``argument``, reduce ``grad``."""
+    return argument.call_hook(hook, state, grad, output)
+
+
+def _named(called: "partial[Any]", hook: _Hook, prefix: str = "") -> _Hook:
+    """Give a call of ``hook`` its name, by which ranks compare hooks. A partial: its copy has a copy of ``hook``."""
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    vars(called).update(__qualname__=f"{prefix}{name}", __module__=str(getattr(hook, "__module__", "")))
+    return called
 
 
 def _takes_arguments(hook: object, count: int) -> bool:
@@ -227,23 +226,15 @@ def _default_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor 
 def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
-    name = str(getattr(hook, "__qualname__", type(hook).__name__))
     if _argument_of(hook) is _BUCKET:
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise ConfigError(
             f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
             fix="use torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, name its argument grad",
         )
     called = _as_hook_of_gradients(hook)
-
-    # A closure with a name of its own: ranks compare hooks by name, and two wrapped hooks must differ.
-    @functools.wraps(hook)
-    def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
-        return _compress(called, dtype, None, state, grad, output)
-
-    compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
-    del compress.__wrapped__  # The signature shown is that of compress.
-    return compress
+    return _named(partial(_compress, called, dtype, None), hook, f"{str(dtype)[6:]} around ")
 
 
 def _compress(
@@ -252,7 +243,7 @@ def _compress(
     parameter_type: torch.dtype | None,
     state: Any,
     grad: torch.Tensor,
-    output: torch.Tensor | None,
+    output: torch.Tensor | None = None,
 ) -> Any:
     """Let ``hook`` reduce ``grad`` as ``dtype``, complex numbers as pairs, then cast to ``parameter_type``, or back.
 
