@@ -234,11 +234,12 @@ def _execute(state: ReplicateState, planned: _Planned) -> None:
     state.transport.connect()
     if arguments.init_sync:
         broadcast_params([one.param for one in managed.params], ranks, min(ranks.numbers))
-    buffers = BufferSync(managed.buffers, state.transport, ranks.device)
-    if arguments.starts_with_equal_buffers:
-        buffers.broadcast()
-    if arguments.keeps_buffers_equal and managed.buffers:
-        state.buffers = buffers
+    if arguments.broadcast_buffers is not False:
+        buffers = BufferSync(managed.buffers, state.transport, ranks.device)
+        if arguments.init_sync:
+            buffers.broadcast()
+        if arguments.forward_sync_buffers is not False and managed.buffers:
+            state.buffers = buffers
     state.frozen = [(one.fqn, one.param) for one in managed.params if not one.param.requires_grad]
     state.reducer = Reducer(planned.params, state.transport, state.grid, arguments)
     state.listeners = state.reducer.listeners

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,24 +47,16 @@ def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
     """Do nothing: a compiled graph has no rounds, and refuses the gradients of modules that are lent copies."""
 
 
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class _ReplicaOutputHook(GradientHook):
     """Runs when the gradient of an output arrives; equal to the hooks of the module's other calls."""
 
-    __slots__ = ("_index", "_state")
-
-    def __init__(self, state: "ReplicateState", index: int) -> None:
-        self._state = state
-        self._index = index
+    state: "ReplicateState"
+    index: int
 
     @partial(opaque, traced=_nothing)
     def __call__(self, grad: torch.Tensor) -> None:
-        self._state.before_backward(self._index)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _ReplicaOutputHook and (other._state, other._index) == (self._state, self._index)
-
-    def __hash__(self) -> int:
-        return hash((id(self._state), self._index))
+        self.state.before_backward(self.index)
 
 
 class ReplicateState(AnnotationState, Companion):

@@ -56,11 +56,6 @@ class Report(NamedTuple):
     complaints: Sequence[float] = ()
     runs: Sequence[float] = ()
 
-    @property
-    def is_out_of_step(self) -> bool:
-        """Ranks ran the modules different numbers of times since the last average, which is not always wrong."""
-        return len({*self.runs} - {0}) > 1
-
 
 class FlagBlock:
     """Writes and reads the flags of every round, behind the gradients of the last bucket.
@@ -135,7 +130,9 @@ class FlagBlock:
 
     def _notable(self, values: Sequence[float]) -> Report | None:
         report = self.report(values)
-        return report if any(report.complaints) or report.is_out_of_step else None
+        # Ranks that ran the modules different numbers of times since the last average are not always wrong.
+        is_out_of_step = len({*report.runs} - {0}) > 1
+        return report if any(report.complaints) or is_out_of_step else None
 
 
 class DebugNotes:

@@ -88,15 +88,11 @@ def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch
             return
         if found.untraceable:
             _refuse(found.untraceable, fqn)
-        _average_in_graph(param.grad, exchange.scale, exchange.group_name)
+        real = torch.view_as_real(param.grad) if param.grad.is_complex() else param.grad
+        total = graph_collectives.all_reduce(real * exchange.scale, "sum", exchange.group_name)
+        real.copy_(graph_collectives.wait_tensor(total))
 
     return arrive
-
-
-def _average_in_graph(grad: torch.Tensor, scale: float, group_name: str) -> None:
-    """Make ``grad`` its mean over the ranks of a group, by operations that a graph can hold."""
-    real = torch.view_as_real(grad) if grad.is_complex() else grad
-    real.copy_(graph_collectives.wait_tensor(graph_collectives.all_reduce(real * scale, "sum", group_name)))
 
 
 def why_untraceable(reducer: Any) -> str:

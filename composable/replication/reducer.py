@@ -38,11 +38,6 @@ from composable.replication.tensors import ReducedParam, ReplicateArguments, gra
 _OPEN = Phase.OPEN
 
 
-def _launch_full(reducer: "Reducer", *_: object) -> None:
-    # Also a hook of a node, where an exception has cut its registration short.
-    reducer._launch_full()
-
-
 def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
     # The hook runs once per parameter and backward: values that it reads often are local variables here. It holds
     # the reducer weakly: Python's collector does not see that a parameter holds its hooks.
@@ -64,7 +59,7 @@ def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
         bucket = reducer._bucket_of[index]
         bucket.pending -= 1
         if not bucket.pending:
-            reducer._launch_full(param)
+            reducer._launch_full(arrived=param)
 
     return arrive
 
@@ -262,10 +257,10 @@ class Reducer:
                 what = "a parameter got more gradients than in the first backward, which static_graph=True rules out"
                 fix = "drop the gradients of this step, and use the same parameters in every step"
             raise UsageError(what, at=f"{place_of_rank()}, parameter {self.params[index].fqn!r}", fix=fix)
-        if static is not None and static.allows(index, self.round.seen[index]):
+        if static is not None and static.counts is not None and self.round.seen[index] <= static.counts[index]:
             bucket.pending -= 1
             if not bucket.pending:
-                self._launch_full(param)
+                self._launch_full(arrived=param)
 
     def _open(self) -> None:
         """Begin a backward."""
@@ -294,12 +289,13 @@ class Reducer:
             if not self.exchange.notes.is_off:
                 self.exchange.notes.begin(self.buckets, self.rounds)
 
-    def _launch_full(self, arrived: torch.Tensor | None = None) -> None:
+    def _launch_full(self, *_: object, arrived: torch.Tensor | None = None) -> None:
+        # Also a hook of a node, where an exception has cut its registration short.
         buckets, own_round = self.buckets, self.round
         if not own_round.synchronises or own_round.is_led:
             # The gradients of several modules may come in another order on each rank.
             return
-        if arrived is not None and not hooks_have_run(arrived, partial(_launch_full, self)):
+        if arrived is not None and not hooks_have_run(arrived, self._launch_full):
             return  # Hooks of users may still write to the gradient, or replace it.
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:

@@ -194,10 +194,6 @@ class StaticGraph:
     used: Sequence[float] = ()
     changes: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def allows(self, index: int, seen: int) -> bool:
-        """Say whether the parameter ``index`` is expected to get ``seen`` gradients, or more, in one backward."""
-        return self.counts is not None and seen <= self.counts[index]
-
     def holds(self, seen: Sequence[int]) -> bool:
         """Say whether each parameter got as many gradients as in the first backward; sets ``changes``."""
         expected = enumerate(zip(seen, self.counts or seen, strict=True))

@@ -182,16 +182,6 @@ class ReplicateArguments:
         """The most bytes of a bucket that holds more than one parameter."""
         return int(min(self.bucket_cap_mb, 2**40) * 2**20)
 
-    @property
-    def starts_with_equal_buffers(self) -> bool:
-        """Buffers are broadcast at annotation."""
-        return self.init_sync and self.broadcast_buffers is not False
-
-    @property
-    def keeps_buffers_equal(self) -> bool:
-        """Buffers are broadcast before each training forward."""
-        return self.broadcast_buffers is not False and self.forward_sync_buffers is not False
-
 
 def choose_device(device_ids: object, device_type: str) -> torch.device:
     """Return the one device in the list ``device_ids``; ``None``: any device of the type that averages gradients.
