@@ -9,5 +9,6 @@ from composable.optim.rebind import (
     check_parameters,
     check_replaced,
     cut_state,
+    is_per_element,
     rebind_optimizer,
 )

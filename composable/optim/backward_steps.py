@@ -21,7 +21,6 @@ from composable.comm import Ranks, compare_in_each
 from composable.engine import (
     ELEMENT_WISE,
     Handle,
-    handle_of,
     has_torch_optimizer,
     mark_stepped,
     stepper_of,
@@ -88,8 +87,7 @@ class BackwardSteps:
         self._lock = threading.Lock()
         self._is_stepping = False
         # Element-wise optimizers step sharded parameters as plain tensors.
-        is_local = type(optimizer) in ELEMENT_WISE and any(handle_of(param) is not None for param in self._params)
-        self._local = LocalStep(type(optimizer)) if is_local else None
+        self._local = LocalStep(type(optimizer)) if type(optimizer) in ELEMENT_WISE else None
         # While the optimizer steps a part of its parameters: all groups, the groups of the step, their full lists.
         self._narrowed: _Narrowed | None = None
         self._hooks: list[Any] = []
@@ -197,7 +195,9 @@ class BackwardSteps:
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or call remove() on the result of step_in_backward",
             )
-        return None if self._local is None else self._local.begin(optimizer, args, kwargs)
+        if self._local is None or not self._local.takes(optimizer):
+            return None
+        return self._local.begin(optimizer, args, kwargs)
 
     @opaque
     def _end_local(self, *_: Any) -> None:

@@ -6,13 +6,13 @@ time of a step, so there is nothing to restore after an exception.
 """
 
 from collections import defaultdict
-from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from composable.dtensor import RaggedDTensor, memory_of, note_written, slice_full
+from composable.engine import ELEMENT_WISE
 from composable.ground.torch_private import DisableTorchFunction
 from composable.optim.rebind import after_closure, cut_state, is_per_element
 
@@ -46,54 +46,40 @@ def state_like(param: RaggedDTensor, values: torch.Tensor) -> RaggedDTensor:
 class LentPieces:
     """The local tensors of an optimizer's sharded parameters, with their gradients and state, lent to one step.
 
-    Args:
-        optimizer: The optimizer; its other parameters go along as they are.
-        left_out: Sharded parameters that the step does not see.
-
     Attributes:
-        state: The state of the tensors that the step sees, which it changes.
+        state: The state of the local tensors, which the step sees and changes.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, left_out: Collection[torch.Tensor] = ()) -> None:
-        self._lists = [[one for one in group["params"] if one not in left_out] for group in optimizer.param_groups]
-        self._local_of: dict[Any, torch.Tensor] = {}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state: State = defaultdict(dict)
-        for param in (param for params in self._lists for param in params):
-            entry = optimizer.state.get(param)
-            if type(param) is not RaggedDTensor:
-                self._local_of[param] = param
-                if entry is not None:
-                    self.state[param] = entry
-                continue
-            local = self._local_of[param] = memory_of(param._local_tensor)
+        self._lists = [list(group["params"]) for group in optimizer.param_groups]
+        self._local_of = {param: memory_of(param._local_tensor) for params in self._lists for param in params}
+        for param, local in self._local_of.items():
             lend_grad(local, local_grad(param))
-            if entry is not None:
+            if param in optimizer.state:
+                entry = optimizer.state[param]
                 cut_state(entry, param)
-                self.state[local] = {key: _local_of(value) for key, value in entry.items()}
+                self.state[local] = {key: getattr(one, "_local_tensor", one) for key, one in entry.items()}
 
-    def tensors_of(self, group: int) -> list[torch.Tensor]:
-        """Return what the step sees of a param group: tensors of any shapes."""
-        return [self._local_of[param] for param in self._lists[group]]
+    def params_of(self, group: int) -> list[list[torch.Tensor]]:
+        """Return what the step sees of a param group, tensors of any shapes, in lists that it treats one by one."""
+        return [[self._local_of[param] for param in self._lists[group]]]
 
     def take_back(self) -> None:
         """Take the gradients away."""
-        for param, local in self._local_of.items():
-            if local is not param:
-                local.grad = None
+        for local in self._local_of.values():
+            local.grad = None
 
     def end(self, state: State) -> None:
         """Take the gradients away, and put into ``state``, the optimizer's own, what the step made or replaced."""
-        note_written([local for param, local in self._local_of.items() if local is not param])
+        note_written(list(self._local_of.values()))
         self.take_back()
         for param, local in self._local_of.items():
             for key, value in self.state.get(local, {}).items():
-                if _local_of(state[param].get(key)) is not value:
-                    is_cut = local is not param and is_per_element(key, value, local.shape)
+                own = state[param].get(key)
+                if getattr(own, "_local_tensor", own) is not value:
+                    is_cut = is_per_element(key, value, local.shape)
                     state[param][key] = state_like(param, value) if is_cut else value
-
-
-def _local_of(value: Any) -> Any:
-    return value._local_tensor if type(value) is RaggedDTensor else value
 
 
 class LocalStep:
@@ -109,6 +95,12 @@ class LocalStep:
         self._optimizer: Any = None
         self._groups: list[dict[str, Any]] | None = None
         self._lent: LentPieces | None = None
+
+    @staticmethod
+    def takes(optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer is element-wise, and all of its current parameters are sharded."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return type(optimizer) in ELEMENT_WISE and all(type(param) is RaggedDTensor for param in params)
 
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Begin a step; return the arguments of torch's ``step``, with the stand-in in place of ``optimizer``."""
@@ -129,15 +121,13 @@ class LocalStep:
     def _local_groups(self) -> list[dict[str, Any]]:
         """Return the groups, made at the first read: hooks before a step, and closures, set gradients and options."""
         if self._groups is None:
-            if self._lent is not None:
-                self._lent.take_back()  # A closure made other gradients.
             lent = self._lent = self._lend(self._optimizer)
             self._shell.state = lent.state
-            self._groups = []
-            for index, group in enumerate(self._optimizer.param_groups):
-                for are_dtensors in (False, True):  # Torch's kernels for many tensors take no mixture.
-                    params = [one for one in lent.tensors_of(index) if isinstance(one, DTensor) is are_dtensors]
-                    self._groups += [{**group, "params": params}] if params else []
+            self._groups = [
+                {**group, "params": params}
+                for index, group in enumerate(self._optimizer.param_groups)
+                for params in lent.params_of(index)
+            ]
         return self._groups
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> LentPieces:
