@@ -43,6 +43,7 @@ lint: $(INSTALLED)
 	git ls-files --cached --others --exclude-standard | while read -r file; do test ! -f "$$file" || echo "$$file"; done > $(VENV)/files
 	lintrunner --data-path $(VENV)/lintrunner init
 	lintrunner --data-path $(VENV)/lintrunner --paths-from $(VENV)/files $(ARGS)
+	python .ci/lint/commits.py
 
 bench: $(INSTALLED)
 	python benchmarks/step_time.py $(ARGS)

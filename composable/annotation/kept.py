@@ -107,7 +107,7 @@ class KeptGradients(StepListener):
     def _keeps(self, member: _State) -> bool:
         """Say whether ``member``, or a handle below its root, has kept gradients, and synchronises now."""
         if not isinstance(member, FullyShardState):
-            return member.reducer.synchronises and member.reducer.keeps_gradients
+            return member.reducer.synchronises and member.reducer.round.kept > 0
         states = [state for state in self._sharded if state.outermost() is member]
         own = [handle for state in states for handle in state._handles]
         handles = own if member.root is None else member.root.handles

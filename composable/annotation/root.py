@@ -248,7 +248,7 @@ class Root:
     @property
     def is_joined(self) -> bool:
         """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
-        return any(ask() for ask in self.scheduler.step.listeners.holds_annotations)
+        return self.scheduler.step.listeners.hold_annotations
 
     @staticmethod
     @calling(_COMPARISON)

@@ -132,6 +132,11 @@ class Listeners:
         if self.root is not None:
             self.root.remove(listener)
 
+    @property
+    def hold_annotations(self) -> bool:
+        """The annotations must stay as they are now."""
+        return any(ask() for ask in self.holds_annotations)
+
     def _find_methods(self) -> None:
         for event in METHODS:
             own = [one for one in self.members if getattr(type(one), event) is not getattr(StepListener, event)]

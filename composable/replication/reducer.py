@@ -52,7 +52,7 @@ def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
         if own_round.phase is not _OPEN:
             reducer._open()
         if seen[index]:
-            reducer._arrive_again(index, param)
+            _arrive_again(reducer, index, param)
             return
         seen[index] = 1
         order.append(index)
@@ -62,6 +62,27 @@ def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
             reducer._launch_full(arrived=param)
 
     return arrive
+
+
+def _arrive_again(reducer: "Reducer", index: int, param: torch.Tensor) -> None:
+    """Accept another gradient of a parameter in one backward, as long as the first was not sent.
+
+    Raises:
+        UsageError: The first gradient was sent.
+    """
+    reducer.round.seen[index] += 1
+    bucket, static = reducer._bucket_of[index], reducer._static
+    if reducer.round.synchronises and bucket.index() < reducer.round.sent:
+        what = "a parameter got a second gradient in one backward, after the first was sent to the other ranks"
+        fix = "use activation checkpointing with use_reentrant=False, or pass static_graph=True"
+        if static is not None:
+            what = "a parameter got more gradients than in the first backward, which static_graph=True rules out"
+            fix = "drop the gradients of this step, and use the same parameters in every step"
+        raise UsageError(what, at=f"{place_of_rank()}, parameter {reducer.params[index].fqn!r}", fix=fix)
+    if static is not None and static.counts is not None and reducer.round.seen[index] <= static.counts[index]:
+        bucket.pending -= 1
+        if not bucket.pending:
+            reducer._launch_full(arrived=param)
 
 
 class BucketSteps:
@@ -242,26 +263,6 @@ class Reducer:
         """Yield a hook for each parameter, called with it, of any shape, once ``grad`` has this backward's gradient."""
         return (_arrival(self, index) for index in range(len(self.params)))
 
-    def _arrive_again(self, index: int, param: torch.Tensor) -> None:
-        """Accept another gradient of a parameter in one backward, as long as the first was not sent.
-
-        Raises:
-            UsageError: The first gradient was sent.
-        """
-        self.round.seen[index] += 1
-        bucket, static = self._bucket_of[index], self._static
-        if self.round.synchronises and bucket.index() < self.round.sent:
-            what = "a parameter got a second gradient in one backward, after the first was sent to the other ranks"
-            fix = "use activation checkpointing with use_reentrant=False, or pass static_graph=True"
-            if static is not None:
-                what = "a parameter got more gradients than in the first backward, which static_graph=True rules out"
-                fix = "drop the gradients of this step, and use the same parameters in every step"
-            raise UsageError(what, at=f"{place_of_rank()}, parameter {self.params[index].fqn!r}", fix=fix)
-        if static is not None and static.counts is not None and self.round.seen[index] <= static.counts[index]:
-            bucket.pending -= 1
-            if not bucket.pending:
-                self._launch_full(arrived=param)
-
     def _open(self) -> None:
         """Begin a backward."""
         with self._lock:
@@ -431,16 +432,6 @@ class Reducer:
     # Settings that users change between two backwards
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Backwards without synchronisation have left gradients."""
-        return self.round.kept > 0
-
-    @property
-    def is_joined(self) -> bool:
-        """Ranks without inputs follow this rank."""
-        return any(ask() for ask in self.listeners.holds_annotations)
-
-    @property
     def untraceable(self) -> str:
         """Why a graph of compiled autograd cannot average the gradients; "": it can."""
         return why_untraceable(self)
@@ -464,9 +455,8 @@ class Reducer:
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let ``steppers`` step the parameters, from the next backward on."""
         self.steppers = tuple(steppers)
-        if self.round.phase is Phase.AT_REST:
+        if self.round.phase is Phase.AT_REST:  # Otherwise the next forward ends what was stopped, as it began.
             self._use_steppers()
-        # Otherwise the next forward recovers a backward that was stopped, by the steps that it began with.
 
     def _use_steppers(self) -> None:
         if self.steppers != (() if self._steps is None else self._steps.steppers):
