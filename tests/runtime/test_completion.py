@@ -1,6 +1,6 @@
 """Programs in which autograd's order says too little: every gradient is that of one process all the same.
 
-Random trees (``tests/fuzz``) have most such programs; here are those that no tree has, or not for certain.
+Random trees (``tools/fuzz``) have most such programs; here are those that no tree has, or not for certain.
 """
 
 import math
