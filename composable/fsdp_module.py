@@ -87,15 +87,12 @@ class FSDPModule(GatherSettings, ReductionSettings):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters as any module does; in threads that do not run the steps, sharded ones always."""
-        root = state_of(self).root
-        found = super().named_parameters(*args, **kwargs)
-        if root is None or not root.scheduler.backwards.is_elsewhere:
-            yield from found
-            return
-        removes = (*args[2:], kwargs.get("remove_duplicate", True))[0]
+        state, removes = state_of(self), (*args[2:], kwargs.get("remove_duplicate", True))[0]
         seen: set[nn.Parameter] = set()
-        for name, param in found:
-            face = sharded_face(param)
+        for name, param in super().named_parameters(*args, **kwargs):
+            # Asked for each: the other thread may begin its first step meanwhile, or end one.
+            is_elsewhere = state.root is not None and state.root.scheduler.backwards.is_elsewhere
+            face = sharded_face(param) if is_elsewhere else param
             if not (removes and face in seen):  # Of a tied parameter, torch may have met both faces.
                 seen.add(face)
                 yield name, face

@@ -30,7 +30,7 @@ def test_threads_that_read_a_model_in_training_see_its_shards(world_size: int, t
         with text.open("w") as out:
             ranks.append(subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=out, stderr=out))
     try:
-        codes = [one.wait(timeout=60) for one in ranks]
+        codes = [one.wait(timeout=300) for one in ranks]
     finally:
         for one in ranks:
             one.kill()
