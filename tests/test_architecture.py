@@ -408,7 +408,7 @@ MENTIONS = {
     "steppers": (r"(?i)stepper", 58),
     "deferral": (r"(?i)defer", 43),
     "deep copies": (r"(?i)deep.?cop|\bcopied\b|memo\b", 171),
-    "kept gradients": (r"(?i)\bkept\b|kept_|\bkeeps?\b", 160),
+    "kept gradients": (r"(?i)\bkept\b|kept_|\bkeeps?\b", 161),
     "graphs of backward": (r"(?i)create_graph|makes_graph|graph of backward", 15),
     "communication hooks": (r"(?i)comm_hook|communication hook", 31),
     "Join": (r"\bJoin\b|(?i:joined|idle_ranks)", 27),
