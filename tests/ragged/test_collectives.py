@@ -56,7 +56,7 @@ def collectives() -> dict[str, Call]:
         "functional gather": lambda t: funcol.all_gather_tensor(t, 0, group),
         "functional in place": lambda t: funcol.all_reduce_inplace(t, "sum", group),
         "functional broadcast": lambda t: funcol.broadcast(t, 0, group),
-        "differentiable": lambda t: differentiable.all_reduce(t.detach().requires_grad_()),
+        "differentiable": lambda t: differentiable.all_reduce(t.detach().requires_grad_(), group=group),
     }
     return calls
 
