@@ -314,7 +314,7 @@ def chosen_text(handle: Handle) -> str:
     unused = f"reduce-scatter unused params {fills}" if fills != (handle.plan.unused_gradients == "zero") else ""
     # As of the last gather: ranks that look at other times see the same.
     faces = [(param, param.sharded if param.unsharded is None else param.unsharded) for param in handle.params]
-    names = [repr(str(param.layout.label or param.fqn)) for param, face in faces if not face.requires_grad]
+    names = [repr(handle.from_root(param.fqn)) for param, face in faces if not face.requires_grad]
     frozen = f"frozen {', '.join(names)}" if names else ""
     return ", ".join(filter(None, [handle.comms.compared_text(), unused, frozen]))
 

@@ -331,3 +331,17 @@ def test_a_copy_of_a_replicated_model_with_parameters_frozen_since_trains(way: s
             assert (copied.grad is None) is (param.grad is None)
             assert param.grad is None or torch.equal(copied.grad, param.grad)
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_frozen_parameters_of_a_copy_have_names_that_do_not_depend_on_the_original() -> None:
+    """Let one rank drop the original and the other one keep it: what the ranks compare is alike."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+    model[0][0].bias.requires_grad_(False)
+    fully_shard(model, policy={nn.Linear})
+    model(torch.ones(1, 4)).sum().backward()
+    twin = copy.deepcopy(model)
+    if dist.get_rank():
+        del model
+    twin(torch.ones(1, 4)).sum().backward()
+    assert twin[0][0].bias.grad is None and twin[1].bias.grad is not None
