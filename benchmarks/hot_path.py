@@ -3,8 +3,9 @@
     python benchmarks/hot_path.py
     python benchmarks/hot_path.py --calls     # each call of the one Linear, indented by depth
 
-Traced is one forward and backward after three others, on torch's fake process group: calls of functions that the
-package defines, none of torch's. No time is measured, so the figures are the same on every machine.
+After handles come the buckets of ``replicate``. Traced is one forward and backward after three others, on torch's fake
+process group: calls of functions that the package defines, none of torch's. No time is measured, so the figures are the
+same on every machine.
 """
 
 import argparse
@@ -113,6 +114,11 @@ def main() -> None:
             if args.calls and package == "composable" and "one" in title:
                 for call in calls:
                     print(f"{'  ' * call.depth}{call.name}  {call.file}")
+    for cap_mb in (25, 0.001):
+        model = composable.replicate(Chain(100), bucket_cap_mb=cap_mb)
+        calls = trace(model, PACKAGES["composable"])
+        buckets = len(composable.reduction_stats(model).bucket_bytes)
+        print(f"{f'100 Linear, {buckets} buckets':24}{'replicate':12}{describe(calls)}")
     dist.destroy_process_group()
 
 

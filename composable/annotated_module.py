@@ -175,7 +175,7 @@ def reduce_gradients(module: nn.Module) -> None:
     found = _synchronised_by(module, caller="reduce_gradients")
     if any(one.sync_after_context is not None for one in found):
         raise _untimely(module, "inside of no_sync, which keeps gradients on their rank", "call it after the context")
-    if any(isinstance(one, Reducer) and one.listeners.hold_annotations for one in found):
+    if any(isinstance(one, Reducer) and one.listeners.forbid_changes for one in found):
         what = "inside of Join, where ranks without inputs follow backwards only"
         raise _untimely(module, what, "leave the call out, and run the last backward of each step outside of no_sync")
     states = [state for state in states_of(module.modules()) if isinstance(state, FullyShardState)]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from composable.annotation.replicated import ReplicateState
-from composable.annotation.root import FullyShardState, Root
+from composable.annotation.root import FullyShardState
 from composable.annotation.states import AnnotationState
 from composable.comm import Ranks
 from composable.engine import StepListener
@@ -70,9 +70,6 @@ class KeptGradients(StepListener):
 
     def _states(self) -> list[_State]:
         return [*self._sharded, *self._replicated]
-
-    def _roots(self) -> list[Root]:
-        return list(dict.fromkeys(state.root for state in self._sharded if state.root is not None))
 
     def _forget(self) -> None:
         # What a ``no_sync`` of a part covers keeps gradients on: where that ends, `note` brings the others back.

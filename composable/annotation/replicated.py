@@ -96,7 +96,7 @@ class ReplicateState(AnnotationState, Companion):
 
     @property
     def is_joined(self) -> bool:
-        return self.listeners.hold_annotations
+        return self.listeners.forbid_changes
 
     def unit_of_module(self, module: nn.Module) -> Reducer:
         return self.reducer

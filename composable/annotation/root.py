@@ -248,7 +248,7 @@ class Root:
     @property
     def is_joined(self) -> bool:
         """A ``Join`` has the model: ranks without inputs follow it, as it was when the ``Join`` was made."""
-        return self.scheduler.step.listeners.hold_annotations
+        return self.scheduler.step.listeners.forbid_changes
 
     @staticmethod
     @calling(_COMPARISON)

@@ -8,7 +8,7 @@ Source: trio's instruments, https://trio.readthedocs.io/en/stable/reference-lowl
 
 import enum
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -79,7 +79,7 @@ class StepListener:
 
     def work(self, work: Work, handle: Handle | None, name: str) -> AbstractContextManager[object]:
         """Return a context around work of this rank: for a handle with its FQN, or for a bucket with its name."""
-        raise NotImplementedError
+        return nullcontext()
 
     def has_idle_ranks(self) -> bool:
         """Say whether some rank runs no modules in this step, so that it cannot answer questions about them."""
@@ -133,8 +133,8 @@ class Listeners:
             self.root.remove(listener)
 
     @property
-    def hold_annotations(self) -> bool:
-        """The annotations must stay as they are now."""
+    def forbid_changes(self) -> bool:
+        """Some listener needs the annotations as they are now."""
         return any(ask() for ask in self.holds_annotations)
 
     def _find_methods(self) -> None:

@@ -25,7 +25,6 @@ An exception may end this at any line: what comes next calls ``Backwards.tidy_up
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from os import getpid
 from threading import get_ident
 from typing import Any
 from weakref import WeakSet
@@ -406,8 +405,8 @@ class Forwards:
 
     def _begin(self, module: nn.Module) -> None:
         step = self._step
-        if step.handles and (ranks := step.handles[0].grid.everyone).process != getpid():
-            ranks.check_process()
+        for handle in step.handles[:1]:
+            handle.grid.everyone.check_process()
         step.forward_id += 1
         step.backwards_before = step.backward_id
         step.failure = ""

@@ -110,7 +110,7 @@ def why_untraceable(reducer: Any) -> str:
             item.is_sparse or isinstance(item.param, DTensor) for item in reducer.params
         ),
         "an optimizer cannot step inside of it": reducer.steppers,
-        "ranks without inputs cannot follow (Join)": reducer.listeners.hold_annotations,
+        "ranks without inputs cannot follow (Join)": reducer.listeners.forbid_changes,
         "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
         "a module whose annotation was removed cannot run": reducer._is_closed,
     }
