@@ -9,11 +9,11 @@ import pytest
 
 from tests.behaviours import ROWS, Row, is_there
 from tests.test_makefile import REPO
-from tests.tiers import CASES, FILES, SLOW, first_tier
+from tests.tiers import CASES, FILES, LONG, SLOW, first_tier
 
 
 def test_what_is_named_exists() -> None:
-    assert [test for test in SLOW if not is_there(test)] == []
+    assert [test for test in SLOW | LONG if not is_there(test)] == []
     assert [name for name in FILES if not (REPO / "tests" / name).is_file()] == []
 
 
@@ -26,7 +26,7 @@ def test_each_behaviour_has_a_test_in_the_first_tier() -> None:
 
 @pytest.mark.parametrize("count", [1, CASES - 1, CASES, CASES + 1, 10 * CASES + 1])
 def test_of_a_test_with_many_cases_some_are_in_the_first_tier(count: int) -> None:
-    name = next(test for row in ROWS for test in row.tests if test not in SLOW)
+    name = next(test for row in ROWS for test in row.tests if test not in SLOW | LONG)
     cases = [f"{name}[{number}]" for number in range(count)]
     chosen = first_tier([*cases, "test_other.py::test_it"])
     assert len(chosen) == min(count, CASES)

@@ -2,7 +2,7 @@
 
 ``--tier first`` runs it, ``--tier rest`` all others, so that both are all tests (``make test-all``), whatever is added.
 The first tier has the tests that the rows of ``tests/behaviours.md`` name, and the files of ``FILES``; of a test with
-many cases some, from the first to the last. Where a command line names files or words, those run.
+many cases some, from the first to the last, and one of the tests in ``LONG``. Where a command line names files or words, those run.
 """
 
 import functools
@@ -13,7 +13,7 @@ import pytest
 
 from tests.behaviours import ROWS, proved
 
-__all__ = ["CASES", "FILES", "SLOW", "first_tier"]
+__all__ = ["CASES", "FILES", "LONG", "SLOW", "first_tier"]
 
 FIRST, REST = "first", "rest"
 HEADER = """\
@@ -32,6 +32,22 @@ PAIRS = proved(
     "test_option_pairs.py",
     "test_fully_shard_trains_with_options_together_as_one_process",
     "test_replicate_trains_with_options_together_as_one_process",
+)
+# Of these one case will do: each takes many seconds.
+LONG = frozenset(
+    (
+        *proved("test_compiled_autograd.py", "test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient"),
+        *proved("fuzz/test_soak.py", "test_nothing_grows"),
+        *proved("runtime/test_hidden_losses.py", "test_a_hidden_loss_has_the_gradients_of_one_process_or_an_error"),
+        *proved("runtime/test_reading_threads.py", "test_threads_that_read_a_model_in_training_see_its_shards"),
+        *proved("collectives/test_uncaught.py", "test_an_exception_that_ends_a_rank_is_told_at_once"),
+        *proved(
+            "fuzz/test_random_trees.py",
+            "test_random_trees_train_as_one_process_does",
+            "test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank",
+            "test_with_copies_of_shards_they_do",
+        ),
+    )
 )
 # Left to the others though a row names it: what compiles for a minute, or waits that long. The rows name others too.
 SLOW = frozenset(
@@ -86,7 +102,8 @@ def first_tier(names: Iterable[str]) -> frozenset[str]:
         if function.partition("::")[0] in FILES or function in PAIRS:
             chosen.update(those)
         elif function in _functions():
-            chosen.update(those[number * len(those) // CASES] for number in range(CASES))
+            count = 1 if function in LONG else CASES
+            chosen.update(those[number * len(those) // count] for number in range(count))
     return frozenset(chosen)
 
 

@@ -21,7 +21,7 @@ GROUPS = [(2, range(start, start + 20)) for start in range(0, 80, 20)] + [(3, ra
 # With options of replicate, and such as exclude each other: more is refused.
 REPLICATED = [(2, range(14)), (3, range(14, 20)), (1, range(20, 26))]
 # With copies of shards.
-HYBRID = [(4, range(12)), (2, range(12, 24)), (3, range(24, 28))]
+HYBRID = [(2, range(12, 24)), (4, range(12)), (3, range(24, 28))]
 FAILURES = ("wrong", "hang", "error")
 
 
