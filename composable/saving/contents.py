@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.dtensor import write_values
 from composable.errors import ConfigError, UsageError
+from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_map, unflatten_state_dict
 from composable.saving.entries import OptimizerNames, names_of_params, optimizer_differences
 from composable.saving.loads import find_differences
@@ -376,7 +377,7 @@ def _room_for(entry: Any, like: torch.Tensor | None) -> torch.Tensor | None:
 def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
     """Load the values that were read into ``targets`` into the model and the optimizers."""
     nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
-    set_model_state_dict(model, nested.get("model", {}))
+    set_model_state_dict(model, _with_names_of_aliases(nested.get("model", {}), model))
     saved = _with_own_keys(nested.get("optimizer", {}))
     state, groups = saved.get("state", {}), iter(saved.get("param_groups", []))
     names = names_of_params(model)
@@ -392,6 +393,19 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
             if name in state
         }
         optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+
+
+def _with_names_of_aliases(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return ``values`` with the model's own keys in a compiled module's second name and all later ones.
+
+    torch goes through a module once, and so gives the keys back under the first name only.
+    """
+    firsts = {plain_fqn(name) for name, _ in model.named_modules()}
+    for key in model.state_dict():
+        name = plain_fqn(key)
+        if name != key and name in values and name.rpartition(".")[0] not in firsts:
+            values[key] = values.pop(name)
+    return values
 
 
 def _in_its_class(held: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,6 +241,38 @@ def save_untrained(run: Path) -> None:
     assert_equal(snapshot(loaded, trained), expected_after(1, "adamw"))
 
 
+class Held(nn.Module):
+    """Blocks that have several names."""
+
+    def __init__(self, *, is_compiled: bool, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        one, two = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        if is_compiled:
+            one, two = (torch.compile(block, backend="eager") for block in (one, two))  # type: ignore[assignment]
+        self.first, self.second = nn.Sequential(one, two), nn.ModuleDict({"again": two, "last": one})
+        self.third = two
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def load_what_was_saved(folder: str, annotation: str, is_compiled: bool) -> None:
+    annotate = {"fully_shard": fully_shard, "replicate": replicate}[annotation]
+    model, other = (annotate(Held(is_compiled=is_compiled, seed=seed)) for seed in (1, 2))
+    save_checkpoint(folder, 1, model)
+    load_checkpoint(folder, other)
+    values, loaded = ([full(value) for value in one.state_dict().values()] for one in (model, other))
+    assert len(values) == len(loaded) > 7
+    assert all(map(torch.equal, values, loaded))
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_modules_are_loaded_under_each_of_their_names(annotation: str, is_compiled: bool, tmp_path: Path) -> None:
+    run_threads(load_what_was_saved, 2, str(tmp_path), annotation, is_compiled)
+
+
 def test_an_optimizer_that_has_not_stepped_is_not_made_to(tmp_path: Path) -> None:
     run_threads(save_untrained, 2, tmp_path)
 

@@ -80,7 +80,8 @@ def other_values(on: Between) -> None:
         on.scale(0.9)
         return
     state = full_state_dict(on.model)
-    names = {name for name, _ in on.model.named_parameters(remove_duplicate=False)}
+    # Full state dicts have the names of the model without `torch.compile`.
+    names = {name.replace("_orig_mod.", "") for name, _ in on.model.named_parameters(remove_duplicate=False)}
     load_full_state_dict(on.model, {name: value * 0.9 if name in names else value for name, value in state.items()})
 
 
