@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import logging
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +140,52 @@ def test_what_only_one_rank_wrote_in_whatever_way_all_ranks_gather_again(way: st
     counting.reset()
     loss(model, 1)
     assert [counting.counts().get("all_gather", 0)] == [0 if way == "nothing" else 1]
+
+
+class Taught(nn.Module):
+    """Blocks, one of which runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(MLPBlock(DIM) for _ in range(3))
+        self.teacher = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.blocks[self.teacher](x)
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.teacher else block(x)
+        return x - target
+
+
+@pytest.mark.parametrize("seed", range(8))
+@on_ranks(2)
+def test_what_stays_after_forward_may_change_between_steps(seed: int) -> None:
+    """A forward without gradients leaves a block gathered, if its setting says so; after a step these values are old."""
+    rng = random.Random(seed)
+    model, twin = Taught(), Taught()
+    for block in model.blocks:
+        fully_shard(block)  # each a root, which has no backward if it runs without gradients
+    blocks: list[Any] = [*model.blocks]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    for step in range(6):
+        for block in blocks:
+            if rng.random() < 0.7:
+                block.set_reshard_after_forward(rng.random() < 0.5, recurse=False)
+            if rng.random() < 0.3:
+                block.set_modules_to_forward_prefetch(rng.sample(blocks, 2))
+        teacher = rng.randrange(3)
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            one.teacher = teacher
+            loss(one, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for param in one.parameters():
+                    param.mul_(0.9)  # also where there was no gradient
+    for name, value in full_params(model).items():
+        torch.testing.assert_close(value, twin.get_parameter(name).detach())
 
 
 @pytest.mark.parametrize("async_op", [False, True])

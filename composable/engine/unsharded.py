@@ -342,6 +342,8 @@ class Unsharded:
                 self.reshard(handle)
             elif handle.settings.reshard_option is False and handle.is_unsharded:
                 kept.append(handle)  # Left by a forward without gradients.
+            elif handle.view is ParamView.HIDDEN:
+                self.reshard(handle)  # Left so too, and the setting has changed since.
         if kept:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
