@@ -416,3 +416,78 @@ def test_an_optimizer_in_backward_steps_on_what_was_kept(ends_by_hand: bool, buc
             optimizer.step()
             optimizer.zero_grad()
             assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-6)
+
+
+class StoppedError(Exception):
+    """Ends a backward."""
+
+
+def stop_in(kid: nn.Module, chosen: Sequence[int], model: nn.Module, x: torch.Tensor) -> None:
+    """Run a forward, and a backward that an exception ends in the middle of ``kid``."""
+
+    def stop(grad: torch.Tensor) -> None:
+        raise StoppedError
+
+    hook = kid[1].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)  # type: ignore[index]
+    with pytest.raises(StoppedError):
+        model(x, chosen).square().mean().backward()
+    hook.remove()
+
+
+def run_stopped(seed: int) -> None:
+    """Stop a backward, with no_sync or without, and drop its gradients: nothing of it is in what comes next."""
+    rng = random.Random(seed)
+    model, plain = Chosen(), Chosen()
+    kinds = [rng.choice(["replicate", "shard"]) for _ in range(KIDS)]
+    root = rng.choice(["replicate", "shard", "none", "none"])
+
+    def annotate_all() -> None:
+        for kid, kind in zip(model.kids, kinds, strict=True):
+            for layer in (kid[0], kid[2]) if kind == "shard" else ():
+                annotate(layer, rng.choice(["shard", "none"]))
+            annotate(kid, kind)
+        annotate(model, root)
+
+    for one in (model, plain):
+        one.scale.requires_grad = False
+    annotate_all()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def train(number: int, *, keeps: bool) -> None:
+        chosen = rng.sample(range(KIDS), 3)
+        with no_sync(model) if keeps else nullcontext():
+            model(input_of(number, rank), chosen).square().mean().backward()
+        for one in range(size):
+            (plain(input_of(number, one), chosen).square().mean() / size).backward()
+
+    for number in range(4):
+        with no_sync(model) if rng.randrange(3) else nullcontext():
+            chosen = rng.sample(range(KIDS), rng.randrange(1, KIDS + 1))
+            stop_in(model.kids[rng.choice(chosen)], chosen, model, input_of(9, rank))
+        model.zero_grad()
+        way = rng.choice(["nothing", "copy", "copy", "reduce", "step", "anew"])
+        if way == "anew":
+            unannotate(model)
+            annotate_all()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elif way == "copy":
+            model, optimizer = copy.deepcopy((model, optimizer))
+        elif way == "reduce":
+            reduce_gradients(model)
+        elif way == "step":
+            optimizer.step()
+        for _ in range(rng.randrange(2)):
+            train(number, keeps=True)
+        train(number, keeps=False)
+        assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_nothing_of_a_stopped_backward_is_in_what_comes_next(world_size: int) -> None:
+    for seed in range(14):
+        run_threads(run_stopped, world_size, seed)
