@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable.annotation import call_as_forward
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.contract import contract
 from composable.ground.frames import is_functional_call
 from composable.ground.names import check_bool, describe_module, described
@@ -123,7 +123,7 @@ def forward_in_place(module: nn.Module) -> "CheckpointedForward":
     if not isinstance(found, CheckpointedForward):
         raise UsageError(
             "checkpoint cannot be undone: this module's forward was replaced since",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix="put the forward back that the module had after checkpoint",
         )
     return found
@@ -163,7 +163,7 @@ class CheckpointedForward:
         if not torch.compiler.is_compiling() and is_functional_call():
             raise UsageError(
                 "functional_call runs a checkpointed module: in backward it would run again with other parameters",
-                at=f"{place_of_rank()}, {describe_module(self.module)}",
+                at=describe_module(self.module),
                 fix="unannotate it, or call it under torch.no_grad()",
             )
         count, names = len(args), tuple(kwargs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from composable.annotation import FullyShardState, KeptGradients, ReducingUnit, nothing_annotated, states_of, units_of
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward
 from composable.ground.names import check_bool, check_module, describe_module
 from composable.replication import Reducer
@@ -55,7 +55,7 @@ class AnnotatedModule(_Module):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
             f"a {self._composable_kind} module cannot be pickled as a whole",
-            at=place_of(self),
+            at=describe_module(self),
             fix="save its state_dict(); copy.deepcopy copies it; unannotate makes it a plain module",
         )
 
@@ -103,11 +103,6 @@ def original_class(cls: type) -> Any:
     return cls.__bases__[1]
 
 
-def place_of(module: nn.Module) -> str:
-    """Return the text that names this rank and ``module`` in messages."""
-    return f"{place_of_rank()}, {describe_module(module)}"
-
-
 def no_longer_annotated(module: nn.Module) -> UsageError:
     """Return the error of a method of ``module`` that was taken before its annotation was undone."""
     return UsageError("the module is no longer annotated", at=describe_module(module), fix="annotate it again")
@@ -117,7 +112,7 @@ def _join_hook(module: nn.Module, **_: object) -> NoReturn:
     """Refuse a module that is given to ``Join``, which calls this method, as ``DistributedDataParallel`` has it."""
     raise ConfigError(
         "Join got an annotated module itself",
-        at=place_of(module),
+        at=describe_module(module),
         fix="pass joinable(model, step=...), as in docs/uneven_inputs.md; or as_ddp(model), if it is replicated alone",
     )
 
@@ -195,7 +190,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
 
 def _untimely(module: nn.Module, when: str, fix: str) -> UsageError:
-    return UsageError(f"reduce_gradients {when}", at=place_of(module), fix=fix)
+    return UsageError(f"reduce_gradients {when}", at=describe_module(module), fix=fix)
 
 
 def _synchronised_by(module: nn.Module, *, caller: str) -> list[ReducingUnit]:

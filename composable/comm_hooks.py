@@ -27,9 +27,7 @@ from composable.errors import (
     ConfigError,
     SignatureError,
     UsageError,
-    located,
     made_alike,
-    place_of_rank,
 )
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, class_name, describe_module, described, list_text
@@ -63,7 +61,6 @@ class DefaultState:
         if not isinstance(process_group, dist.ProcessGroup):
             raise ConfigError(
                 f"process_group is {described(process_group)}, not a ProcessGroup that this rank is in",
-                at=place_of_rank(),
                 fix="pass dist.group.WORLD, or the group of the mesh",
             )
         self.process_group = process_group
@@ -93,7 +90,6 @@ class LowPrecisionState(DefaultState):
         ):
             raise ConfigError(
                 f"parameter_type is {described(parameter_type)}",
-                at=place_of_rank(),
                 fix="pass the dtype of the parameters, such as torch.float32, or None",
             )
         self.parameter_type = parameter_type
@@ -225,12 +221,11 @@ def _default_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor 
 
 def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
-        raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
+        raise ConfigError(f"hook is {described(hook)}", fix="pass a communication hook")
     if _argument_of(hook) is _BUCKET:
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise ConfigError(
             f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
-            at=place_of_rank(),
             fix="use torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, name its argument grad",
         )
     called = _as_hook_of_gradients(hook)
@@ -352,8 +347,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             unit.check_comm_hooks([*unit.comm_hooks, one])
         return one
 
-    with located(place_of_rank()):
-        one = made_alike(check, lambda one, failure: _agree(module, units, "register_comm_hook", one, failure))
+    one = made_alike(check, lambda one, failure: _agree(module, units, "register_comm_hook", one, failure))
     if _remembers_buckets(state):
         _SERVED.update((id(state), caller) for caller in callers_of(one))
     for unit in units:

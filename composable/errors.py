@@ -6,7 +6,7 @@ Every message says what happened, where (rank, module, parameter) and what to do
       at:  rank 3, module 'layers.7', parameter 'layers.7.up.weight' [4096, 1024] bfloat16
       fix: materialize the model before the first forward
 
-Inner code raises the bare cause; one outer place adds the location with ``located``.
+Inner code raises the bare cause; one outer place adds the module with ``located``. The rank comes by itself.
 """
 
 import functools
@@ -25,15 +25,26 @@ class ComposableError(Exception):
 
     Args:
         what: What happened, without a full stop.
-        at: Where: rank, module FQN, parameter FQN.
+        at: Where: module FQN, parameter FQN. The rank that makes the error is put before it, unless it names one.
         fix: What the user should do.
+
+    Attributes:
+        within: ``at`` as it was given, with what ``located`` has put before it.
     """
 
     def __init__(self, what: str, *, at: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
         self.what = what
-        self.at = at
+        self.within = at
         self.fix = fix
+        self._rank = None if (rank := place_of_rank()) == _OUTSIDE else rank
+
+    @property
+    def at(self) -> str | None:
+        """Where: rank, module FQN, parameter FQN; ``None``: nothing is known."""
+        if _names_rank(self.within):
+            return self.within
+        return ", ".join(filter(None, [self._rank, self.within])) or None
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -44,7 +55,8 @@ class ComposableError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.at, self.fix))
+        # The last one replaces the rank of the process that reads the error.
+        return (_rebuild, (type(self), self.what, self.within, self.fix), {"_rank": self._rank})
 
 
 class ConfigError(ComposableError, ValueError):
@@ -97,15 +109,17 @@ def place_of_rank() -> str:
 
 @contextmanager
 def located(at: str) -> Iterator[None]:
-    """Put ``at`` before the location of an error of this library, unless it names a rank already."""
+    """Put ``at`` before the place that an error of this library was given, unless that has it, or a rank, already."""
     try:
         yield
     except ComposableError as error:
-        if error.at is None:
-            error.at = at
-        elif not error.at.startswith(("rank ", _OUTSIDE)):
-            error.at = f"{at}, {error.at}"
+        if not _names_rank(error.within) and at not in (error.within or ""):
+            error.within = ", ".join(filter(None, [at, error.within]))
         raise
+
+
+def _names_rank(at: str | None) -> bool:
+    return at is not None and at.startswith(("rank ", _OUTSIDE))
 
 
 def made_alike(make: Callable[[], T], compare: Callable[[T | None, ComposableError | None], object]) -> T:

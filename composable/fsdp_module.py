@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.annotated_module import ClassSwap, original_class, place_of
+from composable.annotated_module import ClassSwap, original_class
 from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_face
 from composable.engine import FlatBuffer, Handle, ShardedParam, attach, has_written, lost_write
-from composable.errors import ConfigError, UsageError, located, place_of_rank
+from composable.errors import ConfigError, UsageError, located
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
-from composable.ground.names import check_bool, check_device, check_module, described
+from composable.ground.names import check_bool, check_device, check_module, describe_module, described
 from composable.ground.torch_private import ask_before_conversions
 from composable.ground.unfilled import MarkedMemory
 
@@ -164,7 +164,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         if any(root.scheduler.is_deferred for root in roots_of(self, recurse=True)):
             raise UsageError(
                 "zero_grad while gradients wait for the last backward",
-                at=place_of(self),
+                at=describe_module(self),
                 fix="call finalize_backward() before, or reset_iter_state() to drop them",
             )
         super().zero_grad(set_to_none)
@@ -236,7 +236,7 @@ def _refusal(name: str, why: str) -> Callable[[nn.Module, object], None]:
         if value is True and name in _WISHES:
             _LOG.info("%s(True) changes nothing: %s", name, why)
         elif value is not False:
-            raise ConfigError(f"{name}({described(value)}): {why}", at=place_of(self), fix="leave the call out")
+            raise ConfigError(f"{name}({described(value)}): {why}", at=describe_module(self), fix="leave the call out")
 
     refuse.__doc__ = f"{'Log' if name in _WISHES else 'Refuse'} all but False: {why}."
     return refuse
@@ -268,7 +268,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if function is None:
         raise ConfigError(
             f"register_fsdp_forward_method got {described(method_name)}, which is no method",
-            at=place_of(module),
+            at=describe_module(module),
             fix="pass the name of a method that its class defines",
         )
 
@@ -304,10 +304,10 @@ def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor
         if handle.is_unsharded or handle.held_with is not None:
             raise UsageError(
                 "a module cannot be converted while its parameters are in use",
-                at=f"{place_of_rank()}, {handle.described}",
+                at=handle.described,
                 fix="do it between steps, outside of unshard_params",
             )
-    with located(f"{place_of_rank()}, {handle.described}"):
+    with located(handle.described):
         for flat in handle.buffers:
             flat.check_convertible(fn)
 

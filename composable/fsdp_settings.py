@@ -13,10 +13,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from composable.annotated_module import AnnotatedModule, no_longer_annotated, place_of
+from composable.annotated_module import AnnotatedModule, no_longer_annotated
 from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.engine import Handle, Scheduler, streams_for
-from composable.errors import ConfigError, UsageError, located, place_of_rank
+from composable.errors import ConfigError, UsageError, located
 from composable.ground.frames import in_backward, modules_in_call
 from composable.ground.names import check_bool, check_number, describe_module, described
 from composable.ground.ownership import CHANGES
@@ -40,7 +40,7 @@ class GradientReductionHandle:
             return
         if scheduler.finalizing is not self._finalizing:
             what, fix = "the gradients were dropped by reset_iter_state", "start anew with the next forward"
-            raise UsageError(what, at=place_of_rank(), fix=fix)
+            raise UsageError(what, fix=fix)
         scheduler.end_finalize()
 
 
@@ -112,7 +112,7 @@ class GatherSettings(AnnotatedModule):
         device = state.grid.shard.device
         if event is not None and not isinstance(event, (torch.Event, torch.get_device_module(device).Event)):
             what = f"set_post_optim_event got {described(event)}"
-            raise ConfigError(what, at=place_of(self), fix="pass a recorded torch.Event")
+            raise ConfigError(what, at=describe_module(self), fix="pass a recorded torch.Event")
         if device.type != "cpu":
             state.settings.post_optim_event = event
 
@@ -137,7 +137,7 @@ class ReductionSettings(AnnotatedModule):
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
             raise ConfigError(
                 "set_requires_all_reduce(False) leaves out an all-reduce, and gradients of a 1-D mesh need none",
-                at=place_of(self),
+                at=describe_module(self),
                 fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
         for handle in handles:
@@ -164,7 +164,7 @@ class ReductionSettings(AnnotatedModule):
         """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool) or max_input_buffers < 1:
             what = f"max_input_buffers is {described(max_input_buffers)}"
-            raise ConfigError(what, at=place_of(self), fix="pass an int of at least 1")
+            raise ConfigError(what, at=describe_module(self), fix="pass an int of at least 1")
         for handle in _chosen(self, recurse):
             handle.settings.gradient_buffers = max_input_buffers
 
@@ -180,7 +180,7 @@ class ReductionSettings(AnnotatedModule):
         fix = "pass a finite number above zero, or None for the number of ranks"
         number = None if factor is None else check_number("factor", factor, above=0.0, fix=fix)
         if number == math.inf:
-            raise ConfigError("factor is inf", at=place_of_rank(), fix=fix)
+            raise ConfigError("factor is inf", fix=fix)
         _change(self, divide_factor=number)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
@@ -216,12 +216,12 @@ class ReductionSettings(AnnotatedModule):
             ConfigError: ``hook`` is no function, or ``stream`` none of the module's device.
         """
         if hook is not None and not callable(hook):
-            raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a function of a tensor")
+            raise ConfigError(f"hook is {described(hook)}", fix="pass a function of a tensor")
         device_type = state_of(self).grid.shard.device.type
         is_known = isinstance(stream, torch.Stream) and stream.device.type == device_type != "cpu"
         if stream is not None and (hook is None or not is_known):
             fix = f"pass a hook, and a stream of the module's device; that is {device_type}, and the CPU has none"
-            raise ConfigError(f"stream is {described(stream)}", at=place_of_rank(), fix=fix)
+            raise ConfigError(f"stream is {described(stream)}", fix=fix)
         _change(self, all_reduce_hook=hook, all_reduce_stream=stream)
 
     # For the whole tree
@@ -251,7 +251,7 @@ class ReductionSettings(AnnotatedModule):
             return
         if in_backward() or (state.root is not None and state.root.scheduler.is_deferred):
             what = "set_manual_backward_finalization between a backward and its end"
-            raise UsageError(what, at=place_of(self), fix="call finalize_backward() first")
+            raise UsageError(what, at=describe_module(self), fix="call finalize_backward() first")
         state.settings.finalizes_by_hand = enabled
 
     @overload
@@ -322,7 +322,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     devices = {state.grid.shard.device for state in states}
     if len(devices) > 1:
         what = f"share_comm_ctx got modules on {', '.join(sorted(map(str, devices)))}"
-        raise ConfigError(what, at=place_of_rank(), fix="call it for the modules of each device")
+        raise ConfigError(what, fix="call it for the modules of each device")
     for state in states:
         if state.root is not None:
             state.root.scheduler.check_between_steps()
@@ -386,7 +386,7 @@ def _set_prefetch(module: nn.Module, field: str, modules: object) -> None:
 def _change(module: nn.Module, **changes: Any) -> None:
     """Change the communication settings of the handle of ``module``, if it has parameters of its own."""
     for handle in handles_of(module, recurse=False):
-        with located(f"{place_of_rank()}, {handle.described}"):
+        with located(handle.described):
             handle.communicate_by(replace(handle.comms, **changes))
 
 
@@ -397,7 +397,7 @@ def _root_state(module: nn.Module, method: str) -> FullyShardState:
     if state is not outer or module not in state.modules:
         names = ", ".join(map(describe_module, outer.modules))
         what = f"{method} is for the root, where forward starts"
-        raise UsageError(what, at=place_of(module), fix=f"call it on {names}")
+        raise UsageError(what, at=describe_module(module), fix=f"call it on {names}")
     return state
 
 
@@ -407,19 +407,18 @@ def _idle_root_state(module: nn.Module, method: str) -> FullyShardState:
     running = {one for own in state.modules for one in own.modules()} & {*modules_in_call()}
     if running or in_backward():
         what = f"{method} inside a {'forward' if running else 'backward'}"
-        raise UsageError(what, at=place_of(module), fix="call it after backward, outside of any forward")
+        raise UsageError(what, at=describe_module(module), fix="call it after backward, outside of any forward")
     return state
 
 
 def _fully_sharded(modules: object, caller: str) -> list[GatherSettings]:
     """Return ``modules`` as a list; raise ``ConfigError`` unless it is a sequence of fully sharded modules."""
     if not isinstance(modules, Sequence) or isinstance(modules, str | nn.Module):
-        raise ConfigError(f"{caller} got {described(modules)}", at=place_of_rank(), fix="pass a list of modules")
+        raise ConfigError(f"{caller} got {described(modules)}", fix="pass a list of modules")
     for module in modules:
         if not isinstance(module, GatherSettings):
             raise ConfigError(
                 f"{caller} got {type(module).__name__}, which is not fully sharded",
-                at=place_of_rank(),
                 fix="pass modules that fully_shard annotated or its policy picked",
             )
     return list(modules)

@@ -44,7 +44,7 @@ from composable.engine import (
     has_stepped,
     step_torch_optimizers,
 )
-from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike
 from composable.features import (
     ClassGatheredBuffer,
     FirstValues,
@@ -291,7 +291,7 @@ def _check_pairs(state: FullyShardState) -> None:
             if own and other not in ((), own) and below.grid.everyone == state.grid.everyone:
                 raise ConfigError(
                     f"a module below has copies of shards on ranks {list(other)}, this one on {list(own)}",
-                    at=f"{place_of_rank()}, {describe_module(below.modules[0])}",
+                    at=describe_module(below.modules[0]),
                     fix="annotate all modules on one mesh of two dims, or some on one dim",
                 )
 
@@ -301,7 +301,7 @@ def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
     found: list[object] = []  # joined meshes, held so that each is made once
     for fqn, one in (pair for member in members for pair in member.params.items()):
         if one.form is not None and isinstance(one.form.node, SplitNode):
-            with located(f"{place_of_rank()}, parameter {fqn!r} {list(one.form.node.spec.shape)}"):
+            with located(f"parameter {fqn!r} {list(one.form.node.spec.shape)}"):
                 found.append(joined_mesh(mesh, one.form.node.spec.mesh))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from composable.annotation import ReplicateState, check_not_joined, check_ranks_below, has_parts, take_over_optimizers
 from composable.comm import Grid, annotating, resolve_ranks
 from composable.engine import has_torch_optimizer
-from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
+from composable.errors import ComposableError, ConfigError, made_alike
 from composable.features import follow_inputs
 from composable.ground.contract import contract
 from composable.ground.names import check_outside_inference, describe_module, described, readable_twice
@@ -153,7 +153,7 @@ def replicate(
         check_outside_inference("replicate")
         if not isinstance(options, ReplicateOptions):
             what = f"options is {described(options)}"
-            raise ConfigError(what, at=place_of_rank(), fix="pass a composable.ReplicateOptions")
+            raise ConfigError(what, fix="pass a composable.ReplicateOptions")
         check_ranks_below(state, Grid.whole(ranks))
         device = choose_device(device_ids, ranks.device.type)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
@@ -163,7 +163,7 @@ def replicate(
         if precision is not None and split:
             raise ConfigError(
                 "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
-                at=f"{place_of_rank()}, parameter {split[0]!r}",
+                at=f"parameter {split[0]!r}",
                 fix="first call replicate on their modules, without mp_policy",
             )
         params = [one for one in managed.params if one.param.requires_grad]

@@ -12,16 +12,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from composable.annotated_module import AnnotatedModule, ClassSwap, no_longer_annotated, no_sync, place_of
+from composable.annotated_module import AnnotatedModule, ClassSwap, no_longer_annotated, no_sync
 from composable.annotation import KeptGradients, check_replicated, replicate_state_of, states_of
 from composable.comm import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
-from composable.ground.names import check_bool, check_number, described
+from composable.ground.names import check_bool, check_number, describe_module, described
 from composable.replication import BackwardTiming, Reducer
 
 
@@ -167,7 +167,7 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         fix = "pass a whole number above zero, or None"
         rate = check_number("sample_rate", sample_rate, least=1.0, fix=fix)
         if rate != int(rate):
-            raise ConfigError(f"sample_rate is {described(sample_rate)}", at=place_of_rank(), fix=fix)
+            raise ConfigError(f"sample_rate is {described(sample_rate)}", fix=fix)
         reducer.stopwatch.every = int(rate)
     fqns = [item.fqn for item in reducer.params]
     order = reducer.exchange.arrangement.order
@@ -211,13 +211,12 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
     if in_backward():
         raise UsageError(
             "update_process_group inside a backward",
-            at=place_of(module),
+            at=describe_module(module),
             fix="call it between two steps, also after a backward that raised",
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
             f"process_group is {described(process_group)}, not a ProcessGroup that this rank is in",
-            at=place_of_rank(),
             fix="pass what torch.distributed.new_group() returned, on the ranks of the group only",
         )
     params = [item.param for item in state.reducer.params]

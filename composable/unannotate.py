@@ -27,7 +27,7 @@ from composable.annotation import (
 from composable.comm import Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
 from composable.engine import Handle, attach, handle_of, refuse_waiting_copies
-from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, made_alike
 from composable.fsdp_module import remove_mixin
 from composable.ground.contract import get_registry, remove_annotation, remove_member
 from composable.ground.frames import in_backward, modules_in_call, reaches_out
@@ -71,24 +71,23 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
         ConfigError: ``module`` is no module, or ``recurse`` no bool.
     """
-    with located(place_of_rank()):
-        roots = [module] if isinstance(module, nn.Module) else module
-        if not isinstance(roots, (list, tuple)) or not roots or not all(isinstance(one, nn.Module) for one in roots):
-            raise ConfigError(f"unannotate got {type(module).__name__}", fix="pass a module or a list of modules")
-        check_bool("recurse", recurse)
-        check_not_joined(roots, "unannotate")
-        states = states_of(one for root in roots for one in (root.modules() if recurse else (root,)))
+    roots = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(roots, (list, tuple)) or not roots or not all(isinstance(one, nn.Module) for one in roots):
+        raise ConfigError(f"unannotate got {type(module).__name__}", fix="pass a module or a list of modules")
+    check_bool("recurse", recurse)
+    check_not_joined(roots, "unannotate")
+    states = states_of(one for root in roots for one in (root.modules() if recurse else (root,)))
 
-        def compare(removal: _Removal | None, failure: ComposableError | None) -> None:
-            lines = {} if removal is None else removal.lines()
-            compare_in_each(
-                {ranks: "\n".join(lines.get(ranks, ())) for ranks in _everyone(roots, states)},
-                failure,
-                what="the ranks call unannotate on different parameters or gradients",
-                fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
-            )
+    def compare(removal: _Removal | None, failure: ComposableError | None) -> None:
+        lines = {} if removal is None else removal.lines()
+        compare_in_each(
+            {ranks: "\n".join(lines.get(ranks, ())) for ranks in _everyone(roots, states)},
+            failure,
+            what="the ranks call unannotate on different parameters or gradients",
+            fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
+        )
 
-        removal = made_alike(lambda: _Removal(roots, states, recurse=recurse), compare)
+    removal = made_alike(lambda: _Removal(roots, states, recurse=recurse), compare)
     with torch.no_grad():
         removal.run()
     return module
@@ -142,7 +141,7 @@ class _Removal:
         if running or in_backward():
             raise UsageError(
                 f"unannotate inside a {'forward' if running else 'backward'}",
-                at=", ".join([place_of_rank(), *map(describe_module, running[:1])]),
+                at=", ".join(map(describe_module, running[:1])),
                 fix="call it between two steps",
             )
         for state in self._sharded:
@@ -216,7 +215,7 @@ class _Removal:
 
 
 def _untimely(while_: str, place: str, fix: str) -> UsageError:
-    return UsageError(f"unannotate while {while_}", at=f"{place_of_rank()}, {place}", fix=fix)
+    return UsageError(f"unannotate while {while_}", at=place, fix=fix)
 
 
 def _make_whole(handle: Handle) -> None:

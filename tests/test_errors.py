@@ -1,9 +1,11 @@
 import pickle
 
 import pytest
+import torch.distributed as dist
 
 from composable import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.errors import SignatureError, located, place_of_rank
+from tests.world import on_ranks
 
 KINDS = [
     (ConfigError, ValueError),
@@ -30,6 +32,19 @@ def test_a_kind_can_be_caught_as_its_builtin_and_as_ours(kind: type[ComposableEr
     copy = pickle.loads(pickle.dumps(kind("what", at="where", fix="how")))  # between processes
     assert type(copy) is kind
     assert str(copy) == "what\n  at:  where\n  fix: how"
+
+
+@on_ranks(2)
+def test_an_error_names_the_rank_that_made_it_also_on_other_ranks() -> None:
+    own, other = f"rank {dist.get_rank()}", f"rank {1 - dist.get_rank()}"
+    assert str(UsageError("bad")) == f"bad\n  at:  {own}"
+    assert UsageError("bad", at=f"{other}, module 'out'").at == f"{other}, module 'out'"
+    with pytest.raises(UsageError) as caught, located("module 'out'"):
+        raise UsageError("bad", at="parameter 'weight'")
+    assert caught.value.at == f"{own}, module 'out', parameter 'weight'"
+    error: ComposableError = pickle.loads(pickle.dumps(caught.value))
+    error._rank = other
+    assert pickle.loads(pickle.dumps(error)).at == f"{other}, module 'out', parameter 'weight'"
 
 
 def test_located_adds_the_rank_where_none_is_named() -> None:

@@ -20,7 +20,7 @@ import _traversal_utils
 from composable.annotation.states import take_over_optimizers
 from composable.comm import Grid, ModelRanks, Ranks, compare_in_each
 from composable.engine import Handle, attach, digest_of
-from composable.errors import ConfigError, UsageError, located, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
 from composable.ground.ownership import CHANGES, check_callers, is_left_alone, is_managed, watch_registrations
@@ -59,8 +59,7 @@ def check_values(
     """
     failure: UsageError | None = None
     try:
-        with located(place_of_rank()):
-            _check_filled(states, names)
+        _check_filled(states, names)
     except UsageError as error:
         failure = error
     texts: dict[Ranks, str] = {}
@@ -169,7 +168,7 @@ class Additions:
         if names:
             raise UsageError(
                 "parameters were added after fully_shard was called, and nothing averages their gradients",
-                at=f"{place_of_rank()}, {list_text(names)}",
+                at=list_text(names),
                 fix="add modules first; or call fully_shard on the added module too; or unannotate, and annotate anew",
             )
         modules = list(_traversal_utils._get_modules(module))
@@ -269,7 +268,7 @@ def check_views(roots: Sequence[nn.Module]) -> None:
                     if _overlap(place, _place_of("", tensor)):
                         raise UsageError(
                             f"{name!r} is a view of a parameter from before fully_shard, and keeps its first values",
-                            at=f"{place_of_rank()}, module {fqn!r}, parameter {place[0]!r}",
+                            at=f"module {fqn!r}, parameter {place[0]!r}",
                             fix="take the view in forward, or give it memory of its own before fully_shard: clone()",
                         )
 

@@ -18,7 +18,7 @@ from torch import nn
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.dtensor import note_unfinished
 from composable.engine import FIX_COPY, Handle, Listeners, attach, handle_of, refuse_waiting_copies
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.frames import in_backward, modules_of_copy, reaches_out
 from composable.ground.names import describe_module
 from composable.ground.ownership import is_left_alone, leave_alone
@@ -47,7 +47,7 @@ def handles_within(modules: Collection[nn.Module], verb: str, fix: str) -> list[
         if handle.held_with is not None:
             raise UsageError(
                 f"a model cannot be {verb} while unshard_params shows its parameters",
-                at=f"{place_of_rank()}, {handle.described}",
+                at=handle.described,
                 fix="leave the context first",
             )
     return handles
@@ -100,7 +100,7 @@ def _check(module: nn.Module, plain_class: type[nn.Module]) -> None:
 
 
 def _refused(module: nn.Module, what: str, fix: str) -> UsageError:
-    return UsageError(what, at=f"{place_of_rank()}, {describe_module(module)}", fix=fix)
+    return UsageError(what, at=describe_module(module), fix=fix)
 
 
 def _copy_root(module: nn.Module, roots: Sequence[nn.Module], memo: dict[Any, Any]) -> None:

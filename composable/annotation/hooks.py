@@ -31,7 +31,7 @@ from composable.engine import (
     misplaced,
     written_too_early,
 )
-from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.errors import DesyncError, UsageError
 from composable.ground.casts import CastBuffers, CastInputs, LendHook, cast_floats, moved_to
 from composable.ground.frames import run_as_call
 from composable.ground.names import describe_module
@@ -329,7 +329,7 @@ def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
     if torch.compiler.is_exporting() or (is_tracing and all(handle.held_with is None for handle in handles)):
         raise UsageError(
             "a sharded module is traced or exported, and a graph cannot hold its gathers",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix="do it after unannotate(model), or on a plain model that has loaded full_state_dict(model)",
         )
 
@@ -412,7 +412,7 @@ def _without_own_memory(output: Any, handle: Handle) -> Any:
     if any(lies_in_buffer(handle, tensor) for tensor in tensors_in(changed)):
         raise UsageError(
             f"forward returns a parameter, or a view of one, in a {type(output).__name__}",
-            at=f"{place_of_rank()}, {handle.described}",
+            at=handle.described,
             fix="return a copy of it (clone()), or return tensors in tuples, lists and dicts",
         )
     return changed

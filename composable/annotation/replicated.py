@@ -12,7 +12,7 @@ from torch import nn
 from composable.annotation.states import AnnotationState, take_over_optimizers
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
 from composable.engine import Companion
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.casts import cast_floats, keep_dtype, moved_to
 from composable.ground.contract import managing_state
 from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
@@ -150,7 +150,7 @@ class ReplicateState(AnnotationState, Companion):
             if param.requires_grad:
                 raise UsageError(
                     "a parameter was frozen when replicate was called and requires a gradient now",
-                    at=f"{place_of_rank()}, parameter {fqn!r}",
+                    at=f"parameter {fqn!r}",
                     fix="unfreeze before replicate; or call unannotate(model), then replicate again",
                 )
         if not self.follows:
@@ -261,7 +261,7 @@ class ReplicateState(AnnotationState, Companion):
             raise UsageError(
                 "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), where "
                 "replicate cannot average them",
-                at=f"{place_of_rank()}, {describe_module(self.modules[0])}",
+                at=describe_module(self.modules[0]),
                 fix="use a schedule without zero bubble, or fully_shard with ShardedStage as in "
                 "examples/clients/pipelining.py",
             )
@@ -318,7 +318,7 @@ class ReplicateState(AnnotationState, Companion):
         if names := [fqn for fqn, param in added if param.requires_grad]:
             raise UsageError(
                 "parameters were added after replicate was called, and nothing averages their gradients",
-                at=f"{place_of_rank()}, {list_text(names)}",
+                at=list_text(names),
                 fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
             )
         take_over_optimizers(self.reducer)
@@ -369,7 +369,7 @@ class ReplicateState(AnnotationState, Companion):
             names = " and ".join(describe_module(module) for module in self.modules)
             raise UsageError(
                 "only some of the modules that share buckets are to be copied",
-                at=f"{place_of_rank()}, replicate of {names}",
+                at=f"replicate of {names}",
                 fix=f"deep-copy {names} or a module around, in one call",
             )
         twin = memo[id(self)] = ReplicateState()
@@ -431,7 +431,7 @@ def check_replicated(module: object, caller: str) -> ReplicateState:
     if state is None:
         raise UsageError(
             f"{caller} found no replicate on this module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix="call it on the module that replicate was called on",
         )
     return state

@@ -39,7 +39,7 @@ from composable.engine import (
     find_stale,
     streams_for,
 )
-from composable.errors import ComposableError, UsageError, located, place_of_rank, warn_once
+from composable.errors import ComposableError, UsageError, place_of_rank, warn_once
 from composable.features import move_buffers
 from composable.ground.casts import LentBuffer
 from composable.ground.contract import is_parallel, managing_state
@@ -497,17 +497,16 @@ def _find_failure(
 ) -> UsageError | None:
     """Return the error that keeps this rank from training: tensors without values, or settings of another root."""
     try:
-        with located(place_of_rank()):
-            for state in states:
-                if state is not root and state.settings != RootSettings():
-                    raise UsageError(
-                        "the root's settings were made on a module that is now inside a later annotation",
-                        at=module_text(names.get(state.modules[0], ""), class_name(state.modules[0])),
-                        fix="annotate all modules, then make the settings on the outermost one; undo them on this one",
-                    )
-                for handle in state._handles:
-                    attach(handle)
-            check_on_device(states, names)
+        for state in states:
+            if state is not root and state.settings != RootSettings():
+                raise UsageError(
+                    "the root's settings were made on a module that is now inside a later annotation",
+                    at=module_text(names.get(state.modules[0], ""), class_name(state.modules[0])),
+                    fix="annotate all modules, then make the settings on the outermost one; undo them on this one",
+                )
+            for handle in state._handles:
+                attach(handle)
+        check_on_device(states, names)
     except UsageError as error:
         return error
     return None

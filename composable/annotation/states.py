@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.comm import Grid, Ranks, check_inside
 from composable.engine import Handle, Listeners, forget_torch_hooks, handle_of, refuse_steppers, step_torch_optimizers
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.contract import get_registry, managing_state
 from composable.ground.names import describe_module
 from composable.ground.ownership import HeldWeakly, claim_of
@@ -122,7 +122,7 @@ def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
         if state.is_joined:
             raise UsageError(
                 f"{what} inside of Join, but ranks without inputs know only annotations from before Join was made",
-                at=f"{place_of_rank()}, {describe_module(module)}",
+                at=describe_module(module),
                 fix=f"call {what} before Join(...) is made, or after the context",
             )
 
@@ -138,7 +138,7 @@ def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:
     """Return the error of a function that found no annotation at or below ``modules``."""
     return UsageError(
         f"{caller} found no annotated module",
-        at=", ".join([place_of_rank(), *map(describe_module, modules)]),
+        at=", ".join(map(describe_module, modules)),
         fix=f"call fully_shard or replicate first, or {caller} on a module around",
     )
 

@@ -99,7 +99,7 @@ def calling(what: str) -> Iterator[None]:
         if before and (world := dist.group.WORLD) is not None and real_backend(world):
             raise UsageError(
                 f"two threads annotate modules, or run the first forward of a model, at once: {before} is under way",
-                at=f"{place_of_rank()}, in {what}",
+                at=f"in {what}",
                 fix="annotate models and run the first forward of each in one thread, in one order on all ranks",
             )
         yield
@@ -200,7 +200,6 @@ def diverged(lines: Sequence[str]) -> DesyncError:
     """Return the error that a rank raises when it uses a closed group; ``lines``: the lines of the diagnosis."""
     return DesyncError(
         "\n".join(["the ranks went different ways, and one waits for a call that will never come", *lines]),
-        at=place_of_rank(),
         fix=_FIX,
     )
 
@@ -238,7 +237,6 @@ def check_store() -> None:
     except dist.DistError as error:
         raise DesyncError(
             f"the store of the process group does not answer: {str(error).splitlines()[0]}",
-            at=place_of_rank(),
             fix="keep the process that holds it, torchrun's or that of rank 0, until all ranks have ended; start again",
         ) from error
     except RuntimeError:

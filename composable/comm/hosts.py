@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from composable.comm.ranks import Ranks, kept_with
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError
 from composable.ground.names import count_text
 
 # Names the host of a process, in place of the names that the system gives.
@@ -73,7 +73,6 @@ def rows_of_hosts(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         counts = ", ".join(f"{size} on {count_text(found[size], 'host')}" for size in sorted(found, reverse=True))
         raise ConfigError(
             f"a hybrid strategy without a mesh, and hosts have different numbers of ranks: {counts}",
-            at=place_of_rank(),
             fix="start as many ranks on every host; or pass a mesh of two dims",
         )
     return rows

@@ -137,7 +137,7 @@ class Ranks:
         if os.getpid() != self.process and not self.is_alone:
             what = f"a fork of process {self.process} would send messages on the connections of its parent"
             fix = 'run the model in the parent only, or start processes by multiprocessing.get_context("spawn")'
-            raise UsageError(what, at=place_of_rank(), fix=fix)
+            raise UsageError(what, fix=fix)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -202,7 +202,7 @@ class Ranks:
                 if failure is None:
                     lines = _first_difference(texts, self.numbers)
                     what = what or f"the ranks are at different places in {call}"
-                    failure = DesyncError(f"{what}\n{lines}", at=place_of_rank(), fix=fix or _ONE_CALL)
+                    failure = DesyncError(f"{what}\n{lines}", fix=fix or _ONE_CALL)
         if failure is not None:
             raise failure
 
@@ -369,11 +369,11 @@ def _as_told(failure: Exception | None) -> tuple[str, str, str, str | None] | No
     """Return the class, text, place and fix of the error that the other ranks raise: the same failure."""
     if failure is None:
         return None
-    place = place_of_rank()
     if not isinstance(failure, ComposableError):
-        return "DesyncError", f"another rank raised {type(failure).__name__}: {failure}", place, None
+        failure = DesyncError(f"another rank raised {type(failure).__name__}: {failure}")
+    # An error that is older than the process group has no rank.
     at = failure.at or ""
-    at = at if at.startswith("rank ") else ", ".join(filter(None, [place, at]))
+    at = at if at.startswith("rank ") else ", ".join(filter(None, [place_of_rank(), at]))
     return type(failure).__name__, failure.what, at, failure.fix
 
 
@@ -446,7 +446,6 @@ def wait_for_hook(future: Any, what: str, group: dist.ProcessGroup | None = None
             if not is_set.wait(limit_s):
                 raise ConfigError(
                     f"the future of {what} was not set within {limit_s:.0f} s",
-                    at=place_of_rank(),
                     fix="return a future that is set: that of a collective (work.get_future()), or call set_result",
                 )
     return future.wait()
@@ -550,7 +549,6 @@ def _not_made(numbers: Sequence[int], told: Store, why: str) -> DesyncError:
             lines += [f"    rank {rank}: {text}"] if text else []
     return DesyncError(
         "\n".join([f"a process group was not made: {why}", *lines]),
-        at=place_of_rank(),
         fix="read the errors of the ranks above, and start again from a checkpoint; too many open files: raise the "
         "limit (ulimit -n), and annotate parts by one call with their list, which makes one group",
     )

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm import Ranks
 from composable.dtensor.packed import values_of
 from composable.dtensor.spec import RaggedLayout, replicated_spec, slice_full
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.frames import is_running
 from composable.ground.names import check_bool
 from composable.ground.ownership import mark_of
@@ -233,7 +233,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
         raise UsageError(
             "torch's model averagers average whole models that each rank trains by itself, and a sharded model is "
             "one model on all ranks",
-            at=place_of_rank() if layout.label is None else f"{place_of_rank()}, parameter {str(layout.label)!r}",
+            at=None if layout.label is None else f"parameter {str(layout.label)!r}",
             fix="leave the averager out: every backward averages gradients; or train the whole model on each rank",
         )
     if "c10d" in op.namespace:
@@ -241,7 +241,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
         raise UsageError(
             "a collective of torch.distributed is called on a ragged tensor, one tensor of which each rank holds "
             "another piece",
-            at=f"{place_of_rank()}, {'ragged tensor' if layout.label is None else f'parameter {str(layout.label)!r}'} "
+            at=f"{'ragged tensor' if layout.label is None else f'parameter {str(layout.label)!r}'} "
             f"{list(layout.shape)}",
             fix="leave it out, backward has averaged the gradients; for whole values, on every rank, "
             "full = tensor.full_tensor(); for a number, send what tensor.to_local() of each rank gives",
@@ -349,7 +349,7 @@ def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any], *, 
     return UsageError(
         f"{op} meets a sharded parameter and a plain tensor of shape {list(plain.shape)}: "
         "the parameter is used outside the forward of its module",
-        at=f"{place_of_rank()}, {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
+        at=f"{layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
         fix="call the module itself, not its forward; register_fsdp_forward_method(module, name) for another method; "
         "annotate a module around all uses; or module.unshard() before. "
         "In a loss: parameter.full_tensor(), whose gradient is averaged",

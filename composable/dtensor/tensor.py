@@ -37,7 +37,7 @@ from composable.dtensor.spec import (
     spec_of_placements,
     write_items_of,
 )
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward, is_running
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import (
@@ -209,7 +209,6 @@ class RaggedDTensor(DTensor):
         """Raise: torch's storage of this tensor has no memory, at which safetensors fails with a raw error."""
         raise UsageError(
             f"a ragged tensor of shape {list(self.shape)} has no storage that holds all of it, as safetensors wants",
-            at=place_of_rank(),
             fix="save_safetensors(model, path) on every rank; or, of full_state_dict(model) on every rank, "
             "save_file(values, path) on rank 0; the storage of this rank's piece is to_local().storage()",
         )
@@ -241,7 +240,6 @@ class RaggedDTensor(DTensor):
             raise UsageError(
                 f"torch.save would write this rank's piece of a tensor of shape {list(self.shape)}, "
                 "which cannot be loaded in one process",
-                at=place_of_rank(),
                 fix="torch.save(full_state_dict(model), path) on rank 0; for the optimizer, get_optimizer_state_dict "
                 "with full_state_dict=True; or save_checkpoint; to_local() is the piece",
             )
@@ -460,9 +458,7 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> Non
             "call reduce_gradients(model) first; or run the last backward through this module too, outside of no_sync "
             "and after set_requires_all_reduce(True); or set_requires_gradient_sync(False), if ranks are to differ"
         )
-    raise UsageError(
-        f"{what} with gradients that are not complete: {why}", at=f"{place_of_rank()}, {owner.described}", fix=fix
-    )
+    raise UsageError(f"{what} with gradients that are not complete: {why}", at=owner.described, fix=fix)
 
 
 # -- the registration of the class with torch's lists and operations

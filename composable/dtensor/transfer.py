@@ -22,7 +22,7 @@ from composable.dtensor.gather import GatheredView, is_parameter
 from composable.dtensor.packed import memory_of, values_of
 from composable.dtensor.spec import layout_of, slice_full, spec_of_placements
 from composable.dtensor.tensor import RaggedDTensor
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
@@ -252,7 +252,7 @@ def _distribute_tensor(
         if is_parameter(tensor):
             raise UsageError(
                 f"distribute_tensor of a parameter {list(tensor.shape)} that fully_shard has sharded",
-                at=f"{place_of_rank()}, parameter {str(tensor._spec.layout.label)!r}",
+                at=f"parameter {str(tensor._spec.layout.label)!r}",
                 fix="call parallelize_module before fully_shard",
             )
         return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
@@ -318,7 +318,6 @@ def _with_ragged_shape(original: Any) -> Any:
         if layout is None:
             raise ConfigError(
                 "the shape of the whole is not known: no parameter here has these placements",
-                at=place_of_rank(),
                 fix="DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())",
             )
         return list(layout.shape), list(strides_of(layout.shape, layout.order))

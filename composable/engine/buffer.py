@@ -24,7 +24,7 @@ from composable.engine.gradients import Gradients
 from composable.engine.param import ShardedParam, memory_in
 from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.torch_private import set_versions
 from composable.ground.unfilled import META_FIX
 from composable.planning import (
@@ -204,7 +204,7 @@ class FlatBuffer:
                 wanted, fix = f"the ranks talk on {self.device}", f"model.to({home.type!r})"
             raise UsageError(
                 f"parameters are on {device}, and {wanted}",
-                at=f"{place_of_rank()}, parameter {', '.join(repr(param.fqn) for param in away[:3])}",
+                at=f"parameter {', '.join(repr(param.fqn) for param in away[:3])}",
                 fix=META_FIX if device.type == "meta" else fix,
             )
 

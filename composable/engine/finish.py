@@ -23,7 +23,7 @@ from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
 
@@ -110,7 +110,7 @@ class GradientFinalizer:
             # The user's function gave a wrong result, but ran its collectives: the step goes on.
             failure, routes.failure = routes.failure, None
             try:
-                with located(f"{place_of_rank()}, {handle.described}"):
+                with located(handle.described):
                     raise failure
             except ConfigError as error:
                 self.failure = self.failure or error
@@ -290,7 +290,7 @@ def stepped_already(handle: Handle) -> UsageError:
     """Return the error for a gradient that grew after an optimizer in backward had stepped on it."""
     return UsageError(
         "an optimizer in backward has stepped, and then more of the same gradient arrived",
-        at=f"{place_of_rank()}, {handle.described}",
+        at=handle.described,
         fix="use parameters in the forward of their own module, run one backward per forward, or step after backward",
     )
 
@@ -444,7 +444,7 @@ class Agreement:
         self._differs = False
         shown = self._choices.shown
         self._ranks.compare(self._choices.text(), failure, shown=shown, what=_WHAT, fix=_FIX, call="a backward")
-        raise DesyncError(_OTHER_ORDER, at=place_of_rank(), fix=_ONE_ORDER)
+        raise DesyncError(_OTHER_ORDER, fix=_ONE_ORDER)
 
 
 def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:

@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 from composable.dtensor import RaggedDTensor, assign_grad, memory_of, was_zeroed, watch_zeroing
 from composable.engine.param import ShardedParam
 from composable.engine.routes import Routes
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.frames import will_get_gradient
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import in_backward_of_function
@@ -154,7 +154,7 @@ def refuse_steppers(steppers: Sequence[Stepper], fqn: str) -> None:
     if steppers:
         raise UsageError(
             "an optimizer steps these parameters inside backward, so they cannot have a communication hook",
-            at=f"{place_of_rank()}, parameter {fqn!r}",
+            at=f"parameter {fqn!r}",
             fix="step after backward, or leave the hook out",
         )
 
@@ -163,7 +163,7 @@ def refuse_graph_of_backward(fqn: str) -> UsageError:
     """Return the error for a backward with ``create_graph=True`` in which an optimizer changes parameters."""
     return UsageError(
         "a backward with create_graph=True cannot run while an optimizer steps inside it",
-        at=f"{place_of_rank()}, parameter {fqn!r}",
+        at=f"parameter {fqn!r}",
         fix="call remove() on the result of step_in_backward, and step after the last backward",
     )
 
@@ -180,7 +180,7 @@ def check_backward(fqn: str) -> None:
     if in_backward_of_function():
         raise UsageError(
             "an optimizer cannot step in a backward that runs inside of another one, as of a reentrant checkpoint",
-            at=f"{place_of_rank()}, parameter {fqn!r}",
+            at=f"parameter {fqn!r}",
             fix="checkpoint with use_reentrant=False, annotate a module around the checkpoint, or step after backward",
         )
 
@@ -315,7 +315,7 @@ class Gradients:
             names = [str(param.layout.label or param.fqn) for param, view in pairs if id(view) in sparse]
             raise UsageError(
                 "a gradient is sparse, and a flat buffer holds dense ones only",
-                at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",
+                at=f"parameter {', '.join(map(repr, names))}",
                 fix="build the embedding with sparse=False, or pass it in ignored_modules",
             ) from error
         return had
@@ -484,7 +484,7 @@ def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:
             raise UsageError(
                 f"a hook on the gradient of a sharded parameter returned {type(changed).__name__} "
                 f"{list(getattr(changed, 'shape', []))}",
-                at=f"{place_of_rank()}, parameter {param.fqn!r}",
+                at=f"parameter {param.fqn!r}",
                 fix="return None, or the result of element-wise operations on the gradient that the hook got",
             )
         grad = changed

@@ -21,7 +21,7 @@ from composable.engine.buffer import FREED, FlatBuffer, SecondaryShards
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
-from composable.errors import UsageError, located, place_of_rank
+from composable.errors import UsageError, located
 from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out, will_get_gradient
 from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES, HeldWeakly
@@ -58,7 +58,7 @@ def refuse_waiting_copies(what: str, handle: "Handle") -> None:
     if any(flat.gradients.awaits_copies for flat in handle.buffers):
         raise UsageError(
             f"{what} while gradients wait for the all-reduce that set_requires_all_reduce(False) left out",
-            at=f"{place_of_rank()}, {handle.described}",
+            at=handle.described,
             fix="call set_requires_all_reduce(True), then run a backward or reduce_gradients()",
         )
 
@@ -370,7 +370,7 @@ def written_after_gather(handle: Handle) -> UsageError:
     """Return the error of shards that were written after they had been gathered for this forward."""
     return UsageError(
         "sharded parameters were written to during a forward that had gathered them before, and would not see it",
-        at=f"{place_of_rank()}, {handle.described}",
+        at=handle.described,
         fix="write between two steps, or in a buffer",
     )
 

@@ -13,7 +13,7 @@ from composable.comm import Ranks
 from composable.engine.buffer import FREED
 from composable.engine.handle import Handle, handle_of
 from composable.engine.param import Lent, Misplaced, ShardedParam
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.frames import is_functional_call
 from composable.ground.names import class_name, list_text, module_text
 from composable.ground.torch_private import refusal_of_compiled
@@ -73,7 +73,7 @@ def check_held(handle: Handle) -> None:
         UsageError: A parameter was tied, replaced or removed, or ``functional_call`` has put in another one.
     """
     for _, _, param, held in (found for found in misplaced(handle) if found.is_stranger):
-        at = f"{place_of_rank()}, {handle.described}, parameter {param.fqn!r}"
+        at = f"{handle.described}, parameter {param.fqn!r}"
         if is_functional_call():
             raise UsageError(
                 "functional_call gave a sharded module other parameters, and its forward gathers its own",
@@ -107,7 +107,7 @@ def check_lent(handle: Handle) -> None:
     if handle.lent is not Lent.WHOLE or torch.is_grad_enabled():
         raise UsageError(
             "a forward cannot run while unshard_params shows copies or gradients of the parameters",
-            at=f"{place_of_rank()}, {handle.described}",
+            at=handle.described,
             fix="leave the context first, or enter it without rank0_only and offload_to_cpu; what it "
             "shows in full precision runs under torch.no_grad()",
         )
@@ -133,7 +133,7 @@ def lost_write(handle: Handle) -> UsageError:
     where = f", parameter {list_text(names)}" if names else ", parameters of which other ranks hold the part"
     return UsageError(
         "an unsharded parameter was written to: it is a copy, and what was written would be lost",
-        at=f"{place_of_rank()}, {handle.described}{where}",
+        at=f"{handle.described}{where}",
         fix="write between two steps: with unshard_params(module), torch.no_grad(): ...; or keep the values in a "
         "buffer. An embedding with max_norm: leave max_norm out, and renormalise there",
     )
@@ -148,7 +148,7 @@ def written_too_early(handle: Handle) -> UsageError:
     """Return the error for shards that were written between a forward and its backward."""
     return UsageError(
         "parameters were written to between a forward and its backward, which needs them as they were",
-        at=f"{place_of_rank()}, {handle.described}",
+        at=handle.described,
         fix="step, load or change parameters after backward; or run forward again",
     )
 
@@ -182,9 +182,7 @@ def freed_parameter_read(error: RuntimeError, handles: Sequence[Handle]) -> Exce
             "add up all losses of one forward and call backward once; or return the tensor from the forward of "
             "its module; or annotate that module with reshard_after_forward=False"
         )
-    return UsageError(
-        f"backward reads a parameter {what}", at=f"{place_of_rank()}, parameter {list_text(names)}", fix=fix
-    )
+    return UsageError(f"backward reads a parameter {what}", at=f"parameter {list_text(names)}", fix=fix)
 
 
 def refuse_split_backward(handles: Sequence[Handle]) -> None:
@@ -197,7 +195,7 @@ def refuse_split_backward(handles: Sequence[Handle]) -> None:
         raise UsageError(
             "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), and a sharded "
             "module holds no whole parameters between forward and backward",
-            at=f"{place_of_rank()}, {handles[0].described}",
+            at=handles[0].described,
             fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
             "examples/clients/pipelining.py does, or use a schedule without zero bubble",
         )

@@ -30,7 +30,7 @@ from composable.dtensor import (
     watch_zeroing,
     wrap_ragged,
 )
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import without_flat_weight_refs
 from composable.planning import Form, SplitNode, mark_replaced
@@ -151,7 +151,7 @@ class ShardedParam:
         if type(plain) is not torch.Tensor or plain.shape != self.shape:
             raise UsageError(
                 f"{form.subclass.name}: its gradient is a {type(grad).__name__}",
-                at=f"{place_of_rank()}, parameter '{self.layout.label or self.fqn}'",
+                at=f"parameter '{self.layout.label or self.fqn}'",
                 fix="let the backward give a plain tensor",
             )
         return plain

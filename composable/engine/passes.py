@@ -39,7 +39,7 @@ from composable.engine.held import check_lent, checksum_of, freed_parameter_read
 from composable.engine.param import ParamView
 from composable.engine.step import LED, Completion, Step
 from composable.engine.unsharded import drop_secondary
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import (
     Ending,
@@ -161,7 +161,6 @@ class Backwards:
         if step.is_closed:
             raise UsageError(
                 "this backward belongs to a forward that ran before the model's annotation was changed",
-                at=place_of_rank(),
                 fix="run backward before unannotate, or run forward again after it",
             )
         if step.finalizing is not None:
@@ -193,7 +192,7 @@ class Backwards:
                     raise refuse_graph_of_backward(handle.fqn)
                 raise UsageError(
                     "an optimizer steps inside this backward, but its gradients have to wait for a later backward",
-                    at=f"{place_of_rank()}, module {handle.fqn!r}",
+                    at=f"module {handle.fqn!r}",
                     fix="accumulate in no_sync instead, or call remove() on the result of step_in_backward",
                 )
 

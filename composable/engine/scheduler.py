@@ -12,7 +12,7 @@ from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step
 from composable.engine.unsharded import Streams, drop_secondary
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing
 
 
@@ -106,7 +106,7 @@ class Scheduler:
     def check_between_steps(self) -> None:
         """Raise ``UsageError`` where a step is running, or reductions are under way."""
         if self.step.is_under_way or self.is_deferred:
-            raise UsageError("streams cannot change within a step", at=place_of_rank(), fix="do it between two steps")
+            raise UsageError("streams cannot change within a step", fix="do it between two steps")
 
     def use_streams(self, streams: Streams) -> None:
         """Run on other streams from now on; frees what is unsharded.

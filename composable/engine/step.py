@@ -34,7 +34,7 @@ from composable.engine.gradients import Gradients
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.param import ParamView
 from composable.engine.unsharded import Streams, Unsharded, drop_secondary
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.torch_private import current_graph_task_id
 
 # Clock for the end of a follower's call, which decides nothing: its leader's calls decide.
@@ -165,7 +165,6 @@ class Step:
         if self.finalizing is not None:
             raise UsageError(
                 "gradients are still being reduced",
-                at=place_of_rank(),
                 fix="call wait() on the result of finalize_backward(async_op=True) before anything else",
             )
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import _traversal_utils
 from composable.dtensor import RaggedDTensor, memory_of, note_written
 from composable.engine import ELEMENT_WISE, handle_of, stepper_of
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_module
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import around_optimizer
@@ -81,7 +81,6 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     if any(stepper_of(param) is not None for param in params):
         raise UsageError(
             "the optimizer steps inside backward, on some of its parameters at a time",
-            at=place_of_rank(),
             fix="leave accelerate_optimizer out, or call remove() on the result of step_in_backward",
         )
     check_replaced(optimizer)
@@ -91,7 +90,6 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     if own.isdisjoint(map(id, params)):
         raise ConfigError(
             "the optimizer holds no sharded parameter of this model",
-            at=place_of_rank(),
             fix="pass the model that the optimizer was built for, after fully_shard",
         )
     step = FlatStep(type(optimizer))

@@ -18,7 +18,7 @@ from torch import nn
 from composable.annotation import AnnotationState, FullyShardState, ReplicateState, Root
 from composable.comm import Ranks, calling
 from composable.engine import FlatBuffer, Handle, Listeners, StepListener
-from composable.errors import ComposableError, DesyncError, place_of_rank
+from composable.errors import ComposableError, DesyncError
 from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
@@ -225,7 +225,6 @@ class JoinSteps:
             ]
             raise DesyncError(
                 "\n".join(["ranks with inputs do different things inside of Join", *texts]),
-                at=place_of_rank(),
                 fix="run the same modules, no_sync and backwards on every rank that has inputs",
             )
         return every

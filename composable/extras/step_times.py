@@ -28,7 +28,7 @@ from composable.annotation import (
 )
 from composable.comm import Ranks
 from composable.engine import Handle, StepListener, Work
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.extras.drawing import Canvas, shortened
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, described
@@ -319,10 +319,10 @@ class Timeline:
         events = self.events
         numbers = sorted({one.step for one in events})
         if not numbers:
-            raise UsageError("a timeline has no step", at=place_of_rank(), fix="run forwards inside the context first")
+            raise UsageError("a timeline has no step", fix="run forwards inside the context first")
         if type(step) is not int or not -len(numbers) <= step < len(numbers):
             fix = f"pass 0 to {len(numbers) - 1}, or -1 for the last"
-            raise ConfigError(f"step is {described(step)}", at=place_of_rank(), fix=fix)
+            raise ConfigError(f"step is {described(step)}", fix=fix)
         events = [one for one in events if one.step == numbers[step]]
         waits: list[tuple[float, float]] = []
         for one in [one for one in events if one.kind == "wait"]:

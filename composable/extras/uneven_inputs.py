@@ -16,7 +16,7 @@ from composable.annotation import AnnotationState, ReplicateState, Root, check_r
 from composable.comm import Ranks, annotating, calling, wait_for_work
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.extras.join import JoinSteps, Owner, connect
 from composable.ground.names import check_bool, check_module, describe_module, described
 
@@ -61,7 +61,7 @@ def as_ddp(module: nn.Module) -> "DDPView":
     if len(state.modules) > 1:
         raise UsageError(
             "as_ddp of a module that shares buckets with others",
-            at=", ".join([place_of_rank(), *map(describe_module, state.modules)]),
+            at=", ".join(map(describe_module, state.modules)),
             fix="replicate the module around them",
         )
     if not isinstance(state.view, DDPView):
@@ -90,7 +90,7 @@ class UnevenInputs(Joinable):
         """The model."""
         module = self._find_module()
         if module is None:
-            raise UsageError("the module of this as_ddp is gone", at=place_of_rank(), fix="keep the module as well")
+            raise UsageError("the module of this as_ddp is gone", fix="keep the module as well")
         return module
 
     @property
@@ -240,7 +240,7 @@ def _ranks_of(module: nn.Module) -> Ranks:
         if {*one.numbers} != {*ranks.numbers}:
             raise UsageError(
                 f"joinable got modules on different ranks: {list(ranks.numbers)} and {list(one.numbers)}",
-                at=f"{place_of_rank()}, {describe_module(module)}",
+                at=describe_module(module),
                 fix="annotate all of it on the same ranks, or give every rank as many inputs",
             )
     world = Ranks.of_world()
@@ -262,13 +262,13 @@ def _states_to_join(module: nn.Module) -> list[AnnotationState]:
         if beyond:
             raise UsageError(
                 "joinable got a part of the modules that are annotated together",
-                at=", ".join([place_of_rank(), *map(describe_module, beyond)]),
+                at=", ".join(map(describe_module, beyond)),
                 fix="call joinable on a module around all of it, such as the whole model",
             )
         if isinstance(state, ReplicateState) and state.reducer.options.static_graph:
             raise UsageError(
                 "uneven inputs of a module with static_graph=True: a rank without inputs has no graph",
-                at=", ".join([place_of_rank(), *map(describe_module, state.modules)]),
+                at=", ".join(map(describe_module, state.modules)),
                 fix="replicate without static_graph, or give every rank as many inputs",
             )
         found[around] = None
@@ -281,7 +281,7 @@ def _check_stepped(owners: Sequence[Owner]) -> None:
         if not handle.steppers and any(param.sharded.requires_grad for param in handle.params):
             raise UsageError(
                 "joinable got no step, and a rank without inputs has to step its own shards",
-                at=f"{place_of_rank()}, {handle.described}",
+                at=handle.described,
                 fix="pass joinable(model, step=...) a function that does what the loop does after backward: clip, "
                 "optimizer.step(), optimizer.zero_grad()",
             )

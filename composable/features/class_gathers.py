@@ -16,7 +16,7 @@ from torch import nn
 
 from composable.comm import Pending
 from composable.engine import FlatBuffer
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 
 _EXPECTED = "fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy), or with the mesh alone"
 
@@ -196,7 +196,7 @@ class ClassGatheredBuffer(FlatBuffer):
         param = self.params[0]
         name = "" if param.form is None else f"{param.form.subclass.name}: "
         who = param.layout.label or param.fqn
-        return UsageError(f"{name}{what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
+        return UsageError(f"{name}{what}", at=f"parameter '{who}'", fix=fix)
 
 
 class _Gathering:

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import values_held_by
 from composable.ground.torch_private import (
@@ -167,7 +167,7 @@ def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError
     names = " and ".join(describe_module(module) for module in modules)
     return UsageError(
         f"a part of a model cannot be {verb}: a handle owns parameters inside and outside of it",
-        at=f"{place_of_rank()}, handle of {names}",
+        at=f"handle of {names}",
         fix=fix.format(names=names),
     )
 

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import nn
 
-from composable.errors import ConfigError, SignatureError, UsageError, place_of_rank
+from composable.errors import ConfigError, SignatureError, UsageError
 
 # The parts that wrappers of torch add to the names of tensors and modules below them; annotations add none.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -163,21 +163,21 @@ def answer_of(name: str, function: Callable[..., Any], *args: object, at: str, f
 def check_module(name: str, value: object) -> None:
     """Raise unless ``value`` is one module."""
     if not isinstance(value, nn.Module):
-        raise ConfigError(f"{name} is {described(value)}, not a module", at=place_of_rank(), fix="pass an nn.Module")
+        raise ConfigError(f"{name} is {described(value)}, not a module", fix="pass an nn.Module")
 
 
 def check_optimizer(name: str, value: object) -> None:
     """Raise unless ``value`` is a ``torch.optim.Optimizer``."""
     if not isinstance(value, torch.optim.Optimizer):
         what = f"{name} is {described(value)}, not an optimizer"
-        raise ConfigError(what, at=place_of_rank(), fix="pass a torch.optim.Optimizer")
+        raise ConfigError(what, fix="pass a torch.optim.Optimizer")
 
 
 def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
     """Raise unless ``value`` is ``True`` or ``False`` itself: another value is mostly an argument in a wrong place."""
     if not isinstance(value, bool) and not (or_none and value is None):
         choices = "True, False or None" if or_none else "True or False"
-        raise ConfigError(f"{name} is {described(value)}, not a bool", at=place_of_rank(), fix=f"pass {choices}")
+        raise ConfigError(f"{name} is {described(value)}, not a bool", fix=f"pass {choices}")
 
 
 def check_number(
@@ -193,7 +193,7 @@ def check_number(
         found = float(number)
         if (least is None or found >= least) and (above is None or found > above) and found == found:
             return found
-    raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)
+    raise ConfigError(f"{name} is {described(value)}", fix=fix)
 
 
 def as_path(name: str, value: object) -> Path:
@@ -204,7 +204,7 @@ def as_path(name: str, value: object) -> Path:
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a path")
+        raise ConfigError(f"{name} is {described(value)}", fix="pass a path")
     return Path(text)
 
 
@@ -242,7 +242,7 @@ def check_device(name: str, value: object, *, or_none: bool = False) -> None:
         with suppress(RuntimeError):
             torch.device(value)
             return
-    raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a torch.device or its name")
+    raise ConfigError(f"{name} is {described(value)}", fix="pass a torch.device or its name")
 
 
 def readable_twice(value: Any) -> Any:
@@ -261,7 +261,7 @@ def list_of_tensors(name: str, value: object) -> list[torch.Tensor]:
     if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
         wrong = next(one for one in found if not isinstance(one, torch.Tensor))
         what = f"{name} is or holds {described(wrong)}"
-        raise ConfigError(what, at=place_of_rank(), fix="pass tensors, such as model.parameters()")
+        raise ConfigError(what, fix="pass tensors, such as model.parameters()")
     return found
 
 

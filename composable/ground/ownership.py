@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.frames import is_running, modules_in_call
 from composable.ground.torch_hooks import before_every_registration
 from composable.ground.torch_private import module_load, opaque
@@ -151,7 +151,7 @@ def _averaged_twice(rival: str | None, wrapped: nn.Module) -> UsageError | None:
 def _two_averages(rival: str, fqn: str) -> UsageError:
     return UsageError(
         f"two things average these gradients: an annotation of this library and {rival}",
-        at=f"{place_of_rank()}, parameter {fqn!r}",
+        at=f"parameter {fqn!r}",
         fix=keep_one(rival),
     )
 

@@ -134,7 +134,6 @@ def refusal_of_compiled(needed_by: object = None, *, is_under_way: bool = True) 
     why = getattr(needed_by, "untraceable", "")
     return UsageError(
         f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
-        at=place_of_rank(),
         fix="leave compiled autograd off: compiled models do not need it",
     )
 

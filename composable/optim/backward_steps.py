@@ -26,7 +26,7 @@ from composable.engine import (
     stepper_of,
     unmark_stepped,
 )
-from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, made_alike
 from composable.ground.frames import in_backward
 from composable.ground.names import check_optimizer
 from composable.ground.torch_hooks import after_step, before_step
@@ -66,9 +66,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
         DesyncError: The ranks differ in optimizer or parameters.
     """
     check_optimizer("optimizer", optimizer)
-    with located(place_of_rank()):
-        units = dict(found for param in _params_of(optimizer) if (found := unit_of(param)) is not None)
-        made_alike(lambda: _check(optimizer, units), lambda _, failure: _agree(optimizer, units, failure))
+    units = dict(found for param in _params_of(optimizer) if (found := unit_of(param)) is not None)
+    made_alike(lambda: _check(optimizer, units), lambda _, failure: _agree(optimizer, units, failure))
     return BackwardSteps(optimizer, list(units))
 
 
@@ -111,7 +110,7 @@ class BackwardSteps:
         if not self._units:
             return
         if in_backward():
-            raise UsageError("a backward is running", at=place_of_rank(), fix="call remove() between two steps")
+            raise UsageError("a backward is running", fix="call remove() between two steps")
         self._let_go()
 
     def _let_go(self) -> None:
@@ -156,7 +155,6 @@ class BackwardSteps:
             raise UsageError(
                 f"the optimizer has {sum(len(group['params']) for group in groups)} parameters, and had "
                 f"{len(group_of)} when step_in_backward was called",
-                at=place_of_rank(),
                 fix="call remove() on the result of step_in_backward, then step_in_backward again",
             )
         # The groups are the optimizer's own dicts: schedulers, and the step itself, write to them.
@@ -191,7 +189,6 @@ class BackwardSteps:
                 return None
             raise UsageError(
                 "step() of an optimizer that steps inside backward",
-                at=place_of_rank(),
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or call remove() on the result of step_in_backward",
             )

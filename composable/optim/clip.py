@@ -30,7 +30,7 @@ from composable.dtensor import (
     values_of,
 )
 from composable.engine import has_torch_optimizer, stepper_of
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_bool, check_number, list_of_tensors, list_text
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
@@ -165,7 +165,7 @@ def _gradients_of(call: str, parameters: Any) -> tuple["_Pieces", list[torch.Ten
         if stepper_of(param) is not None or has_torch_optimizer(param):
             raise UsageError(
                 f"{call} of all gradients, while an optimizer steps inside backward",
-                at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
+                at=f"parameter of shape {list(param.shape)}",
                 fix=f"call remove() on the result of step_in_backward, then {call}, and step after backward",
             )
         # Also without a gradient: other ranks may have one.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished, slice_full
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_module, check_optimizer, list_text
 from composable.ground.torch_hooks import before_every_step
 from composable.ground.torch_private import opaque
@@ -40,7 +40,7 @@ def check_replaced(optimizer: torch.optim.Optimizer) -> None:
         if replacement is not None:
             raise UsageError(
                 "the optimizer holds a parameter that no module has any more, so its step would be lost",
-                at=f"{place_of_rank()}, parameter {replacement.fqn_in_model()!r}",
+                at=f"parameter {replacement.fqn_in_model()!r}",
                 fix="rebind_optimizer(optimizer, model) after annotating the model, or build the optimizer then",
             )
 
@@ -57,7 +57,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
         if any(map(_is_meta, params)) and any(param.is_meta and isinstance(param, RaggedDTensor) for param in params):
             raise UsageError(
                 "the optimizer steps on parameters that are still on the meta device",
-                at=f"{place_of_rank()}, {_describe_params(optimizer)}",
+                at=_describe_params(optimizer),
                 fix=META_FIX,
             )
 
@@ -161,7 +161,7 @@ def _whole_state(entry: dict[Any, Any]) -> None:
 def _foreign(key: object, value: DTensor, param: DTensor) -> UsageError:
     return UsageError(
         f"optimizer state {key!r} is placed {value.placements}, its parameter {param.placements}",
-        at=f"{place_of_rank()}, parameter of shape {list(param.shape)}",
+        at=f"parameter of shape {list(param.shape)}",
         fix="load the state with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict",
     )
 
@@ -232,13 +232,11 @@ def _find_replacements(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ma
     if lost:
         raise ConfigError(
             f"nothing took the place of {len(lost)} parameters of the optimizer: {', '.join(lost)}",
-            at=place_of_rank(),
             fix="call it outside forward and backward, while the annotated model is alive, or build a new optimizer",
         )
     if not found and not is_of_model:
         raise ConfigError(
             "the optimizer holds no parameter that this model has or had",
-            at=place_of_rank(),
             fix="pass the model that the optimizer was built for",
         )
     return found

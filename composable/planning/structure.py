@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.contract import excludes, get_registry
 from composable.ground.frames import modules_in_call
 from composable.ground.names import (
@@ -104,7 +104,7 @@ class ReplacedParameter(nn.Parameter):
             fqn = "" if mark is None else mark.fqn_in_model()
             raise UsageError(
                 "a forward computes with a parameter that fully_shard has replaced: it would never train",
-                at=f"{place_of_rank()}, parameter {fqn!r}",
+                at=f"parameter {fqn!r}",
                 fix=f"read self.{fqn.rpartition('.')[2]} in forward, from the module that has it, and not a list, "
                 "dict, closure or partial that holds what it was before",
             )
@@ -444,7 +444,7 @@ class _Search:
                 try:
                     form = self._form_of(param, module, name, param_fqn)
                 except ConfigError as error:
-                    error.at = f"parameter '{fqn_in_model(module, name, param_fqn)}' {_describe_tensor(param)}"
+                    error.within = f"parameter '{fqn_in_model(module, name, param_fqn)}' {_describe_tensor(param)}"
                     raise
                 self._found[id(param)] = FoundParam(param, form)
             found = self._found[id(param)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from composable.comm import Transport
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.torch_private import foreach_copy_, foreach_mul_
 from composable.replication.tensors import (
     ReducedParam,
@@ -176,9 +176,7 @@ class Bucket:
             self._copy_scaled(grads, local_views, in_place, scale)
         except RuntimeError as error:
             if any(grad.layout != torch.strided for grad in grads):
-                raise UsageError(
-                    "a gradient is sparse", at=place_of_rank(), fix="use sparse=False, or ignore the module"
-                ) from error
+                raise UsageError("a gradient is sparse", fix="use sparse=False, or ignore the module") from error
             raise
         if grads_as_views:
             for param, view in zip(params, views, strict=True):

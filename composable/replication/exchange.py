@@ -356,7 +356,7 @@ class BucketExchange:
         """Raise the error of the hook in the round that has ended, if there is one."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            failure.at = f"{place_of_rank()}, bucket of a module with parameter {self._params[0].fqn!r}"
+            failure.within = f"bucket of a module with parameter {self._params[0].fqn!r}"
             raise failure
 
     def _write_flags(self, block: torch.Tensor) -> None:
@@ -520,7 +520,7 @@ class BucketExchange:
             lines.append(
                 f"{ranks_text(failed)} got no averages of the right dtype and shape from the communication hook{hook}"
             )
-        return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
+        return UsageError("\n".join(lines), fix=fix)
 
 
 def _graph_changed(
@@ -539,4 +539,4 @@ def _graph_changed(
         names = f": {list_text(elsewhere, _MAX_NAMES_SHOWN)}" if elsewhere else ""
         what = f"the backward of {ranks_text(others)} {promise}{names}"
     fix = "drop the gradients of this step; use the same parameters in every step, or find_unused_parameters=True"
-    return UsageError(what, at=place_of_rank(), fix=fix)
+    return UsageError(what, fix=fix)

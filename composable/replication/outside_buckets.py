@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Ranks, Transport
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.torch_private import foreach_copy_, graph_collectives, opaque
 from composable.replication.tensors import local_of
 
@@ -121,6 +121,6 @@ def why_untraceable(reducer: Any) -> str:
 def _refuse(why: str, fqn: str) -> None:
     raise UsageError(
         f"compiled autograd runs this backward, where {why}",
-        at=f"{place_of_rank()}, parameter {fqn!r}",
+        at=f"parameter {fqn!r}",
         fix="leave compiled autograd off: compiled models do not need it",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, Owners, ParamSlot
 from composable.ground.contract import is_parallel
 from composable.ground.frames import is_called_again, modules_in_call
@@ -210,7 +210,7 @@ class LentPart:
         if slot is not None and (module := slot.find_module()) is not None:
             raise UsageError(
                 f"a forward wrote to a parameter of which it held a copy in {dtype_text(slot.dtype)}: it would be lost",
-                at=f"{place_of_rank()}, parameter {slot.name!r} of {describe_module(module)}",
+                at=f"parameter {slot.name!r} of {describe_module(module)}",
                 fix="write to it between two steps, or add the class of its module to skipped_module_classes",
             )
 
@@ -227,7 +227,7 @@ class LentPart:
         """
         if self._calls and self._thread != get_ident():
             what = "state_dict() while another thread runs the module, which holds copies in low precision (mp_policy)"
-            raise UsageError(what, at=place_of_rank(), fix="read it between steps, under a lock that these hold")
+            raise UsageError(what, fix="read it between steps, under a lock that these hold")
         if self._find_module() not in modules_in_call():
             self._calls = 0
             self.inputs.leave(keeps=0)

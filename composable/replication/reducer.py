@@ -25,7 +25,7 @@ import torch
 from composable.comm import Grid, Transport
 from composable.dtensor import note_finished, note_unfinished
 from composable.engine import Listeners, Registration, Stepper, check_backward, nearest, refuse_steppers
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.names import list_text
 from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, next_ending_number
 from composable.ground.torch_private import opaque
@@ -78,7 +78,7 @@ def _arrive_again(reducer: "Reducer", index: int, param: torch.Tensor) -> None:
         if static is not None:
             what = "a parameter got more gradients than in the first backward, which static_graph=True rules out"
             fix = "drop the gradients of this step, and use the same parameters in every step"
-        raise UsageError(what, at=f"{place_of_rank()}, parameter {reducer.params[index].fqn!r}", fix=fix)
+        raise UsageError(what, at=f"parameter {reducer.params[index].fqn!r}", fix=fix)
     if static is not None and static.counts is not None and reducer.round.seen[index] <= static.counts[index]:
         bucket.pending -= 1
         if not bucket.pending:
@@ -271,7 +271,6 @@ class Reducer:
             if self._is_closed:
                 raise UsageError(
                     "this backward belongs to a forward that ran before the model's annotation was removed",
-                    at=place_of_rank(),
                     fix="run backward before unannotate, or run forward again after it",
                 )
             if self.round.phase is Phase.STOPPED:
@@ -477,11 +476,7 @@ class Reducer:
             UsageError: A backward is running.
         """
         if self.round.phase is _OPEN:
-            raise UsageError(
-                "a replicated module cannot be copied inside a backward",
-                at=place_of_rank(),
-                fix="copy it before or after",
-            )
+            raise UsageError("a replicated module cannot be copied inside a backward", fix="copy it before or after")
         twin = Reducer(params, transport, self._grid, self.options)
         syncs, after = self.requires_gradient_sync, self.sync_after_context
         twin.requires_gradient_sync = syncs if after is None else after

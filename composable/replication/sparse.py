@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from composable.comm import Transport
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError
 from composable.replication.tensors import ReducedParam
 
 
@@ -20,7 +20,7 @@ def check_steppable(params: Sequence[ReducedParam]) -> None:
         if item.is_sparse:
             raise ConfigError(
                 "an optimizer cannot step inside backward beside sparse gradients",
-                at=f"{place_of_rank()}, parameter {item.fqn!r}",
+                at=f"parameter {item.fqn!r}",
                 fix="step after backward, or build embeddings with sparse=False",
             )
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable.engine import has_torch_optimizer
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError
 from composable.ground.contract import get_registry
 from composable.ground.names import (
     check_bool,
@@ -167,7 +167,6 @@ class ReplicateArguments:
         if self.broadcast_buffers is not None and self.forward_sync_buffers is not None:
             raise ConfigError(
                 "both broadcast_buffers and forward_sync_buffers are given",
-                at=place_of_rank(),
                 fix="pass forward_sync_buffers alone; with broadcast_buffers=False buffers differ from the start",
             )
 
@@ -193,14 +192,12 @@ def choose_device(device_ids: object, device_type: str) -> torch.device:
         return torch.device(device_type)
     if not isinstance(device_ids, Sequence) or isinstance(device_ids, str) or len(device_ids) != 1:
         what = device_ids if isinstance(device_ids, list | tuple) else described(device_ids)
-        raise ConfigError(
-            f"device_ids is {what}", at=place_of_rank(), fix="pass a list of one device, or None: a rank has one"
-        )
+        raise ConfigError(f"device_ids is {what}", fix="pass a list of one device, or None: a rank has one")
     check_device("device_ids[0]", device_ids[0])
     device = torch.device(device_ids[0])
     if device.type != device_type:
         what = f"device_ids[0] is {device}, and gradients are averaged on {device_type}"
-        raise ConfigError(what, at=place_of_rank(), fix="pass the device of the parameters, or a mesh of its type")
+        raise ConfigError(what, fix="pass the device of the parameters, or a mesh of its type")
     return device
 
 
@@ -218,7 +215,6 @@ def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) ->
     if (named is None) is not (trigger is None):
         raise ConfigError(
             "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other",
-            at=place_of_rank(),
             fix="pass both, or none",
         )
     index_of = {id(one.param): index for index, one in enumerate(params) if not one.is_sparse}
@@ -227,14 +223,12 @@ def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) ->
     except (TypeError, ValueError):
         raise ConfigError(
             "delay_all_reduce_named_params is no list of (name, parameter) pairs",
-            at=place_of_rank(),
             fix="pass pairs as named_parameters() gives them",
         ) from None
     for what, param in [*delayed, *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
         if id(param) not in index_of:
             raise ConfigError(
                 f"a delayed all-reduce names {what}, whose gradient replicate does not average here",
-                at=place_of_rank(),
                 fix="pass parameters of the module that require a gradient and are neither ignored nor sparse",
             )
     if not delayed:
@@ -287,7 +281,7 @@ def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_pa
         if one not in inside:
             raise ConfigError(
                 "an ignored module is not in the module that ignores it",
-                at=f"{place_of_rank()}, {describe_module(one)}",
+                at=describe_module(one),
                 fix="take it out of ignored_modules",
             )
     tensors = (*_ignored_tensors(roots, ignored_params), *_marked(roots))
@@ -303,7 +297,7 @@ def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iter
         return
     fix = "pass a list or set of parameters of the module, or of names of its parameters and buffers"
     if isinstance(ignored_params, str | torch.Tensor | Mapping) or not isinstance(ignored_params, Iterable):
-        raise ConfigError(f"ignored_params is {described(ignored_params)}", at=place_of_rank(), fix=fix)
+        raise ConfigError(f"ignored_params is {described(ignored_params)}", fix=fix)
     several = len(roots) > 1
     by_name = {
         name: tensor for number, root in enumerate(roots) for name, tensor in _named(root, str(number) * several)
@@ -315,7 +309,7 @@ def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iter
             what = f"a parameter {list(one.shape)}" if isinstance(one, torch.Tensor) else described(one)
             raise ConfigError(
                 f"ignored_params holds {what}, which is not in the module",
-                at=f"{place_of_rank()}, {describe_module(roots[0])}",
+                at=describe_module(roots[0]),
                 fix=fix,
             )
         yield found
@@ -371,13 +365,13 @@ def find_tensors(
         if isinstance(root, torch.jit.ScriptModule):
             raise ConfigError(
                 "a scripted or traced module takes no other class, and so no annotation",
-                at=f"{place_of_rank()}, {describe_module(root)}",
+                at=describe_module(root),
                 fix="call replicate on a module around it, as replicate(nn.Sequential(module))",
             )
         if type(root).forward is nn.Module.forward and "forward" not in root.__dict__:
             raise ConfigError(
                 f"{class_name(root)} has no forward, so replicate cannot know when it runs",
-                at=f"{place_of_rank()}, {describe_module(root)}",
+                at=describe_module(root),
                 fix="pass the modules in it as a list: replicate([*module])",
             )
     managed = ManagedTensors()
@@ -409,7 +403,7 @@ def find_tensors(
     if not any(one.param.requires_grad for one in managed.params) and not is_annotated_below:
         raise ConfigError(
             "no parameter requires a gradient, so there is nothing to average",
-            at=f"{place_of_rank()}, {describe_module(roots[0])}",
+            at=describe_module(roots[0]),
             fix="do not replicate it, or unfreeze parameters first",
         )
     return managed
@@ -441,7 +435,7 @@ def _check_module(module: nn.Module) -> None:
     if rival is not None:
         raise ConfigError(
             f"two things would average these gradients: replicate and {rival}",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix=keep_one(rival),
         )
 
@@ -483,10 +477,10 @@ def _check_param(
         fix = f"move the module there, or pass a mesh of device type {param.device.type!r}"
     else:
         return
-    at = f"{place_of_rank()}, parameter {fqn!r} of {' and '.join(map(describe_module, roots))}"
+    at = f"parameter {fqn!r} of {' and '.join(map(describe_module, roots))}"
     raise ConfigError(what, at=at, fix=fix)
 
 
 def _place(kind: str, fqn: str, tensor: torch.Tensor) -> str:
     shape = "" if is_lazy(tensor) else f" {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
-    return f"{place_of_rank()}, {kind} {fqn!r}{shape}"
+    return f"{kind} {fqn!r}{shape}"

@@ -227,7 +227,7 @@ def _bring_back(module: nn.Module, _: Any) -> None:
     """Move loaded values into the shards, and put back the parameters that the load replaced."""
     handle = handle_of_module(module)
     if handle is not None:
-        with located(f"{place_of_rank()}, {handle.described}"):
+        with located(handle.described):
             attach(handle)
 
 

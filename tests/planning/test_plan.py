@@ -376,7 +376,7 @@ def test_a_tie_to_a_module_annotated_before_names_both_places(one_rank: None) ->
         str(caught.value),
         """\
 parameter 'head.weight' is tied to 'tokens.weight', which an earlier annotation has taken and sharded
-  at:  parameter 'head.weight' [32, 16] float32
+  at:  rank 0, parameter 'head.weight' [32, 16] float32
   fix: annotate the module around both of them, with a policy, or all modules that share it in one list""",
     )
 
@@ -437,7 +437,7 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
     module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial()]))
     with pytest.raises(ConfigError, match=r"placed .Partial.* cannot be sharded again") as caught:
         plan(module, world_size=2)
-    assert caught.value.at == "parameter 'weight' [2, 2] float32"
+    assert caught.value.at == "rank 0, parameter 'weight' [2, 2] float32"
 
 
 MODEL, LINEAR = MLP(), nn.Linear(2, 2)

@@ -135,7 +135,7 @@ def test_a_copy_of_another_shape_and_what_is_computed_from_a_parameter_are_named
         model[0].weight.copy_(torch.ones(5, 6))
     assert str(caught.value).splitlines() == [
         "aten.copy_.default of a plain tensor of shape [5, 6], which is not that of the whole parameter",
-        "  at:  ragged tensor of shape [6, 6], cut as parameter '0.weight'",
+        f"  at:  rank {dist.get_rank()}, ragged tensor of shape [6, 6], cut as parameter '0.weight'",
         "  fix: pass a tensor of the whole parameter's shape",
     ]
     with pytest.raises(UsageError, match=r"ragged tensor of shape \[6, 6\], cut as parameter '0\.weight'"):

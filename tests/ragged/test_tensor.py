@@ -600,6 +600,7 @@ def test_a_gradient_or_data_of_the_same_cut_is_taken() -> None:
         r.grad = torch.zeros(37, 8)
     assert str(caught.value) == (
         ".grad of a ragged tensor of shape [37, 8] cannot be a plain tensor of shape [37, 8]\n"
+        f"  at:  rank {dist.get_rank()}\n"
         "  fix: cut it the same way: distribute_tensor(full_grad, tensor.device_mesh, tensor.placements)"
     )
     r.data = r.detach() * 2
