@@ -438,13 +438,8 @@ def _agree(
 ) -> None:
     """Raise unless every rank makes the same call with the same hook; ``failure`` is raised first. Collective."""
     first = f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"
-    # Smaller groups first, so that larger ones get their failures; each group compares only its own units.
-    lines = {ranks: [first] for ranks in sorted(units.values(), key=lambda ranks: ranks.order)}
-    for unit, ranks in units.items():
+    lines = {ranks: [first] for ranks in units.values()}
+    for unit, ranks in units.items():  # Each group compares only its own units.
         lines[ranks].append(f"for {params_of(unit)}")
-    compare_in_each(
-        {ranks: "\n".join(own) for ranks, own in lines.items()},
-        failure,
-        what="the ranks register or remove different communication hooks",
-        fix="do the same on every rank",
-    )
+    what = "the ranks register or remove different communication hooks"
+    compare_in_each(lines, failure, what=what, fix="do the same on every rank")

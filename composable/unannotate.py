@@ -5,7 +5,7 @@ handle, and each shard is freed once its parameters are whole, so memory holds a
 model and one handle's buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -81,7 +81,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     def compare(removal: _Removal | None, failure: ComposableError | None) -> None:
         lines = {} if removal is None else removal.lines()
         compare_in_each(
-            {ranks: "\n".join(lines.get(ranks, ())) for ranks in _everyone(roots, states)},
+            {ranks: lines.get(ranks, ()) for ranks in _everyone(roots, states)},
             failure,
             what="the ranks call unannotate on different parameters or gradients",
             fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
@@ -93,14 +93,14 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     return module
 
 
-def _everyone(roots: Sequence[nn.Module], states: Sequence[AnnotationState]) -> list[Ranks]:
-    """Return the groups of ranks that must agree, smaller ones first, so that larger ones get their failures."""
+def _everyone(roots: Sequence[nn.Module], states: Sequence[AnnotationState]) -> Iterable[Ranks]:
+    """Return the groups of ranks that must agree."""
     found = [state.grid.everyone for state in states]
     handles = [handle for state in states if isinstance(state, FullyShardState) for handle in state._handles]
     found += [model.everyone for model in model_ranks_of(handles).values()]
     owners = [handle_of(param) for root in roots for param in root.parameters()]
     found += [handle.grid.everyone for handle in owners if handle is not None]
-    return sorted(dict.fromkeys(found), key=lambda ranks: ranks.order)
+    return dict.fromkeys(found)
 
 
 class _Removal:

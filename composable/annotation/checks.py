@@ -62,19 +62,19 @@ def check_values(
         _check_filled(states, names)
     except UsageError as error:
         failure = error
-    texts: dict[Ranks, str] = {}
+    lines: dict[Ranks, list[str]] = {}
     for handle in [handle for state in states for handle in state._handles]:
         copies = handle.grid.replicas
         if copies is not None and copies.size > 1:
             fqns = [(param, repr(handle.from_root(param.fqn))) for param in handle.params]
-            lines = [f"parameter {fqn} {list(param.shape)} has digest {digest_of(param.local)}" for param, fqn in fqns]
-            texts[copies] = "\n".join([*filter(None, [texts.get(copies)]), *lines])
+            own = [f"parameter {fqn} {list(param.shape)} has digest {digest_of(param.local)}" for param, fqn in fqns]
+            lines.setdefault(copies, []).extend(own)
     for everyone in [state.grid.everyone for state in states]:
-        texts.setdefault(everyone, "")
+        lines.setdefault(everyone, [])
         if everyone in models:
-            texts.setdefault(models[everyone].everyone, "")
+            lines.setdefault(models[everyone].everyone, [])
     compare_in_each(
-        dict(sorted(texts.items(), key=lambda item: item[0].order)),
+        lines,
         failure,
         what="ranks that hold copies of the same shards hold different values, and would never become equal",
         fix="call fully_shard(..., sync_module_states=True); or give all ranks the same seed, torch.manual_seed(0), "

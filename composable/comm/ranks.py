@@ -377,14 +377,17 @@ def _as_told(failure: Exception | None) -> tuple[str, str, str, str | None] | No
     return type(failure).__name__, failure.what, at, failure.fix
 
 
-def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None = None, *, what: str, fix: str) -> None:
-    """Call ``Ranks.compare`` in each group in turn; a failure in one group is passed on to the next. Collective.
+def compare_in_each(
+    lines: Mapping[Ranks, Sequence[str]], failure: ComposableError | None = None, *, what: str, fix: str
+) -> None:
+    """Compare the lines of each group, small groups first; a failure in one is passed on to the next. Collective.
 
     Raises:
         ComposableError: ``failure``, or the failure of another rank.
-        DesyncError: The texts differ.
+        DesyncError: The lines of a group differ.
     """
-    for ranks, text in texts.items():
+    for ranks in sorted(lines, key=lambda ranks: ranks.order):
+        text = "\n".join(lines[ranks])
         try:
             ranks.compare(text, failure, shown=text, what=what, fix=fix)
         except ComposableError as error:

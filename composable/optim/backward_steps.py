@@ -258,18 +258,16 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
 def _agree(optimizer: torch.optim.Optimizer, units: dict[ReducingUnit, Ranks], failure: ComposableError | None) -> None:
     """Raise ``failure``, of this rank or another, or an error if ranks make different calls. Collective."""
     # Some ranks may have parameters that other ranks lack, such as experts.
-    in_order = sorted(units.values(), key=lambda ranks: ranks.order)
-    lines = {ranks: [f"step_in_backward of {type(optimizer).__name__}"] for ranks in in_order}
+    lines = {ranks: [f"step_in_backward of {type(optimizer).__name__}"] for ranks in units.values()}
     for unit, ranks in units.items():
         lines[ranks] += [f"steps {fqn}" for fqn in params_of(unit)]
     for param in _params_of(optimizer):
         if (found := unit_of(param)) is not None:
             lines[found[1]].append(f"with a parameter {list(param.shape)}")
-    texts = {ranks: "\n".join(own) for ranks, own in lines.items()}
     what, fix = "the ranks let different optimizers step inside backward", "call step_in_backward alike on every rank"
     try:
-        compare_in_each(texts, failure, what=what, fix=fix)
+        compare_in_each(lines, failure, what=what, fix=fix)
     except ComposableError as error:
         failure = error
     models = model_ranks_of(unit for unit in units if isinstance(unit, Handle)).values()
-    compare_in_each({model.everyone: "" for model in models if model.others}, failure, what=what, fix=fix)
+    compare_in_each({model.everyone: () for model in models if model.others}, failure, what=what, fix=fix)
