@@ -25,7 +25,6 @@ from composable.engine import (
     Scheduler,
     attach,
     check_held,
-    drop_secondary,
     handle_of,
     lies_in_buffer,
     misplaced,
@@ -315,7 +314,7 @@ def _put_right(handle: Handle, scheduler: Scheduler) -> None:
     assigned = [found for found in misplaced(handle) if found.is_stranger]
     # A gather in flight reads the shards: it ends here.
     scheduler.reshard(handle)
-    drop_secondary(handle)
+    handle.drop_secondary()
     for module, name, _, held in assigned:
         module._parameters[name] = held
     attach(handle)

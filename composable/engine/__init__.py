@@ -33,4 +33,4 @@ from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings
-from composable.engine.unsharded import drop_secondary, streams_for
+from composable.engine.unsharded import streams_for

@@ -328,6 +328,8 @@ class Handle:
             for flat in self.buffers:
                 if flat.versioned:
                     set_versions(flat.versioned, version)
+            if self.secondary is not None and self.secondary.are_source:
+                self.secondary.drop()  # Each serves one gather.
         # Set last: if an exception cuts this short, the next call does it all again.
         self.view = ParamView.UNSHARDED
         self.gathers = None
@@ -357,6 +359,11 @@ class Handle:
         if not (self.is_shared or self.settings.keeps_storage):
             for flat in self.buffers:
                 flat.free_buffer()
+
+    def drop_secondary(self) -> None:
+        """Free secondary shards, if there are any: a step is over, and later ones never read them."""
+        if self.secondary is not None:
+            self.secondary.drop()
 
     def is_fresh(self) -> bool:
         """Say whether unsharded parameters still have the values of this rank's shards."""

@@ -38,7 +38,6 @@ from composable.engine.handle import Handle, HandleStep, check_not_written
 from composable.engine.held import check_lent, checksum_of, freed_parameter_read, lost_write, refuse_split_backward
 from composable.engine.param import ParamView
 from composable.engine.step import LED, Completion, Step
-from composable.engine.unsharded import drop_secondary
 from composable.errors import UsageError
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import (
@@ -221,8 +220,6 @@ class Backwards:
             completion.expect_late(own)
         if gathers:
             step.unsharded.unshard(handle)
-            if handle.secondary is not None:
-                handle.secondary.drop()
         if own.followers:
             step.begin_unshard(own, for_backward=True)
         if own.met_in != backward_id:
@@ -238,13 +235,8 @@ class Backwards:
 
     def _unshard_group(self, own: HandleStep) -> None:
         if own.handle.settings.unshard_in_backward:
-            self.unshard(own.handle)
+            self._step.unsharded.unshard(own.handle)
         self._step.begin_unshard(own, for_backward=True)
-
-    def unshard(self, handle: Handle) -> None:
-        """Make the parameters usable until the backward ends with them. Collective unless they are unsharded."""
-        self._step.unsharded.unshard(handle)
-        drop_secondary(handle)
 
     def _prefetch_after(self, own: HandleStep) -> None:
         """Start to gather the handle that is likely next after the first gradient of ``own``, or the users' choice."""
@@ -357,7 +349,7 @@ class Backwards:
             own.end_step()
             for flat in handle.buffers:
                 flat.gradients.drop()
-            drop_secondary(handle)
+            handle.drop_secondary()
         step.finalizer.forget_kept()
         step.finalizer.is_deferred, step.finalizing = False, None
         self._completion.forget()
@@ -437,7 +429,7 @@ class Forwards:
             own = step.steps[handle]
             if handle.view is ParamView.GATHERING:  # A prefetch that nothing used.
                 own.modules_left.clear()
-                self._reshard(own, is_differentiable=own.is_armed)
+                step.unsharded.reshard(handle)
             elif own.modules_left:  # A group of modules that did not all run.
                 own.modules_left.clear()
                 self._end_call(own, is_differentiable=own.is_armed)
@@ -492,7 +484,7 @@ class Forwards:
             # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
             self._backwards.begin_backward(runs_again=True)
             step.begin_unshard(own)
-            self._backwards.unshard(handle)
+            step.unsharded.unshard(handle)
             return
         self._clock += 1
         if own.entered_at < 0:
@@ -576,18 +568,10 @@ class Forwards:
         # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.
         stays = settings.reshard_option is False and not torch.is_grad_enabled()
         frees = settings.reshard_after_forward or not (is_differentiable or stays)
-        if handle.view is ParamView.GATHERING and (handle.secondary is not None or not frees):
+        if frees:
+            # For a backward that gathers from fewer ranks.
+            keeps = is_differentiable and settings.unshard_in_backward and handle.secondary is not None
+            self._step.unsharded.reshard(handle, keeps_secondary=keeps and settings.keeps_secondary)
+        elif handle.view is ParamView.GATHERING:
             # A follower whose modules did not run here: parameters that stay unsharded have to stay so on all ranks.
             self._step.unsharded.unshard(handle)
-        if frees and handle.secondary is not None:
-            self._reshard(own, is_differentiable=is_differentiable)
-        elif frees:
-            self._step.unsharded.reshard(handle)
-
-    def _reshard(self, own: HandleStep, *, is_differentiable: bool) -> None:
-        """Free the parameters; where a backward will gather them from fewer ranks, keep secondary shards."""
-        step, handle = self._step, own.handle
-        keeps = is_differentiable and handle.settings.unshard_in_backward and handle.settings.keeps_secondary
-        is_kept = handle.secondary is not None and handle.secondary.kept_in == step.forward_id
-        keeps &= not is_kept and handle.is_unsharded and handle.held_with is None
-        step.unsharded.reshard(handle, keeps_secondary=keeps)

@@ -11,7 +11,7 @@ from composable.engine.handle import Handle
 from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step
-from composable.engine.unsharded import Streams, drop_secondary
+from composable.engine.unsharded import Streams
 from composable.errors import UsageError
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing
 
@@ -233,7 +233,7 @@ class Scheduler:
         step.unsharded.free_retained()
         for handle in handles:
             step.unsharded.reshard(handle)
-            drop_secondary(handle)
+            handle.drop_secondary()
             if handle in step.steps:
                 step.steps[handle].forget()
         self._completion.forget()

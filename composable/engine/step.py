@@ -33,7 +33,7 @@ from composable.engine.finish import GradientFinalizer, stepped_already
 from composable.engine.gradients import Gradients
 from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.param import ParamView
-from composable.engine.unsharded import Streams, Unsharded, drop_secondary
+from composable.engine.unsharded import Streams, Unsharded
 from composable.errors import UsageError
 from composable.ground.torch_private import current_graph_task_id
 
@@ -212,7 +212,7 @@ class Step:
     def drop_secondaries(self) -> None:
         """Forget the secondary shards that a forward has left."""
         for handle in self.handles:
-            drop_secondary(handle)
+            handle.drop_secondary()
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer wrote the shards, on the current stream or before the user's event."""
@@ -317,7 +317,7 @@ class Completion:
         for own in self._last_armed:
             own.is_armed, own.first_forward = False, 0
             if own.handle.secondary is not None:
-                drop_secondary(own.handle)
+                own.handle.secondary.drop()
 
     def expect_late(self, own: HandleStep) -> None:
         """Let the end of backward complete a handle that was not expected or is complete already, and its followers."""
@@ -429,11 +429,9 @@ class Completion:
             if handle.settings.reshard_after_backward and not is_in_use:
                 step.unsharded.reshard(handle)
         step.streams.meet()
-        if own.leaders:
+        if own.leaders and handle.view is ParamView.GATHERING:
             # Parameters that stay unsharded have to be so on all ranks, also where the modules took no part.
-            if handle.view is ParamView.GATHERING:
-                step.unsharded.unshard(handle)
-            drop_secondary(handle)
+            step.unsharded.unshard(handle)
 
     def _linger(self, handle: Handle, gradients: Gradients, had: int) -> None:
         """Keep the parameters' memory if parts of backward that read them are still to run: gradients are missing."""

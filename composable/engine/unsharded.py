@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from composable.engine.buffer import SecondaryShards
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle, HandleStep
@@ -29,12 +30,6 @@ from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
 
 _do_nothing: Callable[[], Any] = partial(bool)
-
-
-def _keep_secondary(handle: Handle, forward_id: int) -> None:
-    """Copy secondary shards out of the buffers of ``handle``, which are full."""
-    if handle.secondary is not None:
-        handle.secondary.keep(handle.version, forward_id)
 
 
 class HostStreams:
@@ -52,7 +47,7 @@ class HostStreams:
     # Used directly: a function around each would double its cost.
     begin_unshard = staticmethod(Handle.begin_unshard)
     wait_for_unshard = staticmethod(Handle.finish_gathers)
-    keep_secondary = staticmethod(_keep_secondary)
+    keep_secondary = staticmethod(SecondaryShards.keep)
 
     def begin_reduction(
         self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
@@ -138,14 +133,14 @@ class DeviceStreams:
                 self.unshard.wait_event(event)
             self._before_unshard.clear()
 
-    def keep_secondary(self, handle: Handle, forward_id: int) -> None:
-        """Copy secondary shards out of the buffers of ``handle``, which are in use on the current stream."""
+    def keep_secondary(self, secondary: SecondaryShards, version: int, forward_id: int) -> None:
+        """Call ``secondary.keep``; its buffers are in use on the current stream."""
         # In the memory pool of buffers: the host may free memory that gathers read at any time.
         self._begin_on_unshard()
         # A forward may have written its parameters. The next gather waits for all that in any case.
         self.unshard.wait_stream(self._device.current_stream())
         with self._device.stream(self.unshard):
-            _keep_secondary(handle, forward_id)
+            secondary.keep(version, forward_id)
 
     def resharded(self) -> None:
         """The current stream has queued the last reader of a buffer that the host freed."""
@@ -299,8 +294,8 @@ class Unsharded:
             return
         if handle.view is ParamView.GATHERING:
             self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
-        if keeps_secondary:
-            self.streams.keep_secondary(handle, self._step.forward_id)
+        if keeps_secondary and handle.secondary is not None:
+            self.streams.keep_secondary(handle.secondary, handle.version, self._step.forward_id)
         handle.reshard(frees=handle not in self._retained)
         self.streams.resharded()
         # Last: a call that was cut short is done again.
@@ -429,9 +424,3 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
             call()
 
     return arrived
-
-
-def drop_secondary(handle: Handle) -> None:
-    """Free secondary shards of a handle, if there are any: a step is over, and later ones never read them."""
-    if handle.secondary is not None:
-        handle.secondary.drop()

@@ -59,7 +59,7 @@ def test_the_step_after_an_interrupt_is_right(name: str) -> None:
         (CastBuffers._restore, "casts of shared buffers"),
         (LentBuffer.give_back, "casts of shared buffers"),
         (SecondaryShards.keep, "resharded to two ranks"),
-        (Forwards._reshard, "resharded to two ranks"),
+        (Forwards._end_call, "resharded to two ranks"),
         (Handle.begin_unshard, "resharded to two ranks"),
         (Faces.show_unsharded, "resharded to two ranks"),
         (GradientFinalizer.begin, "policy, process_group"),

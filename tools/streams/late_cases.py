@@ -361,9 +361,9 @@ BY_HAND = {
     "a user's event is not waited for": ("self._before_unshard.values()", "list(self._before_unshard.values())[1:]"),
     "secondary shards are copied on the current stream": (
         """        with self._device.stream(self.unshard):
-            _keep_secondary(handle, forward_id)""",
+            secondary.keep(version, forward_id)""",
         """        if True:
-            _keep_secondary(handle, forward_id)""",
+            secondary.keep(version, forward_id)""",
     ),
     "secondary shards wait the other way": (
         "self.unshard.wait_stream(self._device.current_stream())",
