@@ -246,6 +246,11 @@ class ReplicateState(AnnotationState, Companion):
         if self.follows:
             self.reducer.follow()
 
+    def gradients_come(self) -> None:
+        """Average what backwards without synchronisation left, where the user ends backwards of the root around."""
+        if self.follows and not in_backward() and self.reducer.synchronises and self.reducer.round.kept > 0:
+            self.reducer.average_kept_gradients()
+
     def broadcast_all(self) -> None:
         """Give every rank the parameters and buffers of the rank that had inputs last. Collective, between steps."""
         ranks, source = self.grid.everyone, self.reducer.exchange.source

@@ -13,7 +13,7 @@ from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step
 from composable.engine.unsharded import Streams
 from composable.errors import UsageError
-from composable.ground.torch_hooks import Ending, in_backward_of_nothing
+from composable.ground.torch_hooks import Ending
 
 
 class Scheduler:
@@ -131,12 +131,10 @@ class Scheduler:
 
     def reduce_kept(self) -> None:
         """Reduce gradients that backwards without synchronisation left. Collective, between steps."""
-        with self._completion.without_armed():
-            in_backward_of_nothing(self.backwards.begin_backward)
-        if self.is_deferred:
-            # Backwards were told that they are not the last one: this is the end of all of them.
-            self.finalize()
-            self.end_finalize()
+        # Ranks compare in any case: there may be shards that wait for an all-reduce over copies.
+        self.step.finalizer.is_deferred = True
+        self.finalize()
+        self.end_finalize()
 
     def finalize(self) -> None:
         """Begin to end the backwards so far: reduce gradients that wait for it, and start messages to the other ranks.

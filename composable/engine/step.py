@@ -18,8 +18,8 @@ the handle of the module around it, its *leader*: its own calls start no collect
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -264,21 +264,6 @@ class Completion:
     def waiting(self) -> list[HandleStep]:
         """The handles of the next backward: those that ran since the last one, or else those of the last one."""
         return self.armed or self._last_armed
-
-    @contextmanager
-    def without_armed(self) -> Iterator[None]:
-        """Let forwards that wait for their backward take no part in a backward that runs meanwhile."""
-        armed, last_armed = self.armed, self._last_armed
-        first_forwards = [(own, own.first_forward) for own in armed]
-        self.armed, self._last_armed = [], []
-        for own in armed:
-            own.is_armed = False
-        try:
-            yield
-        finally:
-            self.armed, self._last_armed = armed, last_armed
-            for own, first_forward in first_forwards:
-                own.is_armed, own.first_forward = True, first_forward
 
     def forget(self) -> None:
         """Forget the handles that wait for a backward, or for completion in the running one."""
