@@ -118,7 +118,7 @@ def _copy_root(module: nn.Module, roots: Sequence[nn.Module], memo: dict[Any, An
     with torch.no_grad():
         for decided in dict.fromkeys(state.root for state in states if state.root is not None):
             if decided.scheduler.step.is_backward:
-                # It was stopped by an exception: what it has left would count as kept in the copy.
+                # An exception has stopped it: what it has left would wait in the copy for the next reduction.
                 decided.scheduler.abandon_step()
             decided.scheduler.notice_dropped()
         for handle in handles:

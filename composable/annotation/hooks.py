@@ -350,7 +350,7 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
     if torch.Tensor in map(type, module.__dict__.values()):
         tensors += _made_since(first_node, module.__dict__.values())
     leaks = _leaks(tensors, first_node)
-    # Without outputs, what the call has made may be in a loss that was kept elsewhere.
+    # Without outputs, what the call has made may be in a loss that lies elsewhere.
     clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors) or leaks, leaks=leaks)
     if not tensors:
         return

@@ -131,6 +131,8 @@ class Scheduler:
 
     def reduce_kept(self) -> None:
         """Reduce gradients that backwards without synchronisation left. Collective, between steps."""
+        if self.step.is_backward:
+            self.abandon_step()  # A backward was stopped by an exception: its gradients are dropped.
         # Ranks compare in any case: there may be shards that wait for an all-reduce over copies.
         self.step.finalizer.is_deferred = True
         self.finalize()
