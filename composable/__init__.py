@@ -46,6 +46,7 @@ from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.replicate import ReplicateOptions, replicate
 from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
 from composable.saving import (
+    Storage,
     full_state_dict,
     iter_full_params,
     load_full_params,
@@ -115,6 +116,7 @@ __all__ = [
     "ShardingStrategy",
     "SizePolicy",
     "StateDictError",
+    "Storage",
     "Timeline",
     "TimelineEvent",
     "UnevenInputs",

@@ -279,7 +279,7 @@ GLOBALS = {
     "ground.ownership._REGISTRATIONS": "torch's registration hooks are of the process",
     "ground.torch_hooks._ENDINGS": "backwards are of the process",
     "saving.checkpoint._SAVES": "saves that end after the call",
-    "saving.run_folder._WRITTEN": "a process has one lock of a file",
+    "saving.run_folder.WRITTEN": "a process has one lock of a file, and one name in a storage",
     "testing.simulation._SIMULATIONS": "torch is changed for one at a time",
 }
 _CHANGING = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "setdefault", "update"}

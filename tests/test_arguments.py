@@ -282,7 +282,7 @@ ELSEWHERE = {
     *("Timeline", "TimelineEvent"),  # tests/test_timeline.py
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
-    *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
+    *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "Storage", "UnshardHandle"),
     *("contract", "get_registry", "strict_mode", "OffloadPolicy"),
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,15 +24,18 @@ from torch import nn
 
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.names import as_path, check_bool, described, list_text
+from composable.ground.names import check_bool, described, list_text
 from composable.saving import (
     Entries,
     IncompatibleKeys,
     Names,
+    Storage,
+    StoredFolder,
     batches,
     check_float,
     entries_for,
     entries_now,
+    folder_at,
     gather_values,
     load_full_state_dict,
     ranks_of,
@@ -63,7 +67,7 @@ _DTYPES = {
 @torch.no_grad()
 def save_safetensors(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     *,
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
@@ -78,7 +82,8 @@ def save_safetensors(
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         path: On the first rank: a file ``*.safetensors``, which is replaced if it exists, or a folder, which gets
-            ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+            ``model.safetensors``, or several files and ``model.safetensors.index.json``. A path, a URL, or a
+            ``Storage`` as a folder; for these two, files are written to a temporary folder first.
         max_shard_bytes: Most bytes of values in one file of a folder; a larger value gets a file of its own.
         dtype: The dtype of floating-point values in the files; default: their own.
         names: Which entries to write, such as adapters only; as for ``full_state_dict``.
@@ -102,6 +107,7 @@ def save_safetensors(
     cpu = torch.device("cpu")
     with ExitStack() as stack:
         writer: _Writer | None = None
+        storage: StoredFolder | None = None
         with ranks.agreed():
             fit = {key for key, tensor in entries.tensors().items() if cast_dtype(tensor, dtype) in _DTYPES}
             if unfit := [key for key in entries.values if key not in fit]:
@@ -111,7 +117,11 @@ def save_safetensors(
                     fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
                 )
             if ranks.rank == 0:
-                target = as_path("path", path)
+                place = folder_at("path", path)
+                if isinstance(place, StoredFolder):
+                    storage, target = place, _room_for(place, stack)
+                else:
+                    target = place
                 limit = math.inf if target.suffix == ".safetensors" else max_shard_bytes
                 writer = _Writer(target, _plan_files(values, aliases, dtype, limit))
                 stack.callback(writer.close)
@@ -126,11 +136,15 @@ def save_safetensors(
         with ranks.agreed():
             if writer is not None:
                 writer.publish()
+            if storage is not None:
+                # The index comes last, as by name.
+                for file in sorted(target.iterdir() if target.is_dir() else [target]):
+                    storage.storage.write(storage.of(file.name if target.is_dir() else ""), file)
 
 
 @torch.no_grad()
 def load_safetensors(
-    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, names: Names | None = None
+    model: nn.Module, path: str | os.PathLike[str] | Storage, *, strict: bool = True, names: Names | None = None
 ) -> IncompatibleKeys:
     """Load full weights from safetensors files that the first rank reads.
 
@@ -139,7 +153,8 @@ def load_safetensors(
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
-        path: On the first rank: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+        path: On the first rank: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``:
+            a path, a URL or a ``Storage``, of which files are copied to a temporary folder first.
             Values have the plain model's shapes; other dtypes are cast, as by ``load_full_state_dict``.
         strict: Every key of the model must be there, and no other.
         names: Load a part of the model, such as adapters; as for ``load_full_state_dict``.
@@ -159,7 +174,9 @@ def load_safetensors(
         with ranks.agreed():
             check_bool("strict", strict)
             if ranks.rank == 0:
-                files = _open_files(as_path("path", path), stack, entries_now(model).picked(names))
+                entries, place = entries_now(model).picked(names), folder_at("path", path)
+                local = _fetch(place, stack) if isinstance(place, StoredFolder) else place
+                files = _open_files(local, stack, entries)
         return load_full_state_dict(model, files, strict=strict, names=names)
 
 
@@ -198,6 +215,19 @@ def _plan_files(
         starts = {key: 8 + len(text) + header[key]["data_offsets"][0] for key in keys}
         files.append(_File(name, starts, stop, len(text).to_bytes(8, "little") + text))
     return files
+
+
+def _weights_in(place: StoredFolder) -> list[str]:
+    """Return the names of the weights in a folder of a storage."""
+    return sorted(name for name in place.list() if name.startswith("model") and ".safetensors" in name)
+
+
+def _room_for(place: StoredFolder, stack: ExitStack) -> Path:
+    """Return a local path for what will be copied to ``place``; raises if there are weights already."""
+    name = place.name.rpartition("/")[2] or "weights"
+    if not name.endswith(".safetensors") and (held := _weights_in(place)):
+        raise ConfigError(f"{place} holds weights already: {held[0]}", fix="pass a new folder, or remove them")
+    return Path(stack.enter_context(tempfile.TemporaryDirectory()), name)
 
 
 class _Writer:
@@ -298,6 +328,17 @@ class _Files(dict[str, Any]):
         return value
 
 
+def _fetch(place: StoredFolder, stack: ExitStack) -> Path:
+    """Copy weights from a storage into a local folder, which is removed when ``stack`` ends; return their path."""
+    local = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    is_file = place.name.endswith(".safetensors")
+    folder, last = (place.parent, place.name.rpartition("/")[2]) if is_file else (place, "")
+    for name in [last] if is_file else _weights_in(place) or [_SINGLE]:
+        with _naming(f"{folder}/{name}"), folder.open(name) as source, (local / name).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    return local / last
+
+
 def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
     """Open the files at ``path`` until ``stack`` ends; tied ``entries`` find their value under any of their names."""
     try:
@@ -327,7 +368,7 @@ def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Path | str) -> Iterator[None]:
     """Turn an error in reading into an error that names the file."""
     try:
         yield

@@ -21,6 +21,7 @@ from composable.saving.full_values import (
 )
 from composable.saving.loads import register_load_check, register_room
 from composable.saving.run_folder import sync_folder, write_summed
+from composable.saving.storage import Storage, StoredFolder, folder_at
 from composable.saving.unsharding import unshard_params
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -25,35 +25,40 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from composable.comm import Ranks, call_before_destroy, explain_waits, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
-from composable.ground.names import as_path, check_bool, check_module, described
+from composable.ground.names import check_bool, check_module, described
 from composable.ground.torch_private import load_state_dict, save_state_dict
 from composable.saving import contents, run_folder
 from composable.saving.entries import names_on_all
-from composable.saving.run_folder import EXTRA, METADATA, FileSum, Manifest
+from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest
+from composable.saving.storage import Storage, StoredFolder, folder_at
+from composable.saving.stored_run import StoredRun, find_stored
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 _WRITE_FIX = "make room and let this process write there, or save to another folder"
 _READ_FIX = "pass a folder that the first rank can read"
+_WITH_STORAGE = "pass one path, one URL, or a storage, on every rank"
 _HALF_LOADED_FIX = "load another checkpoint before you use the model: some of its values may be those of this one"
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint on disk.
+    """A checkpoint on disk or in a storage.
 
     Attributes:
-        path: Its folder.
+        path: Its folder: a ``Path``, or a ``str`` with its URL, or its name in a ``Storage`` that was given.
         step: The ``step`` that ``save_checkpoint`` was given.
         extra: The ``extra`` that ``save_checkpoint`` was given; tensors in their shapes and dtypes, on the CPU.
     """
 
-    path: Path
+    path: Path | str
     step: int
     extra: Any
 
@@ -65,11 +70,11 @@ class SaveHandle:
         self._writers = writers
         # The ranks whose group the group of a background save was made beside: both end together.
         self._beside = beside
-        self._result: Future[Path] = Future()
+        self._result: Future[Path | str] = Future()
         self._lost = f"{name} has failed, and nobody waited for it"
         self._place = place_of_rank()
 
-    def _run(self, write: Callable[[], Path]) -> None:
+    def _run(self, write: Callable[[], Path | str]) -> None:
         try:
             self._result.set_result(write())
         except BaseException as error:
@@ -82,8 +87,8 @@ class SaveHandle:
         """Say whether ``wait`` would return, or raise, at once."""
         return self._result.done()
 
-    def wait(self) -> Path:
-        """Return the checkpoint's folder once it is whole on disk.
+    def wait(self) -> Path | str:
+        """Return the checkpoint's folder, as ``SavedCheckpoint.path`` has it, once it is whole.
 
         Each rank may call it alone. ``destroy_process_group()`` and the end of the process wait too, and raise nothing:
         a failure that no ``wait`` has raised ends the process with code 1 and a message.
@@ -142,7 +147,7 @@ def _settle(model: nn.Module) -> SaveHandle | None:
 
 
 def save_checkpoint(
-    folder: str | PathLike[str],
+    folder: str | PathLike[str] | Storage,
     step: int,
     model: nn.Module,
     optimizer: Optimizers = None,
@@ -159,7 +164,7 @@ def save_checkpoint(
     first rank ends.
 
     Args:
-        folder: The folder of the run; made if needed.
+        folder: The folder of the run; made if needed. A path, a URL such as ``s3://bucket/run``, or a ``Storage``.
         step: Optimizer steps done. A checkpoint of the same step is replaced.
         model: Annotated or plain. Each rank writes its pieces of sharded tensors, in their own dtypes; the
             checkpoint has the full shapes, each element once.
@@ -183,14 +188,15 @@ def save_checkpoint(
     ranks = Ranks.of_world()
     with ranks.agreed():
         optimizers = _checked(model, optimizer)
-        # The current folder may be another one by the time at which a thread writes.
-        run = as_path("folder", folder).resolve()
+        place = folder_at("folder", folder)
+        run = FolderRun(place) if isinstance(place, Path) else StoredRun(place)
         for name, value, least in (("step", step, 0), ("keep", keep, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
         check_bool("asynchronous", asynchronous)
         previous = _settle(model)
-    arguments = {"folder": str(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
+    shown = str(run if isinstance(folder, Storage) else folder)
+    arguments = {"folder": shown, "step": step, "keep": keep, "asynchronous": asynchronous}
     this = f"the save of step {step} to {run}"
     with _named(this):
         names, _ = names_on_all(ranks, model, optimizers, [f"{name}={value!r}" for name, value in arguments.items()])
@@ -199,25 +205,23 @@ def save_checkpoint(
             packed = None if extra is None else contents.as_data(extra, "extra")
             if asynchronous:
                 state = contents.staged(state)
-        partial = Path(
-            _on_first(ranks, lambda: str(run_folder.begin(run, step)), f"cannot write to {folder}", _WRITE_FIX)
-        )
+        partial = _on_first(ranks, lambda: run.begin(step), f"cannot write to {shown}", _WRITE_FIX)
     writers = _writers(ranks, previous) if asynchronous else ranks
 
-    def publish(sums: dict[str, FileSum]) -> Path:
-        sums[METADATA] = run_folder.sum_file(partial / METADATA)
+    def publish(room: Path, sums: dict[str, FileSum]) -> Path | str:
         if packed is not None:
-            sums[EXTRA] = run_folder.write_summed(partial / EXTRA, packed)
-        return run_folder.publish(partial, Manifest(step, sums, names), keep=keep)
+            sums[EXTRA] = run_folder.write_summed(room / EXTRA, packed)
+            run.put(partial, room / EXTRA)
+        return run.publish(partial, Manifest(step, sums, names), keep=keep)
 
-    def write() -> Path:
+    def write() -> Path | str:
         try:
             with _named(this):
-                return _write(writers, partial, state, publish)
+                return _write(writers, run, partial, state, publish)
         except BaseException as error:
             if ranks.rank == 0:
                 # After an error no rank writes any more: all ranks have reported.
-                run_folder.abandon(partial, remove=isinstance(error, Exception))
+                run.abandon(partial, remove=isinstance(error, Exception))
             raise
 
     handle = SaveHandle(writers, ranks, this)
@@ -232,18 +236,19 @@ def save_checkpoint(
     return handle
 
 
-def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
+def find_checkpoint(path: str | PathLike[str] | Storage) -> SavedCheckpoint:
     """Return the latest checkpoint in the folder of a run, or the checkpoint at ``path``.
 
     Looks at the disk only: not collective, and only ``extra`` is verified.
 
     Args:
-        path: The folder of a run, or of one checkpoint.
+        path: The folder of a run, or of one checkpoint: a path, a URL or a ``Storage``.
 
     Raises:
         ConfigError: There is no checkpoint, its description cannot be read, or ``extra`` is damaged or no data.
+        OSError: The disk or the storage cannot be read.
     """
-    folder = run_folder.find_folder(as_path("path", path).absolute())
+    folder = _find(path)
     manifest = run_folder.read_manifest(folder)
     _check_undamaged(
         folder, run_folder.find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
@@ -251,7 +256,9 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
     return _read(folder, manifest)
 
 
-def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> SavedCheckpoint:
+def load_checkpoint(
+    path: str | PathLike[str] | Storage, model: nn.Module, optimizer: Optimizers = None
+) -> SavedCheckpoint:
     """Load a checkpoint of ``save_checkpoint``, written by any number of ranks with any sharding.
 
     Collective: all ranks. The bytes of all files, each on one rank, and the names of all values are checked first;
@@ -259,7 +266,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     run.
 
     Args:
-        path: The folder of a run, whose latest checkpoint is loaded, or of one checkpoint. The value of rank 0 counts.
+        path: The folder of a run, whose latest checkpoint is loaded, or of one checkpoint: a path or a URL, of which
+            the value of rank 0 counts, or a ``Storage`` on every rank.
         model: Annotated or plain; not on the meta device. Its tensors have the full shapes that were saved, of which
             each rank reads its pieces; values of other dtypes are cast.
         optimizer: The optimizers that were saved, in that order. ``None``: only the model is loaded.
@@ -278,12 +286,18 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         optimizers = _checked(model, optimizer)
         _settle(model)
 
-    def find() -> tuple[str, bytes]:
-        found = run_folder.find_folder(as_path("path", path).absolute())
-        return str(found), run_folder.read_manifest(found).as_bytes()
+    def find() -> tuple[str, bool, bytes]:
+        found = _find(path)
+        text = str(found) if isinstance(found, Path) else found.path
+        return text, isinstance(path, Storage), run_folder.read_manifest(found).as_bytes()
 
-    place, content = _on_first(ranks, find, f"cannot read {path}", _READ_FIX)
-    folder, manifest = Path(place), run_folder.read_manifest(Path(place), content)
+    shown = "the storage" if isinstance(path, Storage) else path
+    text, is_name, content = _on_first(ranks, find, f"cannot read {shown}", _READ_FIX)
+    with ranks.agreed():
+        if is_name and not isinstance(path, Storage):
+            raise ConfigError(f"path is {described(path)}, and a storage on the first rank", fix=_WITH_STORAGE)
+        folder = StoredFolder(path, text) if is_name and isinstance(path, Storage) else folder_at("path", text)
+        manifest = run_folder.read_manifest(folder, content)
     # All files are read, each on one rank.
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
     damage = ranks.objects(run_folder.find_damage(folder, mine))
@@ -306,6 +320,11 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
             at = f"{place_of_rank()}: {type(error).__name__}: {error}"
             raise UsageError(failure, at=at, fix=_HALF_LOADED_FIX) from error
     return checkpoint
+
+
+def _find(path: object) -> Path | StoredFolder:
+    place = folder_at("path", path)
+    return run_folder.find_folder(place.absolute()) if isinstance(place, Path) else find_stored(place)
 
 
 def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
@@ -341,7 +360,12 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
 
 
 class _SummingWriter(FileSystemWriter):
-    """A writer of one rank's files, which keeps their lengths and checksums in ``sums``."""
+    """A writer of one rank's files, which keeps their lengths and checksums in ``sums`` and hands them to ``put``."""
+
+    def __init__(self, folder: Path, put: Callable[[Path], None], *, is_local: bool) -> None:
+        super().__init__(folder, sync_files=is_local)
+        self._put = put
+        self.sums: dict[str, FileSum] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """Write and sync the values that ``plan`` lists."""
@@ -353,36 +377,56 @@ class _SummingWriter(FileSystemWriter):
             if cause is not None and isinstance(cause, OSError | KeyboardInterrupt):
                 raise cause from error
             raise
-        names = {result.storage_data.relative_path for result in written.value()}
-        self.sums = {name: run_folder.sum_file(Path(self.path) / name) for name in names}
+        for name in sorted({result.storage_data.relative_path for result in written.value()}):
+            self._take(name)
         return written
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the description of all ranks' values, on the first rank."""
+        super().finish(metadata, results)
+        self._take(METADATA)
 
-def _write(ranks: Ranks, folder: Path, state: dict[str, Any], publish: Callable[[dict[str, FileSum]], Path]) -> Path:
-    """Write this rank's part; return when the checkpoint of all ranks has its final name. Collective."""
-    what = f"{folder} was not written to its end; earlier checkpoints are as they were"
-    with _as_ours(what, _WRITE_FIX):
-        writer = _SummingWriter(folder)
+    def _take(self, name: str) -> None:
+        self.sums[name] = run_folder.sum_file(Path(self.path), name)
+        self._put(Path(self.path) / name)
+
+
+def _write(
+    ranks: Ranks,
+    run: FolderRun | StoredRun,
+    partial: str,
+    state: dict[str, Any],
+    publish: Callable[[Path, dict[str, FileSum]], Path | str],
+) -> Path | str:
+    """Write this rank's part; return when the checkpoint of all ranks is whole. Collective."""
+    what = f"{run.folder(partial)} was not written to its end; earlier checkpoints are as they were"
+    is_local = isinstance(run, FolderRun)
+    with _as_ours(what, _WRITE_FIX), ExitStack() as stack:
+        with ranks.agreed():
+            room = stack.enter_context(run.room(partial))
+        writer = _SummingWriter(room, lambda file: run.put(partial, file), is_local=is_local)
         save_state_dict(state, writer, ranks.group, no_dist=ranks.group is None)
         mine = [(name, saved.bytes, saved.crc32) for name, saved in writer.sums.items()]
         sums = {name: FileSum(*saved) for part in ranks.objects(mine) for name, *saved in part}
-        return Path(_on_first(ranks, lambda: str(publish(sums)), what, _WRITE_FIX))
+        path = _on_first(ranks, lambda: str(publish(room, sums)), what, _WRITE_FIX)
+        return Path(path) if is_local else path
 
 
 # -- reading
 
 
-def _check_undamaged(folder: Path, damage: list[str]) -> None:
+def _check_undamaged(folder: object, damage: list[str]) -> None:
     if damage:
         fix = "load an older checkpoint of the run, or restore this one from a copy"
         raise ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
-def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
+def _read(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
+    path = folder if isinstance(folder, Path) else folder.path
     if EXTRA not in manifest.files:
-        return SavedCheckpoint(folder, manifest.step, None)
-    with run_folder.open_regular(folder / EXTRA) as file:
-        return SavedCheckpoint(folder, manifest.step, contents.read_data(file, str(folder / EXTRA)))
+        return SavedCheckpoint(path, manifest.step, None)
+    with run_folder.open_in(folder, EXTRA) as file:
+        return SavedCheckpoint(path, manifest.step, contents.read_data(file, f"{folder}/{EXTRA}"))
 
 
 @contextmanager

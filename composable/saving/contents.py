@@ -48,7 +48,8 @@ from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_map, unflatten_state_dict
 from composable.saving.entries import OptimizerNames, names_of_params, optimizer_differences
 from composable.saving.loads import find_differences
-from composable.saving.run_folder import MANIFEST, METADATA, FileSum, open_regular
+from composable.saving.run_folder import MANIFEST, METADATA, FileSum, open_in
+from composable.saving.storage import StoredFolder
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -100,7 +101,7 @@ def _without_advice(error: Exception) -> str:
 class DataPlanner(DefaultLoadPlanner):
     """A planner that reads into the flat names of a checkpoint; values other than tensors are read as data."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | StoredFolder) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._folder = folder
 
@@ -113,33 +114,36 @@ class DataPlanner(DefaultLoadPlanner):
 class DataReader(FileSystemReader):
     """A reader of the ``files`` of a checkpoint, and of no others."""
 
-    def __init__(self, folder: Path, files: Mapping[str, FileSum]) -> None:
-        super().__init__(folder)
-        self.fs = _RegularFiles()
+    def __init__(self, folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> None:
+        super().__init__(str(folder))
+        self.fs = _FilesIn(folder)
+        self._folder = folder
         self._found: Metadata | None = None
         self._files = files
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the names and places of all values, read once; raises if ``.metadata`` does not describe them."""
-        path = Path(self.path) / METADATA
         if self._found is None:
             try:
-                with open_regular(path) as file:
+                with open_in(self._folder, METADATA) as file:
                     held = _Unpickler(io.BytesIO(file.read(self._files[METADATA].bytes))).load()
                 self._found = _described_anew(held, self._files)
             except OSError:
                 raise
             # A broken pickle makes Python raise errors of any type.
             except Exception as error:
-                what = f"{path} does not describe a checkpoint: {error or type(error).__name__}"
+                what = f"{self._folder}/{METADATA} does not describe a checkpoint: {error or type(error).__name__}"
                 raise ConfigError(what, fix=_DISTRUST) from None
         return self._found
 
 
-class _RegularFiles(FileSystem):
+class _FilesIn(FileSystem):
+    def __init__(self, folder: Path | StoredFolder) -> None:
+        self._folder = folder
+
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with open_regular(Path(path)) as file:
+        with open_in(self._folder, Path(path).name) as file:
             yield file
 
 

@@ -21,8 +21,8 @@ import shutil
 import socket
 import stat
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -31,15 +31,17 @@ from typing import Any, BinaryIO
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import as_kind, list_text
 from composable.saving.entries import OptimizerNames
+from composable.saving.storage import Storage, StoredFolder
 
 EXTRA = "extra.pt"
 METADATA = ".metadata"
 MANIFEST = "checkpoint.json"
 _MAX_MANIFEST_BYTES = 2**28
 _LOG = logging.getLogger("composable")
-_LOCK = "writer.lock"
+LOCK = "writer.lock"
 _FORMAT = 2
-_HOLDER = re.compile(r"process \d+ on \S*")
+# In a storage a token follows.
+_HOLDER = re.compile(r"process \d+ on \S*( [0-9a-f]{16})?")
 # Names of folders: a whole checkpoint; a hidden one, which is being written, replaced by a new one, or removed.
 # Hidden names end in random digits, so that each belongs to one writer.
 _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
@@ -73,13 +75,19 @@ def _open(path: Path, flags: int) -> int:
     return descriptor
 
 
-def sum_file(path: Path, most: float = math.inf) -> FileSum:
+def open_in(folder: Path | StoredFolder, name: str) -> BinaryIO:
+    """Open a file of a checkpoint to read it, as ``open_regular`` on a disk."""
+    return open_regular(folder / name) if isinstance(folder, Path) else folder.open(name)
+
+
+def sum_file(folder: Path | StoredFolder, name: str, most: float = math.inf) -> FileSum:
     """Read a file and return its length and checksum; of a file of more than ``most`` bytes only the length."""
     crc32 = length = 0
     chunk = memoryview(bytearray(1 << 20))
-    with open_regular(path) as file:
-        if (found := os.fstat(file.fileno()).st_size) > most:
+    with open_in(folder, name) as file:
+        if (found := file.seek(0, os.SEEK_END)) > most:
             return FileSum(found, 0)
+        file.seek(0)
         while length <= most and (count := file.readinto(chunk)):  # type: ignore[attr-defined]  # a file has it
             crc32 = zlib.crc32(chunk[:count], crc32)
             length += count
@@ -104,15 +112,15 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
+def find_damage(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> list[str]:
     """Read ``files`` and return a line for each that differs from what was written."""
     lines = []
     for name, saved in files.items():
-        path = folder / name
+        path = f"{folder}/{name}"
         try:
-            found = sum_file(path, saved.bytes)
+            found = sum_file(folder, name, saved.bytes)
         except OSError as error:
-            lines.append(f"{path} cannot be read: {error.strerror}")
+            lines.append(f"{path} cannot be read: {error.strerror or error}")
             continue
         if found.bytes != saved.bytes:
             lines.append(f"{path} has {found.bytes:,} bytes; {saved.bytes:,} were written")
@@ -137,12 +145,12 @@ class Manifest:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
 
-def read_manifest(folder: Path, content: bytes | None = None) -> Manifest:
+def read_manifest(folder: Path | StoredFolder, content: bytes | None = None) -> Manifest:
     """Return the manifest of the checkpoint ``folder``, from ``content`` if it was read; raises if it is none."""
-    path = folder / MANIFEST
+    path = f"{folder}/{MANIFEST}"
     try:
         if content is None:
-            with open_regular(path) as file:
+            with open_in(folder, MANIFEST) as file:
                 content = file.read(_MAX_MANIFEST_BYTES)
         body = as_kind(dict[str, Any], json.loads(content), "it")
         found = body.pop("format", None)
@@ -168,10 +176,15 @@ def find_folder(path: Path) -> Path:
     # Also by a name that a kill between two renames leaves. A damaged checkpoint is never skipped for an older one.
     whole = [*_named(path, "step"), *_named(path, "replaced")]
     if not whole:
-        of_file = "pass a file to load_full_state_dict(model, torch.load(path)), or to load_safetensors(model, path)"
-        fix = of_file if path.is_file() else "pass a run's folder or one of its step-NNNNNN folders"
-        raise ConfigError(f"no checkpoint in {path}", fix=fix)
+        raise no_checkpoint(path, is_file=path.is_file())
     return max(whole, key=_step_of)
+
+
+def no_checkpoint(place: object, *, is_file: bool) -> ConfigError:
+    """Return the error for a place, perhaps a file, that has no checkpoint."""
+    of_file = "pass a file to load_full_state_dict(model, torch.load(path)), or to load_safetensors(model, path)"
+    fix = of_file if is_file else "pass a run's folder or one of its step-NNNNNN folders"
+    return ConfigError(f"no checkpoint in {place}", fix=fix)
 
 
 def _kind_of(path: Path) -> str | None:
@@ -191,11 +204,15 @@ def _named(run: Path, *kinds: str) -> list[Path]:
 
 def _is_ours(folder: Path) -> bool:
     """Say whether ``save_checkpoint`` wrote all files in ``folder``."""
+    return not folder.is_symlink() and lists_all(folder, [path.name for path in folder.iterdir()])
+
+
+def lists_all(folder: Path | StoredFolder, names: Collection[str]) -> bool:
+    """Say whether the manifest in ``folder`` lists all of these names."""
     try:
-        listed = {*read_manifest(folder).files, MANIFEST}
+        return {*read_manifest(folder).files, MANIFEST}.issuperset(names)
     except ConfigError:
         return False
-    return not folder.is_symlink() and listed.issuperset(path.name for path in folder.iterdir())
 
 
 # -- writing
@@ -207,16 +224,20 @@ class _Written:
     Attributes:
         partial: Run folders, locked until the process ends, with the partial checkpoints that it writes there.
         locks: The descriptor of the lock file of each.
+        stored: The same for runs in storages, by URL or by the ``id`` of an object that is kept here.
+        token: The random name of this process in storages.
         guard: Held while names in a run's folder are read or changed: saves of several models may end at once.
     """
 
     def __init__(self) -> None:
         self.partial: dict[Path, set[Path]] = {}
         self.locks: dict[Path, int] = {}
+        self.stored: dict[Hashable, tuple[Storage, set[str]]] = {}
+        self.token = secrets.token_hex(8)
         self.guard = Lock()
 
 
-_WRITTEN = _Written()
+WRITTEN = _Written()
 
 
 def _lock(run: Path) -> set[Path]:
@@ -225,13 +246,13 @@ def _lock(run: Path) -> set[Path]:
     The system releases the lock when the process ends in any way, so a run that was killed blocks no other.
     """
     run.mkdir(parents=True, exist_ok=True)
-    path, held = run / _LOCK, _WRITTEN.locks.get(run)
+    path, held = run / LOCK, WRITTEN.locks.get(run)
     if held is not None:
         with suppress(OSError):
             if os.path.samestat(path.lstat(), os.fstat(held)):
-                return _WRITTEN.partial[run]
+                return WRITTEN.partial[run]
         _LOG.warning("%s was removed while this run writes there: it is locked anew", path)
-        os.close(_WRITTEN.locks.pop(run))
+        os.close(WRITTEN.locks.pop(run))
     try:
         descriptor = _open(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
@@ -239,9 +260,7 @@ def _lock(run: Path) -> set[Path]:
             _foreign(path) if error.errno in (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO) else error
         ) from None
     try:
-        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-        if holder and not _HOLDER.fullmatch(holder):
-            raise _foreign(path)
+        holder = checked_holder(os.pread(descriptor, 4096, 0), path)
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ConfigError:
         os.close(descriptor)
@@ -250,78 +269,123 @@ def _lock(run: Path) -> set[Path]:
         # With any other error, this disk has no locks.
         if error.errno in (errno.EACCES, errno.EAGAIN):
             os.close(descriptor)
-            fix, at = "save to another folder, or end the other run first", f"{place_of_rank()}; there: {holder}"
-            raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
+            raise another_run(run, holder) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    _WRITTEN.locks[run] = descriptor
-    return _WRITTEN.partial.setdefault(run, set())
+    os.pwrite(descriptor, this_process().encode(), 0)
+    WRITTEN.locks[run] = descriptor
+    return WRITTEN.partial.setdefault(run, set())
 
 
-def _foreign(path: Path) -> ConfigError:
+def this_process() -> str:
+    """Return the text in the lock of a run's folder."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def checked_holder(content: bytes, path: object) -> str:
+    """Return the text of the lock at ``path``; raises if it is a file of another program."""
+    holder = content.decode(errors="replace")
+    if holder and not _HOLDER.fullmatch(holder):
+        raise _foreign(path)
+    return holder
+
+
+def another_run(run: object, holder: str) -> UsageError:
+    """Return the error of a run whose folder the process ``holder`` writes."""
+    fix, at = "save to another folder, or end the other run first", f"{place_of_rank()}; there: {holder}"
+    return UsageError(f"another run writes to {run}", at=at, fix=fix)
+
+
+def _foreign(path: object) -> ConfigError:
     fix = "move it away, or save to another folder"
     return ConfigError(f"{path} is no file that save_checkpoint wrote", at=place_of_rank(), fix=fix)
 
 
-def begin(run: Path, step: int) -> Path:
-    """Make an empty folder for a checkpoint in the folder of the run, and remove there what a kill has left.
+class FolderRun:
+    """The folder of a run on a disk, which all ranks see."""
 
-    Raises if another run writes here, if there are later checkpoints, or if files of others would be replaced.
-    """
-    run = run.resolve()
-    with _WRITTEN.guard:
-        in_use = _lock(run)
-        _check_step(run, step)
-        _tidy(run)
-        folder = _hidden(run, "partial", step)
-        folder.mkdir()
-        in_use.add(folder)
-    return folder
+    def __init__(self, path: Path) -> None:
+        # The current folder may be another one by the time at which a thread writes.
+        self._path = path.resolve()
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def begin(self, step: int) -> str:
+        """Make an empty folder for a checkpoint, return its path, and remove what a kill has left.
+
+        Raises if another run writes here, if there are later checkpoints, or if files of others would be replaced.
+        """
+        with WRITTEN.guard:
+            in_use = _lock(self._path)
+            _check_step(self._path, step)
+            _tidy(self._path)
+            folder = _hidden(self._path, "partial", step)
+            folder.mkdir()
+            in_use.add(folder)
+        return str(folder)
+
+    def folder(self, partial: str) -> Path:
+        """Return the folder that ``begin`` returned."""
+        return Path(partial)
+
+    def room(self, partial: str) -> AbstractContextManager[Path]:
+        """Return a context of the local folder where a rank writes its files: the checkpoint's own."""
+        return nullcontext(Path(partial))
+
+    def put(self, partial: str, file: Path) -> None:
+        """Take a file that is whole in ``room``: it lies where it belongs."""
+
+    def publish(self, partial: str, manifest: Manifest, *, keep: int) -> Path:
+        """Give a folder of ``begin``, whose files are synced, its final name; then leave ``keep`` checkpoints."""
+        folder, run, whole = Path(partial), self._path, self._path / f"step-{manifest.step:06d}"
+        with WRITTEN.guard:
+            check_written(folder, manifest, {path.name: path.stat().st_size for path in folder.iterdir()})
+            write_summed(folder / MANIFEST, manifest.as_bytes())
+            sync_folder(folder)
+            if whole.exists():
+                whole.rename(_hidden(run, "replaced", manifest.step))
+            folder.rename(whole)
+            sync_folder(run)
+            earlier = [path for path in _named(run, "step") if _step_of(path) < manifest.step and _is_ours(path)]
+            # A name that promises a whole checkpoint is removed before its files.
+            for path in earlier[: max(0, len(earlier) - (keep - 1))]:
+                path.rename(_hidden(run, "removed", _step_of(path)))
+            WRITTEN.partial[run].discard(folder)
+            _tidy(run)
+        return whole
+
+    def abandon(self, partial: str, *, remove: bool) -> None:
+        """End a save that failed; with ``remove`` also delete its folder."""
+        with WRITTEN.guard:
+            WRITTEN.partial[self._path].discard(Path(partial))
+            if remove:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
-def publish(folder: Path, manifest: Manifest, *, keep: int) -> Path:
-    """Give a folder of ``begin``, whose files are synced, its final name; then leave ``keep`` checkpoints."""
-    run, whole = folder.parent, folder.parent / f"step-{manifest.step:06d}"
-    with _WRITTEN.guard:
-        lengths = {path.name: path.stat().st_size for path in folder.iterdir()}
-        gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
-        if gone:
-            raise ConfigError(
-                f"{folder} lacks files that other ranks wrote: {', '.join(sorted(gone))}",
-                fix="save to a folder that all ranks see under one name",
-            )
-        write_summed(folder / MANIFEST, manifest.as_bytes())
-        sync_folder(folder)
-        if whole.exists():
-            whole.rename(_hidden(run, "replaced", manifest.step))
-        folder.rename(whole)
-        sync_folder(run)
-        earlier = [path for path in _named(run, "step") if _step_of(path) < manifest.step and _is_ours(path)]
-        # A name that promises a whole checkpoint is removed before its files.
-        for path in earlier[: max(0, len(earlier) - (keep - 1))]:
-            path.rename(_hidden(run, "removed", _step_of(path)))
-        _WRITTEN.partial[run].discard(folder)
-        _tidy(run)
-    return whole
+def check_written(folder: object, manifest: Manifest, lengths: Mapping[str, int | None]) -> None:
+    """Raise unless the files that the ranks have written to ``folder`` are there, with their lengths."""
+    gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
+    if gone:
+        raise ConfigError(
+            f"{folder} lacks files that other ranks wrote: {', '.join(sorted(gone))}",
+            fix="save to a folder that all ranks see under one name",
+        )
 
 
-def abandon(folder: Path, *, remove: bool) -> None:
-    """End a save that failed; with ``remove`` also delete its folder."""
-    with _WRITTEN.guard:
-        _WRITTEN.partial[folder.parent].discard(folder)
-        if remove:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_step(run: Path, step: int) -> None:
-    """Raise if ``run`` holds checkpoints of later steps, or files of others under the name of ``step``."""
-    later = [path.name for path in _named(run, "step") if _step_of(path) > step and (path / MANIFEST).is_file()]
+def check_later(run: object, step: int, later: Collection[str]) -> None:
+    """Raise if a run holds checkpoints, ``later``, of later steps than ``step``."""
     if later:
         raise ConfigError(
             f"{run} holds checkpoints of later steps than {step}: {', '.join(later)}",
             at=place_of_rank(),
             fix="load_checkpoint first, to go on from the latest; or save to another folder; or remove them",
         )
+
+
+def _check_step(run: Path, step: int) -> None:
+    """Raise if ``run`` holds checkpoints of later steps, or files of others under the name of ``step``."""
+    steps = [path for path in _named(run, "step") if _step_of(path) > step and (path / MANIFEST).is_file()]
+    check_later(run, step, [path.name for path in steps])
     whole = run / f"step-{step:06d}"
     if (whole.exists() or whole.is_symlink()) and not _is_ours(whole):
         raise ConfigError(
@@ -342,5 +406,5 @@ def _tidy(run: Path) -> None:
         if _kind_of(hidden) == "replaced" and not whole.exists():
             # A kill came between the two renames of `publish`: the folder to be replaced is still the checkpoint.
             hidden.rename(whole)
-        elif hidden not in _WRITTEN.partial[run]:
+        elif hidden not in WRITTEN.partial[run]:
             shutil.rmtree(hidden)

@@ -310,7 +310,14 @@ GROUPS: tuple[Group, ...] = (
                     "load_checkpoint": "Loads such a checkpoint at any number of ranks.",
                     "find_checkpoint": "The latest checkpoint in the folder of a run.",
                     "SaveHandle": "The result of `save_checkpoint`, to wait for.",
-                    "SavedCheckpoint": "A checkpoint on disk: path, step and `extra`.",
+                    "SavedCheckpoint": "A checkpoint on disk or in a storage: path, step and `extra`.",
+                },
+            ),
+            Topic(
+                "storage",
+                {
+                    "Storage": "The methods of a place that saves and loads take instead of a path or URL. See [in a "
+                    "bucket](../docs/checkpoints.md#in-a-bucket)."
                 },
             ),
             Topic(
