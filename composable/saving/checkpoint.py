@@ -34,7 +34,7 @@ from composable.errors import ComposableError, ConfigError, DesyncError, UsageEr
 from composable.ground.names import check_bool, check_module, described
 from composable.ground.torch_private import load_state_dict, save_state_dict
 from composable.saving import contents, run_folder
-from composable.saving.entries import names_on_all
+from composable.saving.entries import Names, names_on_all
 from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest
 from composable.saving.storage import Storage, StoredFolder, folder_at
 from composable.saving.stored_run import StoredRun, find_stored
@@ -155,6 +155,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int = 2,
     asynchronous: bool = False,
+    names: Names | None = None,
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
@@ -174,6 +175,8 @@ def save_checkpoint(
         keep: Number of checkpoints to leave in the folder, with this one.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
             save of the model waits for this one, and raises its error.
+        names: Save a part of the model, such as adapters, with the state of optimizers for this part: names of the
+            state dict, or a function that says of each whether it is wanted; the same on all ranks.
 
     Returns:
         A handle to wait with; done already unless ``asynchronous``.
@@ -199,9 +202,10 @@ def save_checkpoint(
     arguments = {"folder": shown, "step": step, "keep": keep, "asynchronous": asynchronous}
     this = f"the save of step {step} to {run}"
     with _named(this):
-        names, _ = names_on_all(ranks, model, optimizers, [f"{name}={value!r}" for name, value in arguments.items()])
+        given = [f"{name}={value!r}" for name, value in arguments.items()]
+        every = names_on_all(ranks, model, optimizers, names, given)
         with ranks.agreed():
-            state = contents.state_to_save(model, optimizers, names)
+            state = contents.state_to_save(model, optimizers, every)
             packed = None if extra is None else contents.as_data(extra, "extra")
             if asynchronous:
                 state = contents.staged(state)
@@ -212,7 +216,7 @@ def save_checkpoint(
         if packed is not None:
             sums[EXTRA] = run_folder.write_summed(room / EXTRA, packed)
             run.put(partial, room / EXTRA)
-        return run.publish(partial, Manifest(step, sums, names), keep=keep)
+        return run.publish(partial, Manifest(step, sums, every.optimizers), keep=keep)
 
     def write() -> Path | str:
         try:
@@ -257,7 +261,11 @@ def find_checkpoint(path: str | PathLike[str] | Storage) -> SavedCheckpoint:
 
 
 def load_checkpoint(
-    path: str | PathLike[str] | Storage, model: nn.Module, optimizer: Optimizers = None
+    path: str | PathLike[str] | Storage,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    names: Names | None = None,
 ) -> SavedCheckpoint:
     """Load a checkpoint of ``save_checkpoint``, written by any number of ranks with any sharding.
 
@@ -271,6 +279,8 @@ def load_checkpoint(
         model: Annotated or plain; not on the meta device. Its tensors have the full shapes that were saved, of which
             each rank reads its pieces; values of other dtypes are cast.
         optimizer: The optimizers that were saved, in that order. ``None``: only the model is loaded.
+        names: Load a part of the model, with the state of optimizers for it, as for ``save_checkpoint``. The rest of
+            the checkpoint, if there is one, is not read into the model, whose other values stay.
 
     Returns:
         The checkpoint, on every rank with the ``extra`` that rank 0 saved.
@@ -303,18 +313,18 @@ def load_checkpoint(
     damage = ranks.objects(run_folder.find_damage(folder, mine))
     _check_undamaged(folder, [line for lines in damage for line in lines])
     failure = f"{folder} was not loaded to its end"
-    names, elsewhere = names_on_all(ranks, model, optimizers)
+    every = names_on_all(ranks, model, optimizers, names)
     with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
         reader = contents.DataReader(folder, manifest.files)
         metadata = reader.read_metadata()
-        contents.check_fit(metadata, manifest.optimizers, model, names, elsewhere)
-        flat = contents.targets(metadata, model, optimizers)
+        contents.check_fit(metadata, manifest.optimizers, model, every, names)
+        flat = contents.targets(metadata, model, optimizers, every.picked)
         checkpoint = _read(folder, manifest)
     with _named(f"the load of {folder}"), _as_ours(failure, _HALF_LOADED_FIX):
         load_state_dict(flat, reader, no_dist=ranks.group is None, planner=contents.DataPlanner(folder))
     with ranks.agreed():
         try:
-            contents.apply(flat, metadata, model, optimizers)
+            contents.apply(flat, metadata, model, optimizers, every.picked)
         # Whoever made a checkpoint up may have given the optimizer, or a module's extra state, values of any type.
         except Exception as error:
             at = f"{place_of_rank()}: {type(error).__name__}: {error}"

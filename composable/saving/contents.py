@@ -46,7 +46,14 @@ from composable.dtensor import write_values
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_map, unflatten_state_dict
-from composable.saving.entries import OptimizerNames, names_of_params, optimizer_differences
+from composable.saving.entries import (
+    Names,
+    NamesOnAll,
+    OptimizerNames,
+    names_of_params,
+    optimizer_differences,
+    picked_of,
+)
 from composable.saving.loads import find_differences
 from composable.saving.run_folder import MANIFEST, METADATA, FileSum, open_in
 from composable.saving.storage import StoredFolder
@@ -241,18 +248,18 @@ def _is_covered(size: torch.Size, boxes: tuple[tuple[torch.Size, torch.Size], ..
 # -- saving
 
 
-def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequence[OptimizerNames]) -> dict[str, Any]:
-    """Return the state of model and optimizers in the form for ``torch.distributed.checkpoint.save``.
+def state_to_save(model: nn.Module, optimizers: Optimizers, every: NamesOnAll) -> dict[str, Any]:
+    """Return what is picked of model and optimizers, in the form for ``torch.distributed.checkpoint.save``.
 
     Tensors are the model's and the optimizers' own, sharded as they are, not copies. Raises if a parameter has no
     values yet, or if a value is neither a tensor nor plain data.
     """
-    _check_materialized(model)
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    _check_materialized(model, every.picked)
+    state: dict[str, Any] = {"model": _picked_state(model, every.picked)}
     if optimizers:
         state["optimizer"] = {"state": {}, "param_groups": []}
         names = names_of_params(model)
-        for optimizer, described in zip(optimizers, names_of_all, strict=True):
+        for optimizer, described in zip(optimizers, every.optimizers, strict=True):
             saved = optimizer.state_dict()
             others = [key for key in saved.get("state", [None]) if not isinstance(key, int)]
             if others:
@@ -263,10 +270,11 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
                 )
             fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
             named = {fqns[index]: _with_text_keys(value) for index, value in saved["state"].items()}
+            named = {name: value for name, value in named.items() if name in every.picked}
             state["optimizer"]["state"].update(named)
             state["optimizer"]["param_groups"] += [
-                {**_with_text_keys(group), "params": list(every)}
-                for group, every in zip(saved["param_groups"], described.groups, strict=True)
+                {**_with_text_keys(group), "params": list(params)}
+                for group, params in zip(saved["param_groups"], described.groups, strict=True)
             ]
     for name, value in flatten_state_dict(state)[0].items():
         if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
@@ -306,8 +314,13 @@ def staged(state: Any) -> Any:
     )
 
 
-def _check_materialized(model: nn.Module) -> None:
-    on_meta = [name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor) and value.is_meta]
+def _picked_state(model: nn.Module, picked: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in get_model_state_dict(model).items() if name in picked}
+
+
+def _check_materialized(model: nn.Module, picked: Collection[str]) -> None:
+    values = {name: value for name, value in model.state_dict().items() if plain_fqn(name) in picked}
+    on_meta = [name for name, value in values.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if on_meta:
         raise UsageError(f"on the meta device: {', '.join(on_meta)}", fix="materialize the model first")
 
@@ -316,27 +329,28 @@ def _check_materialized(model: nn.Module) -> None:
 
 
 def check_fit(
-    metadata: Metadata,
-    saved: Sequence[OptimizerNames],
-    model: nn.Module,
-    current: Sequence[OptimizerNames],
-    elsewhere: Collection[str],
+    metadata: Metadata, saved: Sequence[OptimizerNames], model: nn.Module, every: NamesOnAll, names: Names | None
 ) -> None:
     """Raise one error that lists all differences between a checkpoint and the model and optimizers to load.
 
-    ``current`` are the optimizers, with the parameters of all ranks; if it is empty, only the model is checked.
-    ``elsewhere`` are names that only other ranks have.
+    Without optimizers in ``every`` only the model is checked. ``names`` are those of the call.
     """
-    _check_materialized(model)
+    _check_materialized(model, every.picked)
+
+    def is_picked(name: str) -> object:
+        # A function may pick saved names that the model has not, which is a difference.
+        return names is None or name in every.picked or (callable(names) and names(name))
+
     sizes: dict[str, torch.Size | None] = {}
     for key, path in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[key]
-        if path[0] == "model":
+        if path[0] == "model" and is_picked(str(path[1])):
             sizes[path[1]] = entry.size if isinstance(entry, TensorStorageMetadata) and len(path) == 2 else None
-    state = get_model_state_dict(model)
+    state = _picked_state(model, every.picked)
     expected = {name: value if isinstance(value, torch.Tensor) else None for name, value in state.items()}
-    found = find_differences(expected, sizes.keys() - set(elsewhere), sizes.__getitem__)
-    lines = optimizer_differences(saved, current) if current else []
+    found = find_differences(expected, sizes.keys() - every.elsewhere, sizes.__getitem__)
+    current = every.optimizers
+    lines = optimizer_differences(picked_of(saved, is_picked), current) if current else []
     nested = unflatten_state_dict(dict.fromkeys(metadata.planner_data), metadata.planner_data).get("optimizer", {})
     groups = nested.get("param_groups", [])
     if len(groups) != sum(len(one.groups) for one in saved) or not all(isinstance(one, dict) for one in groups):
@@ -344,14 +358,14 @@ def check_fit(
     replace(found, unfit=(*found.unfit, *lines)).check(strict=True, is_checkpoint=True)
 
 
-def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """Return the tensors that a checkpoint is read into, by flat name.
+def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers, picked: Collection[str]) -> dict[str, Any]:
+    """Return the tensors that what is picked of a checkpoint is read into, by flat name.
 
     Tensors are the model's own, and new ones for optimizer state, which are cut like their parameters, in the dtypes
     that were saved. ``None``: the value is no tensor. Names that only other ranks have are left out.
     """
-    model_state = get_model_state_dict(model)
-    params = {name: param for param, name in names_of_params(model).items()}
+    model_state = _picked_state(model, picked)
+    params = {name: param for param, name in names_of_params(model).items() if name in picked}
     flat: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[key]
@@ -378,16 +392,20 @@ def _room_for(entry: Any, like: torch.Tensor | None) -> torch.Tensor | None:
     return room
 
 
-def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
-    """Load the values that were read into ``targets`` into the model and the optimizers."""
+def apply(
+    flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers, picked: Collection[str]
+) -> None:
+    """Load the values that were read into ``targets`` into the model and the optimizers; others stay."""
     nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
-    set_model_state_dict(model, _with_names_of_aliases(nested.get("model", {}), model))
+    others = {name: value for name, value in get_model_state_dict(model).items() if name not in picked}
+    set_model_state_dict(model, _with_names_of_aliases(others | nested.get("model", {}), model))
     saved = _with_own_keys(nested.get("optimizer", {}))
     state, groups = saved.get("state", {}), iter(saved.get("param_groups", []))
     names = names_of_params(model)
     for optimizer in optimizers:
         fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
-        packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        before = optimizer.state_dict()
+        packed: list[dict[str, Any]] = before["param_groups"]
         # Parameters keep their order within the optimizer's groups, which may differ from the saved order.
         own_groups = [{**group, **next(groups), "params": group["params"]} for group in packed]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -396,6 +414,7 @@ def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers
             for index, name in enumerate(fqns)
             if name in state
         }
+        own_state |= {index: one for index, one in before["state"].items() if fqns[index] not in picked}
         optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
 
 

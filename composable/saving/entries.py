@@ -60,12 +60,31 @@ def optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[Opt
 # -- on all ranks
 
 
-def names_on_all(
-    ranks: Ranks, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], arguments: Sequence[str] = ()
-) -> tuple[tuple[OptimizerNames, ...], frozenset[str]]:
-    """Describe the optimizers with the parameters of all ranks; also return the names that only other ranks have.
+@dataclass(frozen=True)
+class NamesOnAll:
+    """The names of values of all ranks.
 
-    Collective. Raises if ranks have different optimizers or ``arguments``, or if a name has several values.
+    Attributes:
+        optimizers: The optimizers in order, with the parameters of all ranks that are picked.
+        elsewhere: Names in the models of other ranks only.
+        picked: The names in the models of all ranks that are saved or loaded.
+    """
+
+    optimizers: tuple[OptimizerNames, ...]
+    elsewhere: frozenset[str]
+    picked: frozenset[str]
+
+
+def names_on_all(
+    ranks: Ranks,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: "Names | None",
+    arguments: Sequence[str] = (),
+) -> NamesOnAll:
+    """Describe the models and optimizers of all ranks, and what ``names`` picks of them.
+
+    Collective. Raises if ranks have different optimizers, ``names`` or ``arguments``, or if a name has several values.
     """
     with ranks.agreed():
         mine = _describe_optimizers(model, optimizers)
@@ -90,8 +109,21 @@ def names_on_all(
         united = tuple(tuple(dict.fromkeys(name for names in group for name in names)) for group in groups)
         merged.append(OptimizerNames(told[0].kind, united))
     _check_optimized(merged, every)
-    elsewhere = frozenset(name for _, of_rank in every for name in of_rank) - homes.keys()
-    return tuple(merged), elsewhere
+    known = dict.fromkeys(name for _, of_rank in every for name in of_rank)
+    with ranks.agreed():
+        picked = frozenset(_pick(names, known))
+    if names is not None:
+        text = "\n".join(name for name in known if name in picked)
+        what, fix = "names picks other entries on other ranks", "pick the same on every rank"
+        ranks.compare(text, shown=text, what=what, fix=fix)
+    return NamesOnAll(picked_of(merged, picked.__contains__), frozenset(known) - homes.keys(), picked)
+
+
+def picked_of(optimizers: Iterable[OptimizerNames], is_picked: Callable[[str], object]) -> tuple[OptimizerNames, ...]:
+    """Return optimizers without the parameters that are not picked; all groups stay."""
+    return tuple(
+        OptimizerNames(one.kind, tuple(tuple(filter(is_picked, group)) for group in one.groups)) for one in optimizers
+    )
 
 
 def _describe_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[OptimizerNames, ...]:

@@ -63,8 +63,9 @@ class Differences:
 
 _FIX = "give each key its full tensor; strict=False permits missing and unexpected keys"
 _CHECKPOINT_FIX = (
-    "build the model and its optimizers as the run that saved did; load_checkpoint(path, model) loads the model alone; "
-    "for another model, load the saved one, then load_full_state_dict(other, full_state_dict(saved), strict=False)"
+    "build the model and its optimizers as the run that saved did; load_checkpoint(path, model) loads the model alone, "
+    "names= a part; for another model, load the saved one, then "
+    "load_full_state_dict(other, full_state_dict(saved), strict=False)"
 )
 
 
