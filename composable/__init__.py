@@ -58,6 +58,7 @@ from composable.unannotate import unannotate
 if TYPE_CHECKING:
     from composable.extras import (
         DDPView,
+        SaveNotice,
         Timeline,
         TimelineEvent,
         UnevenInputs,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         as_ddp,
         joinable,
         load_safetensors,
+        save_on_signal,
         save_safetensors,
         timeline,
     )
@@ -111,6 +113,7 @@ __all__ = [
     "ReplicateModule",
     "ReplicateOptions",
     "SaveHandle",
+    "SaveNotice",
     "SavedCheckpoint",
     "ShardPlan",
     "ShardingStrategy",
@@ -156,6 +159,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",
+    "save_on_signal",
     "save_safetensors",
     "set_divergence_timeout",
     "share_comm_ctx",

@@ -2,5 +2,6 @@
 
 from composable.extras.flat_step import accelerate_optimizer
 from composable.extras.safetensors import load_safetensors, save_safetensors
+from composable.extras.signals import SaveNotice, save_on_signal
 from composable.extras.step_times import Timeline, TimelineEvent, timeline
 from composable.extras.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable

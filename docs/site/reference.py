@@ -321,6 +321,14 @@ GROUPS: tuple[Group, ...] = (
                 },
             ),
             Topic(
+                "signals",
+                {
+                    "save_on_signal": "Saves at a signal to any rank, on all ranks after the same step, and ends them: "
+                    "see [clusters](../docs/cluster.md).",
+                    "SaveNotice": "The result of `save_on_signal`, to tell the end of each step.",
+                },
+            ),
+            Topic(
                 "safetensors",
                 {
                     "save_safetensors": "Writes weights as safetensors files, in the layout of model hubs.",
