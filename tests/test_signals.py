@@ -340,7 +340,7 @@ def test_it_is_opened_once_and_in_the_main_thread() -> None:
     with save_on_signal("run", model, optimizer):
         handler = signal.getsignal(signal.SIGTERM)
         with pytest.raises(UsageError, match="another save_on_signal has SIGTERM"):
-            save_on_signal("run", model, optimizer).__enter__()
+            save_on_signal("run", model, optimizer)
         # One without signals may be open beside it.
         with save_on_signal("run", model, optimizer, signals=()):
             assert signal.getsignal(signal.SIGTERM) == handler
@@ -349,7 +349,7 @@ def test_it_is_opened_once_and_in_the_main_thread() -> None:
 
     def enter() -> None:
         try:
-            save_on_signal("run", model, optimizer).__enter__()
+            save_on_signal("run", model, optimizer)
         except UsageError as error:
             errors.append(error)
 
@@ -378,7 +378,7 @@ def test_it_is_opened_once_and_in_the_main_thread() -> None:
 def test_wrong_arguments_change_nothing(options: dict[str, Any], text: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ConfigError, match=text):
-        save_on_signal(**{"run": "run", "model": nn.Linear(2, 2), **options}).__enter__()
+        save_on_signal(**{"run": "run", "model": nn.Linear(2, 2), **options})
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -390,9 +390,9 @@ def test_steps_rise_and_end_with_the_context(tmp_path: Path) -> None:
                 notice.step(step)  # type: ignore[arg-type]
         notice.request()
         assert notice.step(4)
-        with pytest.raises(UsageError, match="after the end"):
+        with pytest.raises(UsageError, match="closed, or has saved"):
             notice.step(5)
-    with pytest.raises(UsageError, match="after the end"):
+    with pytest.raises(UsageError, match="closed, or has saved"):
         notice.step(6)
 
 

@@ -16,8 +16,8 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -32,21 +32,20 @@ from composable.ground.torch_private import PrefixStore, store_of_default_group
 
 # Whoever signals all processes of a job signals torchrun too, which sends the signal to its ranks once more.
 _ECHO_S = 5.0
-_DUE = "due"
 _LOG = logging.getLogger("composable")
 
 
-class SaveNotice:
+class SaveNotice(AbstractContextManager["SaveNotice"]):
     """The result of ``save_on_signal``: it is told the end of every step, and saves after the agreed one."""
 
     def __init__(self, ranks: Ranks, key: str, save: Callable[..., object], kind: str, exit_code: int | None):
-        self._save = save
-        self._exit_code = exit_code
+        self._save, self._exit_code = save, exit_code
         self._store = None if ranks.is_alone else PrefixStore(f"composable notice/{key}", store_of_default_group())
         self._process = os.getpid()
         # The device that may run behind its host, and an event at the end of the last step there.
         self._device: Any = None if kind == "cpu" else torch.get_device_module(kind)
         self._ended: Any = None
+        self._before: dict[int, Any] = {}  # The handlers of before.
         self._came: dict[int, float] = {}  # When each signal has come for the first time.
         self._is_asked = self._is_over = False
         self._last = -1
@@ -72,20 +71,19 @@ class SaveNotice:
         Raises:
             SystemExit: The run was saved, on every rank; with the ``exit_code`` of ``save_on_signal``.
             ConfigError: ``step`` is no number, or not above the last one.
-            UsageError: The context is over, or the run was saved already; or the save has failed.
+            UsageError: The notice is closed, or the run was saved already; or the save has failed.
             DesyncError: Other ranks save after an earlier step, or the store does not answer.
         """
         at = place_of_rank()
         if self._is_over:
-            raise UsageError("step() after the end of save_on_signal", at=at, fix="call it inside of the context, once")
+            raise UsageError("step() of a notice that is closed, or has saved", at=at, fix="call save_on_signal again")
         if type(step) is not int or step <= self._last:
             raise ConfigError(f"step is {described(step)}", at=at, fix=f"pass a number above {self._last}, the last")
         self._last = step
         if self._device is not None:
-            before, self._ended = self._ended, self._device.Event()
-            self._ended.record()
-            if before is not None:
-                before.synchronize()
+            if self._ended is not None:
+                self._ended.synchronize()
+            self._ended = self._device.current_stream().record_event()
         self._due = self._due or self._look(step)
         if self._due is None or step < self._due[0]:
             return False
@@ -106,13 +104,22 @@ class SaveNotice:
             return (step, rank) if self._is_asked else None
         wanted = f"{step + (1 if self._device is None else 2)} {rank}"
         try:
-            if not self._is_asked and not self._store.check([_DUE]):
+            if not self._is_asked and not self._store.check(["due"]):
                 return None
             # Atomic: the number of the first rank stays.
-            due, by = self._store.compare_set(_DUE, "", wanted).decode().split()
+            due, by = self._store.compare_set("due", "", wanted).decode().split()
         except RuntimeError as error:
             raise DesyncError("the store does not answer", at=place_of_rank(), fix="load the last save") from error
         return int(due), int(by)
+
+    def close(self) -> None:
+        """Let signals do what they did before ``save_on_signal``, as the end of a ``with`` does. Not collective."""
+        self._is_over = True
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Note a signal. The same one again ends the process, and in a fork SIGTERM does, which its parent may send."""
@@ -123,7 +130,6 @@ class SaveNotice:
         self._is_asked = True
 
 
-@contextmanager
 def save_on_signal(
     run: str | PathLike[str],
     model: nn.Module,
@@ -132,25 +138,24 @@ def save_on_signal(
     signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
     keep: int = 2,
     exit_code: int | None = 75,
-) -> Iterator[SaveNotice]:
+) -> SaveNotice:
     """Save at a signal to any rank, on all ranks after the same step, and end them.
 
-        with save_on_signal("run", model, optimizer) as notice:
-            for step in range(done + 1, steps + 1):
-                ...
-                optimizer.step()
-                notice.step(step, extra=schedule.state_dict)
+        notice = save_on_signal("run", model, optimizer)
+        for step in range(done + 1, steps + 1):
+            ...
+            optimizer.step()
+            notice.step(step, extra=schedule.state_dict)
 
-    Collective: all ranks enter it, with equal arguments, in their main threads. A notice that comes during a step is
-    obeyed after the next one, on a device after the one after that; a run that ends before goes on to its end. The same
-    signal again, more than 5 s later, ends the process as soon as Python runs. A background save is waited for. At the
-    end of the context, signals do what they did before.
+    Collective: all ranks, with equal arguments, in their main threads. A notice that comes during a step is obeyed
+    after the next one, on a device after the one after that; a run that ends before goes on to its end. The same signal
+    again, more than 5 s later, ends the process as soon as Python runs. A background save is waited for.
 
     Args:
         run: The folder of the run, as for ``save_checkpoint``.
         model: As for ``save_checkpoint``. In each step a backward averages gradients over all ranks.
         optimizer: As for ``save_checkpoint``.
-        signals: The signals that are notices. Empty: only ``SaveNotice.request`` is, and any thread may enter.
+        signals: The signals that are notices. Empty: only ``SaveNotice.request`` is, in any thread.
         keep: As for ``save_checkpoint``.
         exit_code: The code with which processes end after the save. 75 is ``EX_TEMPFAIL`` of sysexits.h: try again.
             ``None``: they go on, and ``SaveNotice.step`` returns true.
@@ -173,13 +178,8 @@ def save_on_signal(
     save = partial(save_checkpoint, run, model=model, optimizer=optimizer, keep=keep)
     notice = SaveNotice(ranks, key, save, min(kinds, default="cpu"), exit_code)
     # A handler that C code has installed reads as None, and cannot be put back.
-    before = {number: signal.signal(number, notice._on_signal) or signal.SIG_DFL for number in numbers}
-    try:
-        yield notice
-    finally:
-        notice._is_over = True
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    notice._before = {one: signal.signal(one, notice._on_signal) or signal.SIG_DFL for one in numbers}
+    return notice
 
 
 def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
@@ -193,8 +193,8 @@ def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
         raise ConfigError(f"signals is {signals!r}", at=at, fix="pass signals to catch, such as [signal.SIGTERM]")
     if numbers and threading.current_thread() is not threading.main_thread():
         what = "save_on_signal in a thread: signals come to the main thread"
-        raise UsageError(what, at=at, fix="enter it there, or pass signals=() and call request() of what it returns")
+        raise UsageError(what, at=at, fix="call it there, or pass signals=() and call request() of what it returns")
     taken = [one.name for one in numbers if isinstance(getattr(signal.getsignal(one), "__self__", None), SaveNotice)]
     if taken:
-        raise UsageError(f"another save_on_signal has {taken[0]}", at=at, fix="open one, around the whole loop")
+        raise UsageError(f"another save_on_signal has {taken[0]}", at=at, fix="close() it first, or make one for all")
     return numbers
