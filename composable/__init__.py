@@ -43,8 +43,9 @@ from composable.planning import (
     plan,
 )
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
+from composable.process_groups import update_process_group
 from composable.replicate import ReplicateOptions, replicate
-from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
+from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats
 from composable.saving import (
     Storage,
     full_state_dict,

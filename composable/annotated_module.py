@@ -1,4 +1,4 @@
-"""The class swap, ``no_sync`` and ``reduce_gradients``, which sharded and replicated modules share."""
+"""The class swap, ``no_sync``, ``reduce_gradients`` and the check between steps, for sharded and replicated modules."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from composable.annotation import FullyShardState, KeptGradients, ReducingUnit, nothing_annotated, states_of, units_of
+from composable.annotation import (
+    AnnotationState,
+    FullyShardState,
+    KeptGradients,
+    ReducingUnit,
+    nothing_annotated,
+    states_of,
+    units_of,
+)
 from composable.errors import ConfigError, UsageError
-from composable.ground.frames import in_backward
+from composable.ground.frames import in_backward, modules_in_call
 from composable.ground.names import check_bool, check_module, describe_module
 from composable.replication import Reducer
 
@@ -101,6 +109,33 @@ class ClassSwap:
 def original_class(cls: type) -> Any:
     """Return the class that a module of class ``cls`` had before ``ClassSwap.add``."""
     return cls.__bases__[1]
+
+
+def check_idle(what: str, states: Iterable[AnnotationState], involved: Iterable[nn.Module] = ()) -> None:
+    """Refuse the call ``what`` in a forward of ``states`` or of ``involved``, in a backward, or before its last part.
+
+    Raises:
+        UsageError: A step is running, or its gradients wait for the last backward.
+    """
+    sharded = [state for state in states if isinstance(state, FullyShardState)]
+    known = set(involved)
+    for state in sharded:
+        for other in (state,) if state.root is None else state.root.states:
+            known.update(other.modules, other._module_to_handle)
+    running = [module for module in modules_in_call() if module in known]
+    if running or in_backward():
+        raise UsageError(
+            f"{what} inside a {'forward' if running else 'backward'}",
+            at=", ".join(map(describe_module, running[:1])),
+            fix="call it between two steps",
+        )
+    for state in sharded:
+        if state.root is not None and state.root.scheduler.is_deferred:
+            raise UsageError(
+                f"{what} while gradients wait for the last backward",
+                at=describe_module(state.modules[0]),
+                fix="call finalize_backward(), or reset_iter_state() to drop them",
+            )
 
 
 def no_longer_annotated(module: nn.Module) -> UsageError:

@@ -9,19 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from composable.annotated_module import AnnotatedModule, ClassSwap, no_longer_annotated, no_sync
 from composable.annotation import KeptGradients, check_replicated, replicate_state_of, states_of
-from composable.comm import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError
 from composable.ground.contract import get_registry
-from composable.ground.frames import in_backward
-from composable.ground.names import check_bool, check_number, describe_module, described
+from composable.ground.names import check_bool, check_number, described
 from composable.replication import BackwardTiming, Reducer
 
 
@@ -185,48 +182,3 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         sample_rate=reducer.stopwatch.every,
         timing=reducer.stopwatch.read(),
     )
-
-
-def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Give a replicated module another process group: when ranks have gone, or have come back.
-
-    Nothing is sent to the ranks of before, which may be gone. Parameters and hooks stay, the order of gradients is
-    learned anew; a compiled module stays as it was compiled. A backward that was stopped is forgotten, and may have
-    left gradients of this rank alone: drop the gradients of that step. Names, shapes, dtypes, the arguments of
-    ``replicate`` and the hook are compared, values are not: copy values to ranks that come back. The states of
-    communication hooks keep their process group.
-
-    Collective: all ranks of ``process_group``.
-
-    Args:
-        module: Annotated by ``replicate``; if modules share buckets, any one of them.
-        process_group: The group of ranks from now on; this rank is in it.
-
-    Raises:
-        UsageError: ``module`` is not replicated, or a backward is running.
-        ConfigError: ``process_group`` is none that this rank is in, or ``module`` no module.
-        DesyncError: The ranks have different modules, arguments of ``replicate`` or hooks. Nothing is changed.
-    """
-    state = check_replicated(module, "update_process_group")
-    if in_backward():
-        raise UsageError(
-            "update_process_group inside a backward",
-            at=describe_module(module),
-            fix="call it between two steps, also after a backward that raised",
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ConfigError(
-            f"process_group is {described(process_group)}, not a ProcessGroup that this rank is in",
-            fix="pass what torch.distributed.new_group() returned, on the ranks of the group only",
-        )
-    params = [item.param for item in state.reducer.params]
-    ranks = resolve_ranks(None, process_group, params)
-    hook = state.reducer.exchange.hook
-    text = f"{state.compared}\ncommunication hook: {'none' if hook is None else hook.name}"
-    ranks.compare(
-        text,
-        shown=text,
-        what="the ranks of the new process group have different modules, options or communication hooks",
-        fix="replicate the same model with the same arguments on every rank of the group, and register the same hook",
-    )
-    state.move_to(Grid.whole(ranks))

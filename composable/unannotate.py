@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import forward_in_place
+from composable.annotated_module import check_idle
 from composable.annotation import (
     AnnotationState,
     FullyShardState,
@@ -30,8 +31,8 @@ from composable.engine import Handle, attach, handle_of, refuse_waiting_copies
 from composable.errors import ComposableError, ConfigError, UsageError, made_alike
 from composable.fsdp_module import remove_mixin
 from composable.ground.contract import get_registry, remove_annotation, remove_member
-from composable.ground.frames import in_backward, modules_in_call, reaches_out
-from composable.ground.names import check_bool, describe_module
+from composable.ground.frames import reaches_out
+from composable.ground.names import check_bool
 from composable.ground.ownership import leave_alone
 from composable.planning import mark_replaced
 from composable.replicate_module import remove_replicate_mixin
@@ -134,23 +135,7 @@ class _Removal:
                 flat.check_usable()
 
     def _check_idle(self, involved: set[nn.Module]) -> None:
-        for state in self._sharded:
-            for other in (state,) if state.root is None else state.root.states:
-                involved.update(other.modules, other._module_to_handle)
-        running = [module for module in modules_in_call() if module in involved]
-        if running or in_backward():
-            raise UsageError(
-                f"unannotate inside a {'forward' if running else 'backward'}",
-                at=", ".join(map(describe_module, running[:1])),
-                fix="call it between two steps",
-            )
-        for state in self._sharded:
-            if state.root is not None and state.root.scheduler.is_deferred:
-                raise _untimely(
-                    "gradients wait for the last backward",
-                    describe_module(state.modules[0]),
-                    "call finalize_backward(), or reset_iter_state() to drop them",
-                )
+        check_idle("unannotate", self._sharded, involved)
         stepped = [handle.from_root(handle.params[0].fqn) for handle in self._handles if handle.steppers]
         stepped += [state.reducer.params[0].fqn for state in self._replicated if state.reducer.steppers]
         if stepped:

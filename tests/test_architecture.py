@@ -51,9 +51,10 @@ ENTRIES: dict[str, set[str]] = {
     "fsdp_settings": {"annotated_module"},
     "fsdp_module": {"annotated_module", "fsdp_settings"},
     "fully_shard": {"fsdp_module"},
+    "process_groups": {"annotated_module"},
     "replicate": {"replicate_module"},
     "replicate_module": {"annotated_module", "comm_hooks"},
-    "unannotate": {"activation_checkpoint", "fsdp_module", "replicate_module"},
+    "unannotate": {"activation_checkpoint", "annotated_module", "fsdp_module", "replicate_module"},
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
 EDGES["extras"] = set(EDGES)  # what training does not need: it may import everything, and nothing imports it

@@ -176,7 +176,7 @@ def test_what_cannot_be_is_an_error() -> None:
         (
             lambda: update_process_group(nn.Linear(2, 2), dist.group.WORLD),
             UsageError,
-            "update_process_group found no replicate on this module",
+            "update_process_group found no replicate or fully_shard on this module",
         ),
         (lambda: reduction_stats(nn.Linear(2, 2)), UsageError, "reduction_stats found no replicate on this module"),
         (lambda: reduction_stats(model, sample_rate=0), ConfigError, "sample_rate is 0"),

@@ -14,6 +14,7 @@ from composable.annotation.states import (
     has_parts,
     nothing_annotated,
     params_of,
+    states_below,
     states_of,
     take_over_optimizers,
     unit_of,

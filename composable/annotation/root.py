@@ -201,6 +201,29 @@ class FullyShardState(AnnotationState):
             for flat in handle.buffers:
                 flat.routes.connect(transport, self.grid.divisor, between, parts[size])
 
+    def states_on_same_ranks(self) -> "list[FullyShardState]":
+        """Return the states of this root that lie on the same ranks as this one, which is the first."""
+        found = [state for state in _states_below(self.modules) if state.grid.everyone == self.grid.everyone]
+        return list(dict.fromkeys([self, *found]))
+
+    def move_to(self, mesh: DeviceMesh, grid: Grid) -> None:
+        """Lie on the ranks of ``grid`` from now on, with ``states_on_same_ranks``; the ranks of before are not asked.
+
+        The next forward decides the root anew. A step that was cut short is forgotten; no step is running.
+        """
+        states, is_other = self.states_on_same_ranks(), mesh is not self.mesh
+        if self.root is not None:
+            self.root.scheduler.leave_ranks()
+            self.root.close()
+        for state in states:
+            state.mesh, state.grid = mesh, grid
+            replicas = 1 if grid.replicas is None else grid.replicas.size
+            state.plan = replace(state.plan, replicas=replicas, hosts=grid.hosts, left_out="")
+            for handle in state._handles:
+                handle.grid = grid
+                for flat in handle.buffers if is_other else ():
+                    flat.move_to(mesh)
+
     def unit_of_module(self, module: nn.Module) -> Handle | None:
         return self._module_to_handle.get(module)
 

@@ -8,6 +8,7 @@ from composable.comm.mesh import (
     ModelRanks,
     check_inside,
     joined_mesh,
+    other_grid,
     resolve_grid,
     resolve_ranks,
 )

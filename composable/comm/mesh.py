@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from composable.comm.hosts import expected_hosts, hosts_of, rows_of_hosts
 from composable.comm.ranks import (
     Ranks,
+    compare_in_each,
     default_group,
     device_for,
     kept_with,
     make_group,
     wait_like_the_world,
 )
-from composable.errors import ConfigError, UsageError, place_of_rank, warn_once
-from composable.ground.names import described
+from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank, warn_once
+from composable.ground.names import count_text, described
 from composable.ground.torch_private import joined_meshes, root_mesh
 
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
@@ -301,12 +302,7 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
 
 
 def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:
-    pair = groups if isinstance(groups, tuple) else (groups,)
-    if not all(isinstance(group, dist.ProcessGroup) for group in pair) or len(pair) not in (1, 2):
-        raise _refusal(
-            f"process_group is {described(groups)}",
-            "pass a ProcessGroup that this rank is in; or two: the ranks that share parameters, and those with copies",
-        )
+    pair = _as_pair(groups)
     if is_hybrid is not None and is_hybrid is not (len(pair) == 2):
         raise _refusal(
             f"a {'hybrid ' * is_hybrid}strategy with {len(pair)} process groups",
@@ -317,6 +313,75 @@ def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool |
         return shard_mesh, Grid.of(shard_mesh)
     shard = Ranks.of_mesh(shard_mesh)
     return shard_mesh, Grid.hybrid(shard, Ranks.of(pair[1], shard.device))
+
+
+def _as_pair(groups: object) -> tuple[dist.ProcessGroup, ...]:
+    """Return the one or two process groups that a user gave.
+
+    Raises:
+        ConfigError: Something else was given, or a group that was destroyed or is another library's. No rank can be
+            told, so this rank raises alone.
+    """
+    pair = groups if isinstance(groups, tuple) else (groups,)
+    if not all(isinstance(group, dist.ProcessGroup) and _is_registered(group) for group in pair) or len(pair) not in (
+        1,
+        2,
+    ):
+        raise _refusal(
+            f"process_group is {described(groups)}, not a ProcessGroup that this rank is in",
+            "pass what torch.distributed.new_group() returned; or two groups: the ranks that share parameters, and "
+            "those with copies",
+        )
+    return pair
+
+
+def other_grid(
+    mesh: DeviceMesh, grid: Grid, groups: GroupOrPair, text: str, failure: ComposableError | None
+) -> tuple[DeviceMesh, Grid]:
+    """Return the 1-D mesh and the grid of other process groups, in which this rank has the same shards as before.
+
+    Collective over the groups: their ranks compare ``text``. A shard group that stays keeps its mesh. Groups that were
+    made without a timeout get the timeout of the default process group.
+
+    Args:
+        mesh: The 1-D mesh of the shard group so far.
+        grid: The grid so far.
+        groups: The groups from now on, as ``fully_shard`` takes them.
+        text: The annotations as text, equal on all ranks that may share them.
+        failure: Why this rank cannot move, if it cannot.
+
+    Raises:
+        ConfigError: The groups do not fit this rank's shards; on every rank, unless the groups are none.
+        ComposableError: ``failure``, or that of another rank.
+        DesyncError: The texts differ.
+    """
+    ranks = [Ranks.of(group, grid.shard.device) for group in _as_pair(groups)]
+    new, old = ranks[0], grid.shard
+    if failure is None and len(ranks) != 1 + grid.is_hybrid:
+        failure = _refusal(
+            f"{count_text(len(ranks), 'process group')} for shards with{'' if grid.is_hybrid else 'out'} copies",
+            "pass two: the ranks that share parameters, and those with copies" if grid.is_hybrid else "pass one group",
+        )
+    elif failure is None and (new.size, new.rank) != (old.size, old.rank):
+        failure = _refusal(
+            f"this rank holds shard {old.rank} of {old.size}, and is rank {new.rank} of {new.size} in the group",
+            f"pass a group of {old.size} ranks that hold the same shards in the same order; for other shards annotate "
+            "a new model, and load a checkpoint",
+        )
+    compare_in_each(
+        dict.fromkeys(ranks, f"{len(ranks)} groups\n{text}"),
+        failure,
+        what="the ranks of the new process group have different modules, options or communication hooks",
+        fix="annotate the same model with the same arguments on every rank of the group, and register the same hook",
+    )
+    wait_like_the_world(ranks)
+    if new.group is not old.group:
+        mesh = DeviceMesh.from_group(new.process_group, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    else:
+        new = old
+    found = Grid.hybrid(new, ranks[1]) if grid.is_hybrid else Grid(new, None, new)
+    wait_like_the_world([found.everyone])
+    return mesh, found
 
 
 def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:

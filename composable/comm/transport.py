@@ -14,6 +14,7 @@ of the class also decide the numbers in plans. CONTRIBUTING.md has the recipe.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import starmap
 from threading import get_ident
 from types import MappingProxyType
@@ -143,6 +144,9 @@ class Transport(ABC):
 
     def settle(self) -> None:
         """Wait for all collectives in flight, also where an exception has cut a ``begin_*`` short."""
+
+    def give_up(self) -> None:
+        """Wait for all collectives in flight, of which nobody reads a result: also if they fail, as ranks have gone."""
 
 
 # The registered transports
@@ -449,4 +453,12 @@ class ProcessGroupTransport(Transport):
             # Only wait: scaling and casts are left to the callers that finish the collectives, if any do.
             if isinstance(started, Messages):
                 Messages.finish(started)
+        self.in_flight.clear()
+
+    def give_up(self) -> None:
+        for started in list(self.in_flight):
+            if isinstance(started, Messages):
+                with suppress(RuntimeError):
+                    Messages.finish(started)
+                started.works = []
         self.in_flight.clear()

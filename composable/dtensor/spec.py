@@ -147,6 +147,17 @@ class RaggedLayout:
             sizes[split.dim] = stop - start
         return tuple(offsets), torch.Size(sizes)
 
+    def move_to(self, mesh: DeviceMesh) -> None:
+        """Lie on the ranks of another 1-D mesh of this size, in which this rank has the same place.
+
+        All tensors with this layout move: a parameter, its gradient, its optimizer state and copies of them.
+        """
+        self.mesh = mesh
+        for name in ("ranks", "split_ranks"):
+            vars(self).pop(name, None)
+        for spec in self.specs.values():
+            spec.mesh = mesh
+
     @property
     def is_even(self) -> bool:
         """Every block has the same shape."""

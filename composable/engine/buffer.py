@@ -267,6 +267,11 @@ class FlatBuffer:
         for param in self.params:
             param.lie_in(shard)
 
+    def move_to(self, mesh: DeviceMesh) -> None:
+        """Lie on the ranks of another mesh of this size, in which this rank has the same place; see ``connect``."""
+        for param in self.params:
+            param.layout.move_to(mesh)
+
     def free_buffer(self) -> None:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:

@@ -269,6 +269,10 @@ class GradientFinalizer:
             self._under_way.popleft()
         self._forget_reductions()
 
+    def give_up(self) -> None:
+        """Forget all reductions that were started; their transports have given up."""
+        self._under_way.clear()
+
     def forget_kept(self) -> None:
         """Forget shards that wait for an all-reduce over copies: some may hold part of a backward only."""
         for step in self._steps.values():

@@ -354,16 +354,24 @@ class Routes:
             copies: The ranks that hold copies of the shard.
             part: Between the ranks that gather from secondary shards.
         """
-        if not self._legs or self._legs[""].transport is not transport:
+        others = {
+            "": transport,
+            "all-reduce over copies": None if copies is None else copies.transport,
+            "all-gather of secondary shards": part,
+        }
+        legs = {name: self._leg(name, one) for name, one in others.items() if one is not None}
+        if legs != self._legs or copies is not self._copies:
             self._ranks, self._copies = ranks, copies
-            legs = {"": _Leg.by(transport)}
-            if copies is not None:
-                legs["all-reduce over copies"] = _Leg.by(copies.transport)
-            if part is not None:
-                legs["all-gather of secondary shards"] = _Leg.by(part)
             self._choose_paths(legs)
             # Set last: a call that was cut short is done again.
             self._legs = legs
+
+    def _leg(self, name: str, transport: Transport) -> _Leg:
+        """Return a leg by ``transport``; in groups that stay it has the key that it had, as new copies of shards do."""
+        old = self._legs.get(name)
+        if old is not None and old.transport.groups == transport.groups:
+            return _Leg(transport, old.key)
+        return _Leg.by(transport)
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by ``divisor``, unless the user chose another; ``None``: by the number of ranks.

@@ -238,6 +238,13 @@ class Scheduler:
                 step.steps[handle].forget()
         self._completion.forget()
 
+    def leave_ranks(self) -> None:
+        """Forget a step that was cut short and tell no rank of it: some may have gone. Call ``close`` next."""
+        flats = [flat for handle in self.handles for flat in handle.buffers]
+        for transport in self.step.finalizer.transports().union(*(flat.routes.transports() for flat in flats)):
+            transport.give_up()
+        self.step.finalizer.give_up()
+
     def close(self) -> None:
         """Let go of every handle; a backward of an earlier forward then raises. No step is running."""
         self.abandon_step()

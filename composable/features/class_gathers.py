@@ -31,6 +31,10 @@ class ClassGatheredBuffer(FlatBuffer):
         self._argument_count: int | None = None  # of fsdp_pre_all_gather; inspecting it is as slow as a call
         self._forget_unsharded()
 
+    def move_to(self, mesh: Any) -> None:
+        super().move_to(mesh)
+        self._mesh = mesh
+
     def _forget_unsharded(self) -> None:
         self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of the tensors that each rank sends
         self._outputs: list[torch.Tensor] = []

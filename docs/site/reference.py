@@ -257,7 +257,8 @@ GROUPS: tuple[Group, ...] = (
                     "sharded one.",
                     "reduction_stats": "The buckets of a replicated module, their order, and times.",
                     "ReductionStats": "The result of `reduction_stats`.",
-                    "update_process_group": "Lets other ranks average the gradients of a replicated module.",
+                    "update_process_group": "Gives an annotated module another process group, when ranks have gone "
+                    "or come back.",
                 },
             ),
             Topic(
