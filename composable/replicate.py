@@ -59,12 +59,16 @@ class ReplicateOptions:
         delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, after
             the gradient of ``param_to_hook_all_reduce`` is there, for example to stay away from other collectives.
         param_to_hook_all_reduce: The parameter whose gradient the delayed ones wait for.
+        fixed_buckets: In every backward buckets follow the order of registration, from the last parameter to the first,
+            and not that of the first backward. For hooks that average over ranks that come and go, as torchft's: ranks
+            that have come back have the buckets of those that have stayed.
     """
 
     init_sync: bool = True
     forward_sync_buffers: bool | None = None
     delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None
     param_to_hook_all_reduce: nn.Parameter | None = None
+    fixed_buckets: bool = False
 
     def __post_init__(self) -> None:
         # One value may be for several calls.
@@ -175,6 +179,7 @@ def replicate(
             init_sync=options.init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
+            fixed_buckets=options.fixed_buckets,
             delay=choose_delay(options.delay_all_reduce_named_params, options.param_to_hook_all_reduce, params),
             policy="" if precision is None else str(precision.policy),
         )

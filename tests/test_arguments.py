@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "ReplicateOptions": (
         dict,
-        "delay_all_reduce_named_params param_to_hook_all_reduce: None; init_sync: True; forward_sync_buffers: None True",
+        "delay_all_reduce_named_params param_to_hook_all_reduce: None; init_sync fixed_buckets: True; forward_sync_buffers: None True",
     ),
     "reduction_stats": (lambda: {"module": copied()}, "module: ; sample_rate: None 3 np.3"),
     "update_process_group": (

@@ -188,6 +188,67 @@ def test_what_cannot_be_is_an_error() -> None:
             call()
 
 
+# -- replicas that a library of their own lets leave and come back
+
+
+class Quorum:
+    """Averages buckets over the replicas that are there, as torchft's manager does; annotations do not know them."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.sizes: list[int] = []
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        self.sizes.append(buffer.numel())
+        dist.all_reduce(buffer, group=self.group)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer.div_(self.group.size()))
+        return done
+
+
+def leave_and_come_back(*, fixed_buckets: bool) -> None:
+    rank = dist.get_rank()
+    own = [dist.new_group([one]) for one in range(3)][rank]
+    pair = dist.new_group([0, 1])
+    quorum = Quorum()
+
+    def annotated() -> Any:
+        options = ReplicateOptions(fixed_buckets=fixed_buckets)
+        model: Any = make_model("mlp")
+        replicate(model, process_group=own, bucket_cap_mb=TINY_CAP_MB, options=options)
+        model.register_comm_hook(None, quorum.hook)
+        return model
+
+    model = annotated()
+    before: list[int] = []
+    for step in range(4):
+        if step == 2 and rank == 2:
+            # Its process has ended, and a new one begins: in another place of its life than the others.
+            model = annotated()
+            continue
+        quorum.group, quorum.sizes = pair if step == 2 else dist.group.WORLD, []
+        model.zero_grad()
+        loss_at(model, step, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected(step, [0, 1] if step == 2 else [0, 1, 2]))
+        assert not before or quorum.sizes == before
+        before = quorum.sizes
+    assert len(before) > 1
+    assert reduction_stats(model).arrival_order == tuple(reversed([fqn for fqn, _ in model.named_parameters()]))
+
+
+def test_a_replica_that_comes_back_has_the_buckets_of_the_others() -> None:
+    run_threads(leave_and_come_back, 3, fixed_buckets=True)
+    with pytest.raises(RankErrors):
+        run_threads(leave_and_come_back, 3, fixed_buckets=False)
+
+
+@on_ranks(1)
+def test_a_static_graph_has_no_fixed_buckets() -> None:
+    with pytest.raises(ConfigError, match="both static_graph and fixed_buckets are given"):
+        replicate(nn.Linear(2, 2), static_graph=True, options=ReplicateOptions(fixed_buckets=True))
+
+
 # -- reduction_stats and debug levels
 
 

@@ -53,6 +53,7 @@ def test_the_tables_name_every_argument(api: str) -> None:
 ELSEWHERE = {
     *("dp_mesh_dims", "process_group"),  # test_hybrid.py, test_replicate.py
     *("device_ids", "device_id"),  # test_replicate_options.py
+    *("fixed_buckets",),  # test_group_life.py
     *("ignored_modules", "ignored_params"),  # test_fully_shard.py, test_replicate.py
     *("follows_parent",),  # test_experts.py
     *("param_init_fn",),  # storage/test_first_values.py

@@ -2,7 +2,7 @@
 
 In the first backward there is one bucket for each dtype and device; but if an optimizer steps inside backward, buckets
 follow the order of registration, from the last parameter to the first. The first backward shows in which order
-gradients arrive, and from then on buckets follow this order.
+gradients arrive, and from then on buckets follow this order; with ``fixed_buckets``, that of registration.
 
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
@@ -250,7 +250,7 @@ class Arrangement:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
-        self.order: list[int] | None = None
+        self.order: list[int] | None = [*range(len(params))][::-1] if options.fixed_buckets else None
         self.counts: Sequence[int] | None = None
         self.is_stepped = False
         self._params = params

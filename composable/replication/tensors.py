@@ -155,15 +155,22 @@ class ReplicateArguments:
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
+    fixed_buckets: bool = False
     delay: DelayedAllReduce = DelayedAllReduce()
     policy: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view", "static_graph"):
+        for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view", "static_graph", "fixed_buckets"):
             check_bool(name, getattr(self, name))
         for name in ("broadcast_buffers", "forward_sync_buffers"):
             check_bool(name, getattr(self, name), or_none=True)
         check_number("bucket_cap_mb", self.bucket_cap_mb, above=0.0, fix="pass a number of MiB above zero")
+        if self.static_graph and self.fixed_buckets:
+            raise ConfigError(
+                "both static_graph and fixed_buckets are given: the first backward of a static graph has one bucket",
+                at=place_of_rank(),
+                fix="leave static_graph out",
+            )
         if self.broadcast_buffers is not None and self.forward_sync_buffers is not None:
             raise ConfigError(
                 "both broadcast_buffers and forward_sync_buffers are given",
