@@ -331,6 +331,8 @@ def test_operations_give_what_they_give_of_the_whole() -> None:
             torch.testing.assert_close(full(function(weight)), function(expected).detach())
         torch.testing.assert_close(full(weight.t() @ weight), (expected.t() @ expected).detach())
         torch.testing.assert_close(full(weight[1]), expected[1].detach())
+        assert weight.full_tensor().stride() == expected.stride()
+        torch.testing.assert_close(full(weight.detach().view(-1)), expected.detach().view(-1))
         torch.testing.assert_close(full(weight.redistribute(placements=[Replicate(), Shard(0)])), expected.detach())
         again = distribute_tensor(expected.detach(), weight.device_mesh, weight.placements)
         with strict_mode():

@@ -67,7 +67,7 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     moved = block if is_here else block.to(layout.mesh.device_type)
     blocks: DTensor = wrap(DTensor, moved.contiguous(), spec)
     full = blocks.redistribute(placements=[Replicate()] * layout.mesh.ndim)._local_tensor.to(block.device)
-    return layout.empty_full(full.dtype, full.device).copy_(full) if layout.order else full
+    return layout.empty_full(full.dtype, full.device).copy_(full) if layout.order else full.contiguous()
 
 
 def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:

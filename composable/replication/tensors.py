@@ -168,7 +168,6 @@ class ReplicateArguments:
         if self.static_graph and self.fixed_buckets:
             raise ConfigError(
                 "both static_graph and fixed_buckets are given: the first backward of a static graph has one bucket",
-                at=place_of_rank(),
                 fix="leave static_graph out",
             )
         if self.broadcast_buffers is not None and self.forward_sync_buffers is not None:
