@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What inductor has compiled against the headers of one environment is wrong for another.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor
 
-.PHONY: train test test-rest test-all gpu lint bench docs
+.PHONY: train test test-rest test-all launchers gpu lint bench docs
 
 train: $(INSTALLED)
 	torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -29,6 +29,11 @@ test-rest: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	python -m tests.side_by_side $(ARGS)
+
+# Under Slurm, which this installs as root by apt-get, and torchruns on two hosts: at most 10 minutes.
+launchers: $(INSTALLED)
+	python -m tests.launchers.slurm
+	python -m pytest tests/launchers $(ARGS)
 
 # All that a GPU can show, in six minutes, with the machine's own torch: nothing is installed.
 gpu:

@@ -66,16 +66,19 @@ class Host:
             raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
-    def start(self, ranks: int, arguments: Sequence[str], **variables: str) -> Job:
+    def start(self, ranks: int, arguments: Sequence[str], *, options: Sequence[str] = (), **variables: str) -> Job:
         """Start ``arguments``, a Python script and what it takes, on as many ranks here and on the other host.
 
-        torchrun ends the other ranks of a host as soon as one has ended. Here they may say first what they have to say.
+        torchrun ends the other ranks of a host as soon as one has ended. Here they may say first what they have to say,
+        unless torchrun is given other ``options``.
         """
-        launcher = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(self.number)),
-            *("--nproc-per-node", str(ranks), "--master-addr", _ADDRESSES[0], "--master-port", str(_PORT)),
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        usual = [
+            *("--nnodes", "2", "--node-rank", str(self.number)),
+            *("--master-addr", _ADDRESSES[0], "--master-port", str(_PORT)),
             *("--no-python", "sh", "-c", 'trap "" TERM; exec "$@"', "sh", sys.executable),
         ]
+        launcher += options or usual
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,6 +59,7 @@ def run_stage(source: str, folder: str, ranks_per_host: int = 0) -> dict[int, fl
     """Run a stage on this rank, whose process group is there already, and return the losses that it prints."""
     host = {"COMPOSABLE_HOST": f"host{dist.get_rank() // ranks_per_host}", "RUN": "run"} if ranks_per_host else {}
     printed, before = io.StringIO(), os.getcwd()
+    names: dict[str, Any] = {"__name__": "__main__"}
     os.chdir(folder)
     try:
         with (
@@ -65,9 +67,11 @@ def run_stage(source: str, folder: str, ranks_per_host: int = 0) -> dict[int, fl
             mock.patch.object(dist, "init_process_group"),
             contextlib.redirect_stdout(printed),
         ):
-            exec(exact(source), {"__name__": "__main__"})
+            exec(exact(source), names)
     finally:
         os.chdir(before)
+        if "notice" in names:
+            names["notice"].close()  # The process lives on.
     return losses_in(printed.getvalue())
 
 

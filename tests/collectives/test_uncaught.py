@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,43 +16,73 @@ RANK = """
     import sys, threading
     import torch, torch.distributed as dist
     from torch import nn
-    from composable import DesyncError, fully_shard, replicate
+    from composable import ComposableError, fully_shard, replicate, save_checkpoint
 
-    rank, store, call = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, store, call, place = int(sys.argv[1]), *sys.argv[2:]
+
+    def reached(here):
+        if (rank, here) != (1, place):
+            return
+        if place == "exit":
+            sys.exit(3)
+        threading.Thread(target=sys.stdin.readline).start()
+        raise ValueError("out of luck")
+
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = {"fully_shard": fully_shard, "replicate": replicate}[call](nn.Sequential(nn.Linear(4, 4)))
-    for step in range(3):
-        if (rank, step) == (1, 2):
-            threading.Thread(target=sys.stdin.readline).start()
-            raise ValueError("out of luck")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_state_dict_pre_hook(lambda *_: reached("save"))
+    step = 0
+    model[0].register_forward_pre_hook(lambda *_: reached("forward") if step == 1 else None)
+    for step in range(1, 4):
+        if step == 3:
+            reached("between")
+            reached("exit")
         try:
             model(torch.ones(2, 4)).sum().backward()
-        except DesyncError as error:
-            print(error.fix, flush=True)
+            if step == 2:
+                save_checkpoint(f"{store}-run", step, model, optimizer)
+        except ComposableError as error:
+            print(error.what.splitlines()[0], error.at, error.fix, sep="; ", flush=True)
+            sys.exit(1)
 """
 
 
-@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
-def test_an_exception_that_ends_a_rank_is_told_at_once(call: str, tmp_path: Path) -> None:
+@contextmanager
+def two_ranks(tmp_path: Path, *arguments: str) -> Iterator[list["subprocess.Popen[str]"]]:
     command = [sys.executable, "-c", textwrap.dedent(RANK)]
-    first, second = (
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), call],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), *arguments], text=True, cwd=ROOT, **pipes)
         for rank in range(2)
-    )
+    ]
     try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("place", ["forward", "save", "between"])
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+def test_an_exception_that_ends_a_rank_is_told_at_once(call: str, place: str, tmp_path: Path) -> None:
+    with two_ranks(tmp_path, call, place) as (first, second):
         told, _ = first.communicate(timeout=120)
-        assert told == "rank 1 has ended by ValueError: out of luck; start again from a checkpoint\n"
+        if place == "save":
+            assert told == "another rank raised ValueError: out of luck; rank 1; None\n"
+        else:
+            assert told.endswith("; rank 1 has ended by ValueError: out of luck; start again from a checkpoint\n")
         assert second.poll() is None
         _, shown = second.communicate("\n", timeout=120)
         assert shown.rstrip().endswith("ValueError: out of luck")
-    finally:
-        for rank in (first, second):
-            rank.kill()
-            rank.communicate()
+        assert [first.returncode, second.returncode] == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+def test_the_ranks_that_wait_for_one_that_exits_end_too(call: str, tmp_path: Path) -> None:
+    with two_ranks(tmp_path, call, "exit") as (first, second):
+        told, _ = first.communicate(timeout=120)
+        second.communicate(timeout=120)
+        assert "rank 0, waiting for rank 1; " in told
+        assert [first.returncode, second.returncode] == [1, 3]
