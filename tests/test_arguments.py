@@ -199,7 +199,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
         f"module: ; hook: {FUNCTION}",
     ),
-    "DataParallelMeshDims": (lambda: {"shard": "a", "replicate": "b"}, "shard: text; replicate: None text"),
+    "DataParallelMeshDims": (lambda: {"shard": "a", "replicate": "b"}, "shard replicate: None text"),
     "DefaultState": (dict, "process_group:"),
     "LowPrecisionState": (
         lambda: {"process_group": dist.group.WORLD},

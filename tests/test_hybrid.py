@@ -573,3 +573,70 @@ def join_apart() -> str:
 
 def test_a_join_compares_copies_for_ranks_without_inputs() -> None:
     assert all("hold different values" in text for text in run_threads(join_apart, 4))
+
+
+# Several dims of a mesh that count as one
+
+
+@pytest.mark.parametrize("ways", ["ours", pytest.param("torch's", marks=needs_torch_dims)])
+@on_ranks(4)
+def test_dims_of_context_parallelism_shard_with_those_of_data_and_the_mean_is_over_both(ways: str) -> None:
+    """Let ranks along "cp" have parts of the same sequences; one process has the whole sequences."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    kind = DataParallelMeshDims if ways == "ours" else TorchDims
+    model, plain = net(), net()
+    fully_shard(model, policy={MLPBlock}, mesh=mesh, dp_mesh_dims=kind(shard=("dp_shard", "cp")))
+    grid = fully_shard.state(model).grid
+    assert (grid.shard.numbers, grid.divisor) == ((0, 1, 2, 3), 4)
+    rows, columns = mesh.get_local_rank("dp_shard"), mesh.get_local_rank("cp")
+    sequences = random_input(0, 2, 6, DIM)
+    model(sequences[rows].chunk(2)[columns]).square().mean().backward()
+    plain(sequences).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ({"shard": ("a", "c"), "replicate": "b"}, ((0, 1, 4, 5), (0, 2), 8)),
+        ({"shard": "c", "replicate": ("a", "b")}, ((0, 1), (0, 2, 4, 6), 8)),
+        ({"replicate": "b"}, ((0,), (0, 2), 2)),
+        ({"replicate": ("a", "b", "c")}, ((0,), tuple(range(8)), 8)),
+        ({"shard": ("b",)}, ((0, 2), (), 2)),
+    ],
+)
+def test_tuples_of_dims_and_replicate_alone_are_values(dims: Any, expected: Any) -> None:
+    assert run_threads(grid_and_training, 8, dims)[0] == expected
+
+
+def grid_and_training(dims: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    model, plain = net(), net()
+    for part in (model[1], model[2], model):
+        fully_shard(part, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    grid = fully_shard.state(model).grid
+    for rank in grid.everyone.numbers:
+        (plain(random_input(rank, 4, DIM)).square().mean() / grid.divisor).backward()
+    model(random_input(dist.get_rank(), 4, DIM)).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-6, atol=1e-6)
+    return grid.shard.numbers, () if grid.replicas is None else grid.replicas.numbers, grid.divisor
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        ({}, "no mesh dim is named for shard or for replicate"),
+        ({"shard": ()}, "shard of the mesh dims is a tuple"),
+        ({"shard": ("a", 1)}, "shard of the mesh dims is a tuple"),
+        ({"shard": ("a", "b"), "replicate": "b"}, "mesh dim 'b' is named twice for shard and replicate"),
+        ({"shard": ("a", "x")}, r"the mesh has no dim 'x', but \('a', 'b'\)"),
+        ({"shard": ("b", "a")}, r"mesh dims \('b', 'a'\) are not in the order of the mesh, \('a', 'b'\)"),
+    ],
+)
+@on_ranks(4)
+def test_names_that_are_no_dims_are_refused(dims: Any, said: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    with pytest.raises(ConfigError, match=said):
+        fully_shard(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))

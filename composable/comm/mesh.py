@@ -1,5 +1,6 @@
 """The ranks that share parameters, and the ranks that hold copies of a shard."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from composable.comm.ranks import (
 )
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank, warn_once
 from composable.ground.names import count_text, described
-from composable.ground.torch_private import joined_meshes, root_mesh
+from composable.ground.torch_private import flattened_mesh, joined_meshes, root_mesh
 
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -33,24 +34,35 @@ GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.Proce
 class DataParallelMeshDims:
     """The mesh dims that ``fully_shard`` uses; it leaves all other dims alone, such as a dim of tensor parallelism.
 
+    Gradients are averaged over all ranks along these dims, so a dim of context parallelism belongs to ``shard``: its
+    ranks have other parts of the same sequences, and the mean over all parts is that of the whole batch.
+
     Attributes:
-        shard: Name of the dim that parameters are sharded over.
-        replicate: Name of the dim whose ranks hold copies of a shard; ``None``: there are no copies.
+        shard: Name of the dim that parameters are sharded over; of several, in the order of the mesh, that count as
+            one; ``None``: each rank along ``replicate`` holds all parameters.
+        replicate: Name of the dim, or of several, whose ranks hold copies of a shard; ``None``: there are no copies.
 
     Raises:
-        ConfigError: A name is no string, or both names are the same.
+        ConfigError: A name is no string, a dim is named twice, or none is.
     """
 
-    shard: str
-    replicate: str | None = None
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         fix = "pass names of dims of the mesh, such as DataParallelMeshDims(shard='shard', replicate='replicate')"
         for name, value in (("shard", self.shard), ("replicate", self.replicate)):
-            if not isinstance(value, str) and (name == "shard" or value is not None):
+            if isinstance(value, tuple) and not value or not all(isinstance(one, str) for one in _names_of(value)):
                 raise ConfigError(f"{name} of the mesh dims is {described(value)}", fix=fix)
-        if self.shard == self.replicate:
-            raise ConfigError(f"mesh dim {self.shard!r} is named for shard and for replicate", fix=fix)
+        names = [*_names_of(self.shard), *_names_of(self.replicate)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"mesh dim {twice[0]!r} is named twice for shard and replicate", fix=fix)
+        if not names:
+            raise ConfigError("no mesh dim is named for shard or for replicate", fix=fix)
+
+
+def _names_of(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 @dataclass(frozen=True)
@@ -245,25 +257,33 @@ def _of_mesh(
         _check_order(shard_mesh, 0)
         return shard_mesh, Grid.of(shard_mesh)
     chosen = _as_dims(mesh, dims)
-    names = mesh.mesh_dim_names or ()
-    for name in filter(None, (chosen.replicate, chosen.shard)):
+    shard, replicate, names = _names_of(chosen.shard), _names_of(chosen.replicate), mesh.mesh_dim_names or ()
+    for name in (*replicate, *shard):
         if name not in names:
             raise _refusal(f"the mesh has no dim {name!r}, but {names}", "name dims that the mesh has")
-    shard_mesh = _resolve_mesh(mesh[chosen.shard], params, caller=caller)
-    _check_order(mesh, names.index(chosen.shard))
-    if (chosen.replicate is None) is bool(is_hybrid) and is_hybrid is not None:
+    for several in (shard, replicate):
+        if [*several] != sorted(several, key=names.index):
+            raise _refusal(f"mesh dims {several} are not in the order of the mesh, {names}", "name them in its order")
+    if bool(replicate) is not is_hybrid and is_hybrid is not None:
         raise _refusal(
             f"a {'hybrid ' * is_hybrid}strategy on a mesh {'without' if is_hybrid else 'with'} a dim for replicas",
             "pass HYBRID_SHARD or HYBRID_SHARD_ZERO2 with a mesh of two dims, FULL_SHARD or SHARD_GRAD_OP with one",
         )
-    if chosen.replicate is None:
+    if shard:
+        _check_order(mesh, *map(names.index, shard))
+        shard_mesh = _resolve_mesh(flattened_mesh(mesh, shard), params, caller=caller)
+    else:
+        _resolve_mesh(mesh[replicate[0]], params, caller=caller)
+        shard_mesh = DeviceMesh.from_group(_group_of([dist.get_rank()]), mesh.device_type)
+    if not replicate:
         return shard_mesh, Grid.of(shard_mesh)
-    return shard_mesh, Grid.hybrid(Ranks.of_mesh(shard_mesh), Ranks.of_mesh(mesh[chosen.replicate]))
+    return shard_mesh, Grid.hybrid(Ranks.of_mesh(shard_mesh), Ranks.of_mesh(flattened_mesh(mesh, replicate)))
 
 
-def _check_order(mesh: DeviceMesh, dim: int) -> None:
-    """Refuse a mesh whose ranks along ``dim`` are not in ascending order, as they are in their process group."""
-    rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+def _check_order(mesh: DeviceMesh, *dims: int) -> None:
+    """Refuse a mesh whose ranks along ``dims`` are not in ascending order, as they are in their process group."""
+    last = [*range(-len(dims), 0)]
+    rows = mesh.mesh.movedim(dims, last).reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims)).tolist()
     mixed = [row for row in rows if row != sorted(row)]
     if mixed:
         raise _refusal(
@@ -273,7 +293,7 @@ def _check_order(mesh: DeviceMesh, dim: int) -> None:
 
 
 def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
-    """Return the dims of ``mesh`` to use; ``dims`` may be torch's own class, with names or tuples of one name."""
+    """Return the dims of ``mesh`` to use; ``dims`` may be torch's own class."""
     if dims is None:
         if mesh.mesh_dim_names is None:
             raise _refusal(
@@ -284,8 +304,7 @@ def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
     if type(dims).__name__ != DataParallelMeshDims.__name__:
         fix = "pass DataParallelMeshDims(shard='shard', replicate='replicate')"
         raise _refusal(f"dp_mesh_dims is {described(dims)}", fix)
-    names = [name[0] if isinstance(name, tuple) and len(name) == 1 else name for name in (dims.shard, dims.replicate)]
-    return DataParallelMeshDims(*names)
+    return DataParallelMeshDims(dims.shard, dims.replicate)
 
 
 def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:

@@ -201,6 +201,14 @@ def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return joined
 
 
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of one dim along all dims ``names`` of ``mesh``. Collective over all ranks, once for some dims."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    flat: DeviceMesh = mesh[names]._flatten()  # public in no release so far
+    return flat
+
+
 def dispatch_rule_holder() -> Any:
     """Return the class whose ``find(cls)`` gives the rule that runs an operation on tensors of ``cls``, or ``None``."""
     # Needed only where torch skips `__torch_dispatch__` of subclasses of DTensor.
