@@ -208,8 +208,8 @@ class ReductionSettings(AnnotatedModule):
 
         Args:
             hook: Called with the shard, in the dtype of the parameters, which it changes in place; it returns ``None``,
-                or the same shard. It must wait for the work that it starts. Another result is an error at the end of
-                backward. ``None``: no hook.
+                a bool, as the ``wait`` of works does, or the same shard. It must wait for the work that it starts.
+                Another result is an error at the end of backward. ``None``: no hook.
             stream: The stream of the device that it runs on; default: the stream of the reductions.
 
         Raises:

@@ -164,6 +164,21 @@ def test_an_all_reduce_hook_may_average_over_copies_of_the_shards() -> None:
     close(hybrid, whole, 1e-6)
 
 
+@on_ranks(2)
+def test_an_all_reduce_hook_may_return_what_a_work_returns() -> None:
+    model, rank = sharded(), dist.get_rank()
+
+    def add_up(shard: torch.Tensor) -> object:
+        work = dist.all_reduce(shard, async_op=True, group=own[rank])
+        return work is not None and work.wait()
+
+    own = [dist.new_group([0]), dist.new_group([1])]
+    for module in linears(model):
+        module.set_all_reduce_hook(add_up)
+    backward(model, rank)
+    close(grads_of(model), plain_grads(), 1e-6)
+
+
 RETURNED: dict[str, Callable[[torch.Tensor], object]] = {
     "Tensor": lambda shard: 2 * shard,
     "Work": lambda shard: dist.all_reduce(shard, async_op=True),

@@ -238,7 +238,8 @@ def _run_hook(
                 returned = hook(shard)
         finally:
             current.wait_stream(stream)
-    if returned is not None and returned is not shard:
+    # A work's ``wait()`` returns a bool, which users pass on.
+    if returned is not None and returned is not shard and not isinstance(returned, bool):
         wait = getattr(returned, "wait", None)
         if callable(wait):
             wait()
