@@ -30,8 +30,9 @@ test-rest: $(INSTALLED)
 test-all: $(INSTALLED)
 	python -m tests.side_by_side $(ARGS)
 
-# Under Slurm, which this installs as root by apt-get, and torchruns on two hosts: at most 10 minutes.
+# Under Slurm, which this installs as root by apt-get, torchruns on two hosts, and what pip can get: at most 10 minutes.
 launchers: $(INSTALLED)
+	-python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[launchers]'
 	python -m tests.launchers.slurm
 	python -m pytest tests/launchers $(ARGS)
 

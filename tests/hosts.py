@@ -78,7 +78,10 @@ class Host:
             *("--master-addr", _ADDRESSES[0], "--master-port", str(_PORT)),
             *("--no-python", "sh", "-c", 'trap "" TERM; exec "$@"', "sh", sys.executable),
         ]
-        launcher += options or usual
+        return self.launch([*launcher, *(options or usual), *arguments], **variables)
+
+    def launch(self, command: Sequence[str], **variables: str) -> Job:
+        """Start a launcher here that finds out by itself, or from ``variables``, where the others are."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
@@ -91,7 +94,7 @@ class Host:
         log = self._folder / f"host{self.number}-{len(self._jobs)}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                self._inside([*launcher, *arguments]), env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+                self._inside(command), env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
             )
         self._jobs.append(Job(process, log))
         return self._jobs[-1]
