@@ -27,8 +27,9 @@ from torch import nn
 
 from composable.comm import Ranks
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
-from composable.ground.names import as_path, check_module, described
+from composable.ground.names import check_module, described
 from composable.ground.torch_private import PrefixStore, store_of_default_group
+from composable.saving import Storage, folder_at
 
 # Whoever signals all processes of a job signals torchrun too, which sends the signal to its ranks once more.
 _ECHO_S = 5.0
@@ -131,7 +132,7 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
 
 
 def save_on_signal(
-    run: str | PathLike[str],
+    run: str | PathLike[str] | Storage,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
@@ -152,7 +153,7 @@ def save_on_signal(
     again, more than 5 s later, ends the process as soon as Python runs. A background save is waited for.
 
     Args:
-        run: The folder of the run, as for ``save_checkpoint``.
+        run: The folder of the run, a path, a URL or a ``Storage``, as for ``save_checkpoint``.
         model: As for ``save_checkpoint``. In each step a backward averages gradients over all ranks.
         optimizer: As for ``save_checkpoint``.
         signals: The signals that are notices. Empty: only ``SaveNotice.request`` is, in any thread.
@@ -164,11 +165,11 @@ def save_on_signal(
         ConfigError: A wrong argument, on any rank.
         UsageError: Another ``save_on_signal`` has these signals, or this is not the main thread, on any rank.
     """
-    from composable.saving import save_checkpoint  # which imports torch's checkpoints
+    from composable.saving import save_checkpoint  # which imports torch's checkpoints, so not above
 
     ranks = Ranks.of_world()
     with ranks.agreed():
-        as_path("run", run)
+        folder_at("run", run)
         check_module("model", model)
         numbers = _checked(signals)
         if exit_code is not None and (type(exit_code) is not int or not 0 <= exit_code < 128):
