@@ -181,7 +181,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "save_checkpoint": (
         lambda: {"folder": "run", "step": 1, "model": sharded()},
-        "folder: text; step: 3; model: plain; optimizer: None []; asynchronous: True;"
+        "folder: text; step: 3; model: plain; optimizer: None []; asynchronous per_rank: True;"
         "extra: None 3 -1 1.5 nan text [] [1] {} tensor True",
     ),
     "register_fsdp_forward_method": (

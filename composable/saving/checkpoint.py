@@ -35,7 +35,7 @@ from composable.ground.names import check_bool, check_module, described
 from composable.ground.torch_private import load_state_dict, save_state_dict
 from composable.saving import contents, run_folder
 from composable.saving.entries import Names, names_on_all
-from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest
+from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
 from composable.saving.storage import Storage, StoredFolder, folder_at
 from composable.saving.stored_run import StoredRun, find_stored
 
@@ -156,6 +156,7 @@ def save_checkpoint(
     keep: int = 2,
     asynchronous: bool = False,
     names: Names | None = None,
+    per_rank: bool = False,
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
@@ -177,6 +178,8 @@ def save_checkpoint(
             save of the model waits for this one, and raises its error.
         names: Save a part of the model, such as adapters, with the state of optimizers for this part: names of the
             state dict, or a function that says of each whether it is wanted; the same on all ranks.
+        per_rank: ``folder`` is a local one of each rank's own, or of each host's, where ``step-NNNNNN`` must be new;
+            ``wait()`` gives this rank's. Copied onto each other these are the checkpoint. ``keep`` is not used.
 
     Returns:
         A handle to wait with; done already unless ``asynchronous``.
@@ -192,14 +195,16 @@ def save_checkpoint(
     with ranks.agreed():
         optimizers = _checked(model, optimizer)
         place = folder_at("folder", folder)
-        run = FolderRun(place) if isinstance(place, Path) else StoredRun(place)
         for name, value, least in (("step", step, 0), ("keep", keep, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
         check_bool("asynchronous", asynchronous)
+        check_bool("per_rank", per_rank)
+        run = _run_at(place, step, per_rank=per_rank)
         previous = _settle(model)
     shown = str(run if isinstance(folder, Storage) else folder)
-    arguments = {"folder": shown, "step": step, "keep": keep, "asynchronous": asynchronous}
+    common = "one for each rank" if per_rank else shown
+    arguments = {"folder": common, "step": step, "keep": keep, "asynchronous": asynchronous}
     this = f"the save of step {step} to {run}"
     with _named(this):
         given = [f"{name}={value!r}" for name, value in arguments.items()]
@@ -332,6 +337,15 @@ def load_checkpoint(
     return checkpoint
 
 
+def _run_at(place: Path | StoredFolder, step: int, *, per_rank: bool) -> FolderRun | StoredRun | RankRun:
+    if isinstance(place, Path):
+        return RankRun(place, step) if per_rank else FolderRun(place)
+    if per_rank:
+        what, fix = f"per_rank is True, and folder is {place}", "leave it out: all ranks see a storage"
+        raise ConfigError(what, at=place_of_rank(), fix=fix)
+    return StoredRun(place)
+
+
 def _find(path: object) -> Path | StoredFolder:
     place = folder_at("path", path)
     return run_folder.find_folder(place.absolute()) if isinstance(place, Path) else find_stored(place)
@@ -403,14 +417,14 @@ class _SummingWriter(FileSystemWriter):
 
 def _write(
     ranks: Ranks,
-    run: FolderRun | StoredRun,
+    run: FolderRun | StoredRun | RankRun,
     partial: str,
     state: dict[str, Any],
     publish: Callable[[Path, dict[str, FileSum]], Path | str],
 ) -> Path | str:
     """Write this rank's part; return when the checkpoint of all ranks is whole. Collective."""
     what = f"{run.folder(partial)} was not written to its end; earlier checkpoints are as they were"
-    is_local = isinstance(run, FolderRun)
+    is_local = not isinstance(run, StoredRun)
     with _as_ours(what, _WRITE_FIX), ExitStack() as stack:
         with ranks.agreed():
             room = stack.enter_context(run.room(partial))
@@ -419,7 +433,9 @@ def _write(
         mine = [(name, saved.bytes, saved.crc32) for name, saved in writer.sums.items()]
         sums = {name: FileSum(*saved) for part in ranks.objects(mine) for name, *saved in part}
         path = _on_first(ranks, lambda: str(publish(room, sums)), what, _WRITE_FIX)
-        return Path(path) if is_local else path
+    if isinstance(run, RankRun):
+        return run.folder(partial)
+    return Path(path) if is_local else path
 
 
 # -- reading

@@ -21,8 +21,8 @@ import shutil
 import socket
 import stat
 import zlib
-from collections.abc import Collection, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -45,6 +45,9 @@ _HOLDER = re.compile(r"process \d+ on \S*( [0-9a-f]{16})?")
 # Names of folders: a whole checkpoint; a hidden one, which is being written, replaced by a new one, or removed.
 # Hidden names end in random digits, so that each belongs to one writer.
 _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
+
+# The files of a rank, as torch names them.
+_RANK = re.compile(r"__(\d+)_")
 
 
 # -- files
@@ -120,7 +123,9 @@ def find_damage(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> li
         try:
             found = sum_file(folder, name, saved.bytes)
         except OSError as error:
-            lines.append(f"{path} cannot be read: {error.strerror or error}")
+            rank = _RANK.match(name)
+            written_by = f", which rank {rank[1]} wrote," if rank else ""
+            lines.append(f"{path}{written_by} cannot be read: {error.strerror or error}")
             continue
         if found.bytes != saved.bytes:
             lines.append(f"{path} has {found.bytes:,} bytes; {saved.bytes:,} were written")
@@ -165,7 +170,8 @@ def read_manifest(folder: Path | StoredFolder, content: bytes | None = None) -> 
         raise ConfigError(
             f"{path} cannot be read: {error}",
             at=place_of_rank(),
-            fix="load a checkpoint that save_checkpoint wrote to its end, such as an older one of the run",
+            fix="load a checkpoint that save_checkpoint wrote to its end, such as an older one of the run; of "
+            "per_rank=True, copy the folders of all ranks together first",
         ) from error
 
 
@@ -360,6 +366,54 @@ class FolderRun:
             WRITTEN.partial[self._path].discard(Path(partial))
             if remove:
                 shutil.rmtree(partial, ignore_errors=True)
+
+
+class RankRun:
+    """A folder of each rank's own, or of each host's, for a part of a checkpoint.
+
+    Files of different ranks have different names, and the first rank's part has the manifest: copied onto each other,
+    the parts are the checkpoint. Whoever copies them also removes them.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._folder = path.resolve() / f"step-{step:06d}"
+        if os.path.lexists(self._folder):
+            fix = "pass a new folder for each save, such as a temporary one"
+            raise ConfigError(f"{self._folder} exists already", at=place_of_rank(), fix=fix)
+
+    def __str__(self) -> str:
+        return str(self._folder.parent)
+
+    def begin(self, step: int) -> str:
+        """Return the name of the checkpoint, the same on every rank."""
+        return f"step-{step:06d}"
+
+    def folder(self, partial: str) -> Path:
+        """Return this rank's folder."""
+        return self._folder
+
+    @contextmanager
+    def room(self, partial: str) -> Iterator[Path]:
+        """Make this rank's folder, and remove it if the save fails."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            yield self._folder
+        except Exception:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def put(self, partial: str, file: Path) -> None:
+        """Make the name of a file last."""
+        sync_folder(self._folder)
+
+    def publish(self, partial: str, manifest: Manifest, *, keep: int) -> Path:
+        """Write the manifest, once all ranks have written their parts; older checkpoints are not looked at."""
+        write_summed(self._folder / MANIFEST, manifest.as_bytes())
+        sync_folder(self._folder)
+        return self._folder
+
+    def abandon(self, partial: str, *, remove: bool) -> None:
+        """End a save that failed; ``room`` has removed the folder."""
 
 
 def check_written(folder: object, manifest: Manifest, lengths: Mapping[str, int | None]) -> None:
