@@ -184,6 +184,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "folder: text; step: 3; model: plain; optimizer: None []; asynchronous per_rank: True;"
         "extra: None 3 -1 1.5 nan text [] [1] {} tensor True",
     ),
+    "save_on_signal": (
+        lambda: {"run": "run", "model": sharded(), "signals": ()},
+        "run: text; model: plain; optimizer: None []; signals: [] {}; keep: 3; exit_code: None 3",
+    ),
     "register_fsdp_forward_method": (
         lambda: {"module": sharded(), "method_name": "forward"},
         "module: plain; method_name:",  # the first left alone, as torch does
@@ -283,6 +287,7 @@ ELSEWHERE = {
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "Storage", "UnshardHandle"),
+    "SaveNotice",  # tests/test_signals.py
     *("contract", "get_registry", "strict_mode", "OffloadPolicy"),
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),

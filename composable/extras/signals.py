@@ -27,9 +27,9 @@ from torch import nn
 
 from composable.comm import Ranks
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
-from composable.ground.names import check_module, described
+from composable.ground.names import described
 from composable.ground.torch_private import PrefixStore, store_of_default_group
-from composable.saving import Storage, folder_at
+from composable.saving import Storage
 
 # Whoever signals all processes of a job signals torchrun too, which sends the signal to its ranks once more.
 _ECHO_S = 5.0
@@ -165,12 +165,12 @@ def save_on_signal(
         ConfigError: A wrong argument, on any rank.
         UsageError: Another ``save_on_signal`` has these signals, or this is not the main thread, on any rank.
     """
-    from composable.saving import save_checkpoint  # which imports torch's checkpoints, so not above
+    # Not above: they import torch's checkpoints.
+    from composable.saving import checked_run, save_checkpoint
 
     ranks = Ranks.of_world()
     with ranks.agreed():
-        folder_at("run", run)
-        check_module("model", model)
+        checked_run(run, model, optimizer, keep)
         numbers = _checked(signals)
         if exit_code is not None and (type(exit_code) is not int or not 0 <= exit_code < 128):
             raise ConfigError(f"exit_code is {described(exit_code)}", at=place_of_rank(), fix="pass 0 to 127, or None")

@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     from composable.saving.checkpoint import (
         SavedCheckpoint,
         SaveHandle,
+        checked_run,
         find_checkpoint,
         load_checkpoint,
         save_checkpoint,
     )
 else:
+    _LATE = {"SaveHandle", "SavedCheckpoint", "checked_run", "find_checkpoint", "load_checkpoint", "save_checkpoint"}
 
     def __getattr__(name: str) -> object:
         """Return a name of the file that runs torch's checkpoints, which take as long to import as this package."""
-        if name not in {"SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"}:
+        if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from composable.saving import checkpoint
 

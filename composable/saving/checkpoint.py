@@ -193,11 +193,8 @@ def save_checkpoint(
     """
     ranks = Ranks.of_world()
     with ranks.agreed():
-        optimizers = _checked(model, optimizer)
-        place = folder_at("folder", folder)
-        for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
+        place, optimizers = checked_run(folder, model, optimizer, keep)
+        _check_number("step", step, 0)
         check_bool("asynchronous", asynchronous)
         check_bool("per_rank", per_rank)
         run = _run_at(place, step, per_rank=per_rank)
@@ -349,6 +346,21 @@ def _run_at(place: Path | StoredFolder, step: int, *, per_rank: bool) -> FolderR
 def _find(path: object) -> Path | StoredFolder:
     place = folder_at("path", path)
     return run_folder.find_folder(place.absolute()) if isinstance(place, Path) else find_stored(place)
+
+
+def checked_run(
+    folder: object, model: nn.Module, optimizer: Optimizers, keep: int
+) -> tuple[Path | StoredFolder, tuple[torch.optim.Optimizer, ...]]:
+    """Check what the saves of a run have in common, and return the folder and the optimizers."""
+    optimizers = _checked(model, optimizer)
+    place = folder_at("folder", folder)
+    _check_number("keep", keep, 1)
+    return place, optimizers
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
 
 
 def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
