@@ -319,7 +319,7 @@ def test_all_ranks_end_with_the_code_and_say_why(what: str, tmp_path: Path) -> N
     with started(RANK, 2, str(tmp_path / "store"), str(tmp_path / "run"), what) as processes:
         ends = [one.communicate(timeout=200) for one in processes]
         assert [one.returncode for one in processes] == [75, 75], ends
-        assert [said.strip() for _, said in ends] == ["rank 1 had a notice: all ranks have saved step 4"] * 2
+        assert [said.strip() for _, said in ends] == ["", "rank 1 had a notice: all ranks have saved step 4"]
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-000004"]
 
 

@@ -40,7 +40,7 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
     """The result of ``save_on_signal``: it is told the end of every step, and saves after the agreed one."""
 
     def __init__(self, ranks: Ranks, key: str, save: Callable[..., object], kind: str, exit_code: int | None):
-        self._save, self._exit_code = save, exit_code
+        self._save, self._exit_code, self._rank = save, exit_code, ranks.rank
         self._store = None if ranks.is_alone else PrefixStore(f"composable notice/{key}", store_of_default_group())
         self._process = os.getpid()
         # The device that may run behind its host, and an event at the end of the last step there.
@@ -93,17 +93,17 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
             raise DesyncError(what, at=at, fix="average gradients, and then call step(), in each step on every rank")
         self._is_over = True
         self._save(step, extra=extra() if callable(extra) else extra)
-        _LOG.warning("rank %d had a notice: all ranks have saved step %d", self._due[1], step)
+        if self._rank == self._due[1]:
+            _LOG.warning("rank %d had a notice: all ranks have saved step %d", self._rank, step)
         if self._exit_code is None:
             return True
         raise SystemExit(self._exit_code)
 
     def _look(self, step: int) -> tuple[int, int] | None:
         """Return the step after which all ranks save and the rank that chose it, if one has; choose it if asked to."""
-        rank = Ranks.of_world().rank
         if self._store is None:
-            return (step, rank) if self._is_asked else None
-        wanted = f"{step + (1 if self._device is None else 2)} {rank}"
+            return (step, self._rank) if self._is_asked else None
+        wanted = f"{step + (1 if self._device is None else 2)} {self._rank}"
         try:
             if not self._is_asked and not self._store.check(["due"]):
                 return None
