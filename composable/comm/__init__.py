@@ -5,13 +5,13 @@ from composable.comm.mesh import (
     DataParallelMeshDims,
     Grid,
     GroupOrPair,
-    ModelRanks,
     check_inside,
     joined_mesh,
     other_grid,
     resolve_grid,
     resolve_ranks,
 )
+from composable.comm.model_ranks import ModelRanks
 from composable.comm.own_groups import (
     OwnTransport,
     call_before_destroy,
