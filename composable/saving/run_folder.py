@@ -124,8 +124,8 @@ def find_damage(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> li
             found = sum_file(folder, name, saved.bytes)
         except OSError as error:
             rank = _RANK.match(name)
-            written_by = f", which rank {rank[1]} wrote," if rank else ""
-            lines.append(f"{path}{written_by} cannot be read: {error.strerror or error}")
+            writer = f"; rank {rank[1]} wrote it" if rank else ""
+            lines.append(f"{path} cannot be read: {error.strerror or error}{writer}")
             continue
         if found.bytes != saved.bytes:
             lines.append(f"{path} has {found.bytes:,} bytes; {saved.bytes:,} were written")

@@ -75,7 +75,10 @@ def save_with(root: Path, options: dict[str, Any]) -> dict[str, torch.Tensor]:
 def load_what_lacks_a_rank(merged: Path) -> None:
     model, optimizer = make(2)
     for said in told(lambda: load_checkpoint(merged, model, optimizer)):
-        assert "step-000007 is damaged" in said and "__2_0.distcp, which rank 2 wrote, cannot be read" in said, said
+        assert (
+            "step-000007 is damaged" in said
+            and "__2_0.distcp cannot be read: No such file or directory; rank 2 wrote it" in said
+        ), said
 
 
 def load_a_part(part: Path) -> None:
@@ -94,17 +97,18 @@ def test_the_folder_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
 def fail(root: Path) -> None:
     own = root / f"host-{dist.get_rank()}"
     model, optimizer = make(1)
-    full = OSError(28, "No space left on device")
-    with mock.patch.object(run_folder, "write_summed", side_effect=full):
-        for said in told(lambda: save_checkpoint(own, 7, model, optimizer, extra=1, per_rank=True)):
-            assert "step-000007 was not written to its end" in said and "No space left" in said, said
+    for said in told(lambda: save_checkpoint(own, 7, model, optimizer, extra=1, per_rank=True)):
+        assert "step-000007 was not written to its end" in said and "No space left" in said, said
     assert not os.listdir(own)
     for said in told(lambda: save_checkpoint("memory://run", 7, model, optimizer, per_rank=True)):
         assert said.startswith("ConfigError: per_rank is True, and folder is memory://run"), said
 
 
 def test_a_save_that_fails_leaves_nothing_on_any_rank(tmp_path: Path) -> None:
-    run_threads(fail, 2, tmp_path)
+    full = OSError(28, "No space left on device")
+    # Not in the ranks: threads that patch at once leave the patch behind.
+    with mock.patch.object(run_folder, "write_summed", side_effect=full):
+        run_threads(fail, 2, tmp_path)
 
 
 def test_a_kill_before_the_manifest_leaves_no_checkpoint(tmp_path: Path) -> None:
