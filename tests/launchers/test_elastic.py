@@ -39,6 +39,12 @@ def wait_for(jobs: list[Job], is_so: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
+def options_of(host: Host) -> list[str]:
+    """Return the options of the page, and the addresses: both hosts have one name, by which torchrun would find them."""
+    options = [f"{one},is_host={host.number == 0}" if "=" in one else one for one in OPTIONS]
+    return [*options, "--local-addr", host.address]
+
+
 @pytest.mark.parametrize("how", ["killed", "told to end"])
 def test_one_host_goes_and_the_other_goes_on(how: str, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     script, run = tmp_path / "train.py", tmp_path / "run"
@@ -46,10 +52,7 @@ def test_one_host_goes_and_the_other_goes_on(how: str, hosts: tuple[Host, Host],
     source = exact(longer(ON_A_CLUSTER)).replace(step, f"{step}    print(f'rank {{rank}} of {{ranks}} at {{step}}')\n")
     script.write_text(source)
     variables = {"RUN": str(run), "PYTHONUNBUFFERED": "1"}
-    # Both hosts have one name: torchrun cannot see that the first one is what ``--rdzv-endpoint`` names.
-    places = [[f"{one},is_host={host.number == 0}" if "=" in one else one for one in OPTIONS] for host in hosts]
-    starts = zip(hosts, places, strict=True)
-    jobs = [host.start(2, [str(script)], options=options, **variables) for host, options in starts]
+    jobs = [host.start(2, [str(script)], options=options_of(host), **variables) for host in hosts]
 
     def steps_of(ranks: int) -> list[int]:
         return [int(one) for one in re.findall(rf"^rank 0 of {ranks} at (\d+)$", everything(), flags=re.MULTILINE)]
