@@ -51,7 +51,8 @@ def test_one_host_goes_and_the_other_goes_on(how: str, hosts: tuple[Host, Host],
     step = "    loss.backward()\n"
     source = exact(longer(ON_A_CLUSTER)).replace(step, f"{step}    print(f'rank {{rank}} of {{ranks}} at {{step}}')\n")
     script.write_text(source)
-    variables = {"RUN": str(run), "PYTHONUNBUFFERED": "1"}
+    # Without it torch's ranks of a restart find addresses of the world before in the store, and wait for them.
+    variables = {"RUN": str(run), "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     jobs = [host.start(2, [str(script)], options=options_of(host), **variables) for host in hosts]
 
     def steps_of(ranks: int) -> list[int]:
