@@ -18,7 +18,7 @@ from composable.annotation import (
 )
 from composable.comm import Grid, GroupOrPair, check_inside, other_grid, resolve_ranks
 from composable.engine import refuse_waiting_copies
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError
 from composable.ground.names import check_module, describe_module, described
 
 _CALL = "update_process_group"
@@ -65,7 +65,7 @@ def update_process_group(module: nn.Module, process_group: GroupOrPair) -> None:
     else:
         raise UsageError(
             f"{_CALL} found no replicate or fully_shard on this module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix="call it on the module that was annotated",
         )
 
@@ -75,7 +75,6 @@ def _move_replicated(state: ReplicateState, process_group: object) -> None:
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
             f"process_group is {described(process_group)}, not a ProcessGroup that this rank is in",
-            at=place_of_rank(),
             fix="pass what torch.distributed.new_group() returned, on the ranks of the group only",
         )
     ranks = resolve_ranks(None, process_group, [item.param for item in state.reducer.params])
@@ -118,7 +117,7 @@ def _check_movable(
     if outermost is not state or module not in state.modules:
         raise UsageError(
             f"{_CALL} on a module inside of another sharded one",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix=f"call it on the outermost module, {describe_module(outermost.modules[0])}",
         )
     for other in states:
@@ -126,7 +125,7 @@ def _check_movable(
             raise ConfigError(
                 f"a module inside shares parameters among ranks {[*other.grid.shard.numbers]}, this one among "
                 f"{[*state.grid.shard.numbers]}",
-                at=f"{place_of_rank()}, {describe_module(other.modules[0])}",
+                at=describe_module(other.modules[0]),
                 fix="annotate a new model on the new groups, and load a checkpoint",
             )
     modules = dict.fromkeys(below for one in state.modules for below in one.modules())
@@ -137,7 +136,7 @@ def _check_movable(
         if split and shard_group is not state.grid.shard.group:
             raise ConfigError(
                 "tensor parallelism has split parameters over a mesh with the present group of shards",
-                at=f"{place_of_rank()}, parameter {handle.from_root(split[0])!r}",
+                at=f"parameter {handle.from_root(split[0])!r}",
                 fix="keep this group, mesh['shard'].get_group(), and replace that of the copies; or annotate anew",
             )
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import (
     ComposableError,
@@ -114,6 +115,22 @@ WRITES: dict[str, Write] = {
     "addmm_": by_rows(lambda t, rows, value: t.addmm_(values(t, len(t)), torch.ones(t.shape[1], t.shape[1]))),
     "out=": by_rows(lambda t, rows, value: torch.mm(values(t, len(t)), torch.eye(t.shape[1]), out=t)),
 }
+
+
+class _SeesFills(TorchDispatchMode):
+    """Notes whether an assignment by a mask fills: that needs no other rank, and torch does so from 2.15 on."""
+
+    fills = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.fills |= func is torch.ops.aten.masked_fill_.Scalar
+        return func(*args, **(kwargs or {}))
+
+
+with _SeesFills() as seen:
+    torch.zeros(2)[torch.tensor([True, False])] = 3.0
+if seen.fills:
+    del WRITES["[mask] = number"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

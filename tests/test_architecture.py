@@ -221,10 +221,11 @@ def test_the_package_keeps_its_budget() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     # The core is what a reader must carry: users may delete the rest, and it works.
     core = sum(count for name, count in lines.items() if room_of(name) not in {"extras", "testing"})
-    assert core <= 29_950
-    assert sum(lines.values()) <= 34_050
-    # Four more than before the extras: their face, events, states of both annotations, steps on pieces of a rank.
-    assert len(FILES) <= 110
+    # Storage beside folders, and process groups that are replaced, are 850 of these lines.
+    assert core <= 30_700
+    assert sum(lines.values()) <= 35_140
+    # Five more than before: storages, runs in them, process groups, ranks of a model; signals in the extras.
+    assert len(FILES) <= 115
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 600} == {}
 

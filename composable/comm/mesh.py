@@ -22,7 +22,7 @@ from composable.comm.ranks import (
     make_group,
     wait_like_the_world,
 )
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank, warn_once
+from composable.errors import ComposableError, ConfigError, UsageError, warn_once
 from composable.ground.names import count_text, described
 from composable.ground.torch_private import flattened_mesh, joined_meshes, root_mesh
 
@@ -157,7 +157,7 @@ def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
         raise ConfigError(
             f"a module below is annotated on ranks {list(inner)}, and this one, around it, on {list(outer)} only: "
             f"rank {outside[0]} would wait for ranks that do not run it",
-            at=f"{place_of_rank()}, {place()}",
+            at=place(),
             fix="annotate the inner module on some of the outer ranks, such as one dim of the outer module's mesh",
         )
 
@@ -388,7 +388,7 @@ def other_grid(
             "a new model, and load a checkpoint",
         )
     compare_in_each(
-        dict.fromkeys(ranks, f"{len(ranks)} groups\n{text}"),
+        dict.fromkeys(ranks, (f"{len(ranks)} groups", text)),
         failure,
         what="the ranks of the new process group have different modules, options or communication hooks",
         fix="annotate the same model with the same arguments on every rank of the group, and register the same hook",
@@ -459,7 +459,7 @@ def _is_part(mesh: DeviceMesh, root: DeviceMesh) -> bool:
 
 
 def _refusal(what: str, fix: str) -> ConfigError:
-    return ConfigError(what, at=place_of_rank(), fix=fix)
+    return ConfigError(what, fix=fix)
 
 
 def _check_world(caller: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from composable.dtensor import cast_dtype
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError
 from composable.ground.names import check_bool, described, list_text
 from composable.saving import (
     Entries,
@@ -99,7 +99,7 @@ def save_safetensors(
         check_float(dtype)
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             what, fix = f"max_shard_bytes is {described(max_shard_bytes)}", "pass a positive number of bytes"
-            raise ConfigError(what, at=place_of_rank(), fix=fix)
+            raise ConfigError(what, fix=fix)
     ranks = model_ranks.everyone
     # Of several names for one tensor only the first is written.
     values, first = entries.unique(), entries.first_names()
@@ -113,7 +113,6 @@ def save_safetensors(
             if unfit := [key for key in entries.values if key not in fit]:
                 raise ConfigError(
                     f"values that safetensors cannot hold, by type or dtype: {list_text(unfit)}",
-                    at=place_of_rank(),
                     fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
                 )
             if ranks.rank == 0:
@@ -375,6 +374,5 @@ def _naming(path: Path | str) -> Iterator[None]:
     except Exception as error:
         raise ConfigError(
             f"{path} cannot be read: {error}",
-            at=place_of_rank(),
             fix=f"pass a whole .safetensors file, or a folder with {_SINGLE} or {_INDEX}",
         ) from error

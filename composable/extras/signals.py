@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from composable.comm import Ranks
-from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
+from composable.errors import ConfigError, DesyncError, UsageError
 from composable.ground.names import described
 from composable.ground.torch_private import PrefixStore, store_of_default_group
 from composable.saving import Storage
@@ -75,11 +75,10 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
             UsageError: The notice is closed, or the run was saved already; or the save has failed.
             DesyncError: Other ranks save after an earlier step, or the store does not answer.
         """
-        at = place_of_rank()
         if self._is_over:
-            raise UsageError("step() of a notice that is closed, or has saved", at=at, fix="call save_on_signal again")
+            raise UsageError("step() of a notice that is closed, or has saved", fix="call save_on_signal again")
         if type(step) is not int or step <= self._last:
-            raise ConfigError(f"step is {described(step)}", at=at, fix=f"pass a number above {self._last}, the last")
+            raise ConfigError(f"step is {described(step)}", fix=f"pass a number above {self._last}, the last")
         self._last = step
         if self._device is not None:
             if self._ended is not None:
@@ -90,7 +89,7 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
             return False
         if step > self._due[0]:
             what = f"this rank is after step {step}, and rank {self._due[1]} has asked all to save after {self._due[0]}"
-            raise DesyncError(what, at=at, fix="average gradients, and then call step(), in each step on every rank")
+            raise DesyncError(what, fix="average gradients, and then call step(), in each step on every rank")
         self._is_over = True
         self._save(step, extra=extra() if callable(extra) else extra)
         if self._rank == self._due[1]:
@@ -110,7 +109,7 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
             # Atomic: the number of the first rank stays.
             due, by = self._store.compare_set("due", "", wanted).decode().split()
         except RuntimeError as error:
-            raise DesyncError("the store does not answer", at=place_of_rank(), fix="load the last save") from error
+            raise DesyncError("the store does not answer", fix="load the last save") from error
         return int(due), int(by)
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ def save_on_signal(
         checked_run(run, model, optimizer, keep)
         numbers = _checked(signals)
         if exit_code is not None and (type(exit_code) is not int or not 0 <= exit_code < 128):
-            raise ConfigError(f"exit_code is {described(exit_code)}", at=place_of_rank(), fix="pass 0 to 127, or None")
+            raise ConfigError(f"exit_code is {described(exit_code)}", fix="pass 0 to 127, or None")
     key = ranks.object_of(0, secrets.token_hex(8))
     kinds = {ranks.device.type, *(tensor.device.type for tensor in model.parameters())} - {"cpu", "meta"}
     save = partial(save_checkpoint, run, model=model, optimizer=optimizer, keep=keep)
@@ -189,13 +188,12 @@ def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
         numbers = tuple(dict.fromkeys(signal.Signals(one) for one in signals))
     except (TypeError, ValueError):
         numbers = (signal.SIGKILL,)  # which no process catches
-    at = place_of_rank()
     if {signal.SIGKILL, signal.SIGSTOP} & {*numbers}:
-        raise ConfigError(f"signals is {signals!r}", at=at, fix="pass signals to catch, such as [signal.SIGTERM]")
+        raise ConfigError(f"signals is {signals!r}", fix="pass signals to catch, such as [signal.SIGTERM]")
     if numbers and threading.current_thread() is not threading.main_thread():
         what = "save_on_signal in a thread: signals come to the main thread"
-        raise UsageError(what, at=at, fix="call it there, or pass signals=() and call request() of what it returns")
+        raise UsageError(what, fix="call it there, or pass signals=() and call request() of what it returns")
     taken = [one.name for one in numbers if isinstance(getattr(signal.getsignal(one), "__self__", None), SaveNotice)]
     if taken:
-        raise UsageError(f"another save_on_signal has {taken[0]}", at=at, fix="close() it first, or make one for all")
+        raise UsageError(f"another save_on_signal has {taken[0]}", fix="close() it first, or make one for all")
     return numbers

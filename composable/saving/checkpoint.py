@@ -339,7 +339,7 @@ def _run_at(place: Path | StoredFolder, step: int, *, per_rank: bool) -> FolderR
         return RankRun(place, step) if per_rank else FolderRun(place)
     if per_rank:
         what, fix = f"per_rank is True, and folder is {place}", "leave it out: all ranks see a storage"
-        raise ConfigError(what, at=place_of_rank(), fix=fix)
+        raise ConfigError(what, fix=fix)
     return StoredRun(place)
 
 
@@ -369,7 +369,7 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optim
     for one in (optimizer,) if isinstance(optimizer, Mapping) else optimizers if optimizer is not None else ():
         if not all(hasattr(one, name) for name in ("param_groups", "state_dict", "load_state_dict")):
             what = f"optimizer is or holds {described(one)}, not an optimizer"
-            raise ConfigError(what, at=place_of_rank(), fix="pass an optimizer, a list of them, or None")
+            raise ConfigError(what, fix="pass an optimizer, a list of them, or None")
     return optimizers if optimizer is not None else ()
 
 

@@ -23,7 +23,7 @@ from composable.annotation import handle_of_module, sharded_state_of, states_of
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.engine import handle_of
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_module, describe_module, described, list_text, plain_fqn
 from composable.ground.unfilled import META_FIX
 from composable.optim import ranks_of_param
@@ -133,7 +133,6 @@ def _describe_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Opti
     if any(param not in names for one in optimizers for group in one.param_groups for param in group["params"]):
         raise ConfigError(
             "an optimizer has parameters that are not the model's",
-            at=place_of_rank(),
             fix="make the optimizer from model.parameters(), after the model was annotated",
         )
     groups = [[tuple(names[param] for param in group["params"]) for group in one.param_groups] for one in optimizers]
@@ -152,7 +151,6 @@ def _check_optimized(
     if torn:
         raise ConfigError(
             f"parameters in two param groups or optimizers, or in one on some ranks only: {list_text(sorted(torn))}",
-            at=place_of_rank(),
             fix="put each parameter into one param group of one optimizer, the same on every rank",
         )
 
@@ -191,7 +189,6 @@ def _check_one_each(every: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
         raise ConfigError(
             f"a checkpoint has one value for each name, and ranks {groups} have parameters of their own "
             f"of the names {list_text(twice)}",
-            at=place_of_rank(),
             fix="name experts by their number in the whole model, such as nn.ModuleDict({'6': ..., '7': ...})",
         )
 
@@ -256,13 +253,12 @@ def _pick(names: Names | None, known: Collection[str]) -> set[str]:
         if unknown:
             raise ConfigError(
                 f"names is or holds something not in the model's state_dict(): {list_text(unknown, write=described)}",
-                at=place_of_rank(),
                 fix="pass a function of an FQN, such as lambda fqn: 'lora_' in fqn, or a list or set of FQNs",
             )
         picked = set(names)
     if not picked:
         fix = f"pick some of its entries: {list_text(known)}"
-        raise ConfigError("names picks nothing of the model", at=place_of_rank(), fix=fix)
+        raise ConfigError("names picks nothing of the model", fix=fix)
     return picked
 
 
@@ -295,7 +291,7 @@ def entries_for(
         if on_meta and not permits_meta:
             raise UsageError(
                 "full values are asked for, and there are none on the meta device",
-                at=f"{place_of_rank()}, {list_text(on_meta)}",
+                at=list_text(on_meta),
                 fix=META_FIX,
             )
         yield model_ranks, entries
@@ -325,7 +321,7 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
     if not found:
         raise UsageError(
             "the model is not annotated",
-            at=f"{place_of_rank()}, {describe_module(model)}",
+            at=describe_module(model),
             fix="use state_dict() and load_state_dict() of the plain model, or annotate it first",
         )
     tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
@@ -338,7 +334,7 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
             f"modules are annotated on different ranks: {', '.join(str(list(ranks)) for ranks in found)}"
             if found
             else "modules are annotated on different ranks, and names picks no parameter of any",
-            at=f"{place_of_rank()}, {describe_module(model)}",
+            at=describe_module(model),
             fix="call this on each part of the model that is on one set of ranks, or pick it by names=",
         )
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
@@ -386,13 +382,13 @@ def _check_moment(model: nn.Module) -> None:
         if state is not None and state.root is not None and not state.root.scheduler.is_idle:
             raise UsageError(
                 "full values are asked for in the middle of a forward or backward",
-                at=f"{place_of_rank()}, {describe_module(model)}",
+                at=describe_module(model),
                 fix="ask for them between steps",
             )
         if state is not None and handle is not None and handle.held_with is not None:
             raise UsageError(
                 "full values are asked for while unshard_params shows the parameters",
-                at=f"{place_of_rank()}, {handle.described}",
+                at=handle.described,
                 fix="leave unshard_params first; inside it, state_dict() and load_state_dict() are the plain model's",
             )
 

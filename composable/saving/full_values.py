@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described, plain_fqn
 from composable.saving.entries import (
@@ -158,7 +158,6 @@ def _differences_from(entries: Entries, state_dict: Mapping[str, Any] | None) ->
     if not isinstance(state_dict, Mapping):
         raise ConfigError(
             f"state_dict is a {type(state_dict).__name__}, not a mapping, on the rank that should have it",
-            at=place_of_rank(),
             fix="pass the full state dict on rank src",
         )
     shape_of = getattr(state_dict, "shape_of", None)
@@ -170,9 +169,9 @@ def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torc
     value = state_dict[key]
     # Checked again, also for a mapping with ``shape_of``: a wrong shape must not reach the exchange.
     if not isinstance(value, torch.Tensor) or value.numel() != target.numel():
-        raise UsageError(f"the value of {key!r} changed after it was checked", at=place_of_rank())
+        raise UsageError(f"the value of {key!r} changed after it was checked")
     if isinstance(value, DTensor):
-        raise ConfigError(f"the value of {key!r} is a DTensor", at=place_of_rank(), fix="pass full plain tensors")
+        raise ConfigError(f"the value of {key!r} is a DTensor", fix="pass full plain tensors")
     return value
 
 
@@ -388,7 +387,7 @@ def _checked_pairs(
                 seen.add(key)
             case _:
                 fix = "pass (FQN, tensor) pairs, each FQN once"
-                raise ConfigError(f"pairs is or holds {described(pair)}", at=place_of_rank(), fix=fix)
+                raise ConfigError(f"pairs is or holds {described(pair)}", fix=fix)
         expected = {key: targets[key]} if key in targets else {}
         differences = find_differences(expected, [key], {key: value}.__getitem__)
         differences.check(strict=strict, loaded="only what came before was loaded")

@@ -19,7 +19,7 @@ from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, slice_full
 from composable.engine import attach, handle_of
-from composable.errors import ConfigError, StateDictError, UsageError, located, place_of_rank
+from composable.errors import ConfigError, StateDictError, UsageError, located
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_strict_load
 from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
@@ -58,7 +58,7 @@ class Differences:
             elif prefix := _prefix(self.missing, self.unexpected):
                 fix = f"load into the part of the model that was saved: model.get_submodule({prefix[:-1]!r})"
             what = f"the {name} does not fit the model, and {loaded}{''.join(lines)}"
-            raise StateDictError(what, at=place_of_rank(), fix=fix)
+            raise StateDictError(what, fix=fix)
 
 
 _FIX = "give each key its full tensor; strict=False permits missing and unexpected keys"
@@ -157,7 +157,6 @@ def _check_before_load(
     if metadata.get("assign_to_params_buffers") and any("replicate" in get_registry(one) for one in module.modules()):
         raise UsageError(
             "load_state_dict with assign=True would replace parameters that replicate and the optimizer hold",
-            at=place_of_rank(),
             fix="leave assign out: values are copied into them",
         )
     expected, opaque = _entries_to_load(module, prefix)
@@ -342,7 +341,7 @@ def _with_ragged_scalars(original: Any) -> Any:
 def _cut_into(target: Any, full: torch.Tensor) -> Any:
     if full.shape != target.shape:
         what = f"a full tensor of shape {list(full.shape)} for one of shape {list(target.shape)}"
-        raise ConfigError(what, at=place_of_rank(), fix="load a state dict with tensors of the model's full shapes")
+        raise ConfigError(what, fix="load a state dict with tensors of the model's full shapes")
     piece = slice_full(full, target._spec.layout)
     if target.is_meta:
         return RaggedDTensor.wrap(piece.detach().clone(), target._spec.cast(piece.dtype))

@@ -28,7 +28,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError
 from composable.ground.names import as_kind, list_text
 from composable.saving.entries import OptimizerNames
 from composable.saving.storage import Storage, StoredFolder
@@ -169,7 +169,6 @@ def read_manifest(folder: Path | StoredFolder, content: bytes | None = None) -> 
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error}",
-            at=place_of_rank(),
             fix="load a checkpoint that save_checkpoint wrote to its end, such as an older one of the run; of "
             "per_rank=True, copy the folders of all ranks together first",
         ) from error
@@ -297,13 +296,13 @@ def checked_holder(content: bytes, path: object) -> str:
 
 def another_run(run: object, holder: str) -> UsageError:
     """Return the error of a run whose folder the process ``holder`` writes."""
-    fix, at = "save to another folder, or end the other run first", f"{place_of_rank()}; there: {holder}"
+    fix, at = "save to another folder, or end the other run first", f"there: {holder}"
     return UsageError(f"another run writes to {run}", at=at, fix=fix)
 
 
 def _foreign(path: object) -> ConfigError:
     fix = "move it away, or save to another folder"
-    return ConfigError(f"{path} is no file that save_checkpoint wrote", at=place_of_rank(), fix=fix)
+    return ConfigError(f"{path} is no file that save_checkpoint wrote", fix=fix)
 
 
 class FolderRun:
@@ -379,7 +378,7 @@ class RankRun:
         self._folder = path.resolve() / f"step-{step:06d}"
         if os.path.lexists(self._folder):
             fix = "pass a new folder for each save, such as a temporary one"
-            raise ConfigError(f"{self._folder} exists already", at=place_of_rank(), fix=fix)
+            raise ConfigError(f"{self._folder} exists already", fix=fix)
 
     def __str__(self) -> str:
         return str(self._folder.parent)
@@ -431,7 +430,6 @@ def check_later(run: object, step: int, later: Collection[str]) -> None:
     if later:
         raise ConfigError(
             f"{run} holds checkpoints of later steps than {step}: {', '.join(later)}",
-            at=place_of_rank(),
             fix="load_checkpoint first, to go on from the latest; or save to another folder; or remove them",
         )
 
@@ -444,7 +442,6 @@ def _check_step(run: Path, step: int) -> None:
     if (whole.exists() or whole.is_symlink()) and not _is_ours(whole):
         raise ConfigError(
             f"{whole} exists already, with files that save_checkpoint did not write",
-            at=place_of_rank(),
             fix="move it away, or save to another folder",
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError
 from composable.ground.names import as_path, class_name, described
 
 _BUFFER_BYTES = 2**22
@@ -173,13 +173,13 @@ def folder_at(name: str, value: object) -> Path | StoredFolder:
         if isinstance(value, Storage) and not isinstance(value, type):
             return StoredFolder(value)
         fix = "pass a path, a URL, or an object with the methods of composable.Storage"
-        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)
+        raise ConfigError(f"{name} is {described(value)}", fix=fix)
     text: Any = os.fspath(value)
     match = _URL.match(text) if isinstance(text, str) else None
     if match is None:
         if isinstance(text, str) and _BROKEN_URL.match(text):
             fix = "pass a URL as a str, with two slashes; for a local folder of this name: its absolute path"
-            raise ConfigError(f"{name} is {text!r}, a URL that has lost a slash", at=place_of_rank(), fix=fix)
+            raise ConfigError(f"{name} is {text!r}, a URL that has lost a slash", fix=fix)
         return as_path(name, value)
     if match[2] == "://" and match[1].lower() in ("file", "local"):
         return as_path(name, match[3].removeprefix("localhost"))
@@ -192,5 +192,5 @@ def folder_at(name: str, value: object) -> Path | StoredFolder:
     except Exception as error:
         what = f"{text} cannot be reached: {type(error).__name__}: {error}"
         fix = "pass a path, or a URL that fsspec serves, such as s3://bucket/run, and install the package that it names"
-        raise ConfigError(what, at=place_of_rank(), fix=fix) from error
+        raise ConfigError(what, fix=fix) from error
     return StoredFolder(_FsspecStorage(files), path, text.rstrip("/"))

@@ -16,7 +16,7 @@ import _traversal_utils
 from composable.annotation import model_ranks_of
 from composable.dtensor import RaggedDTensor, collect_blocks, memory_of, slice_block
 from composable.engine import Handle, Lent, Scheduler, attach
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.features import spread_from
 from composable.ground.names import check_bool, check_module, describe_module, list_text
 
@@ -100,7 +100,7 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
         if not root.scheduler.is_idle:
             raise UsageError(
                 "unshard_params was entered in the middle of a forward or backward",
-                at=f"{place_of_rank()}, {describe_module(module)}",
+                at=describe_module(module),
                 fix="enter it between steps",
             )
     found: dict[Handle, Scheduler] = {}
@@ -114,14 +114,14 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
     if outside:
         raise UsageError(
             f"parameters belong to a handle of another module: {list_text(outside)}",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=describe_module(module),
             fix="call unshard_params on that module, further up, or on the root",
         )
     for handle in found:
         if handle.held_with not in (None, options):
             raise UsageError(
                 "unshard_params is entered again with other options",
-                at=f"{place_of_rank()}, {handle.described}",
+                at=handle.described,
                 fix="use the options of the outer block, or leave it first",
             )
     return [(handle, scheduler) for handle, scheduler in found.items() if handle.held_with is None]
@@ -170,7 +170,7 @@ class _Shown:
         if self._versions() != self._before:
             raise UsageError(
                 "sharded parameters were changed while unshard_params showed full ones, which would overwrite them",
-                at=f"{place_of_rank()}, {self.handle.described}",
+                at=self.handle.described,
                 fix="step the optimizer outside of the block, or pass writeback=False",
             )
         for param, placed in zip(self.params, self._placed):
@@ -178,7 +178,7 @@ class _Shown:
             if not param.is_placed(placed) or value.shape != param.shape or value.dtype != param.sharded.dtype:
                 raise UsageError(
                     "a parameter was replaced while unshard_params showed it",
-                    at=f"{place_of_rank()}, parameter {self.handle.from_root(param.fqn)!r}",
+                    at=f"parameter {self.handle.from_root(param.fqn)!r}",
                     fix="change it in place, with copy_()",
                 )
 
