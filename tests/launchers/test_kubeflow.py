@@ -1,7 +1,5 @@
 """Kubeflow's trainer: our TrainJob is one, its variables start ranks on two hosts, and its SDK runs a script of ours."""
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.hosts import Host, NoHostsError, two_hosts
 from tests.test_first_hour import CLUSTER, ON_A_CLUSTER, ONE_DEVICE, ROOT, exact, losses_in, run_stage, shown
@@ -67,7 +66,7 @@ def test_its_variables_start_ranks_on_two_hosts(
 
 def test_the_sdk_runs_a_script_on_this_machine(tmp_path: Path) -> None:
     trainer = pytest.importorskip("kubeflow.trainer")
-    wheels = [str(ROOT), f"torch=={_version_of('torch')}", "numpy"]
+    wheels = [str(ROOT), f"torch=={torch.__version__.partition('+')[0]}", "numpy"]
     # The packages that it installs: those that this machine has.
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     if subprocess.run(command, check=False, capture_output=True).returncode:
@@ -110,9 +109,3 @@ def test_the_sdk_runs_a_script_on_this_machine(tmp_path: Path) -> None:
         pytest.skip(said[-500:])
     assert client.get_job(name).status == "Complete", said
     assert (tmp_path / "run" / "step-000001" / "checkpoint.json").is_file()
-
-
-def _version_of(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package).partition("+")[0]
