@@ -141,6 +141,8 @@ def save_on_signal(
 ) -> SaveNotice:
     """Save at a signal to any rank, on all ranks after the same step, and end them.
 
+    In a loop::
+
         notice = save_on_signal("run", model, optimizer)
         for step in range(done + 1, steps + 1):
             ...
