@@ -27,6 +27,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -389,10 +390,11 @@ def _fresh_start(call: bytes) -> bytes:
 
 
 def _paragraphs(reports: Mapping[int, str]) -> str:
-    """Return the reports of all ranks as one text; ranks that say the same share a paragraph."""
+    """Return the reports of all ranks as one text; ranks that say the same, each of itself, share a paragraph."""
     paragraphs: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        paragraphs.setdefault(report.strip(), []).append(rank)
+        said = re.sub(rf"^(  at:  rank) {rank}\b", r"\1 [its own]", report.strip(), flags=re.MULTILINE)
+        paragraphs.setdefault(said, []).append(rank)
     text = "\n\n".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {report}"
         for report, ranks in paragraphs.items()

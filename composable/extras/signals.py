@@ -171,7 +171,7 @@ def save_on_signal(
 
     ranks = Ranks.of_world()
     with ranks.agreed():
-        checked_run(run, model, optimizer, keep)
+        checked_run("run", run, model, optimizer, keep)
         numbers = _checked(signals)
         if exit_code is not None and (type(exit_code) is not int or not 0 <= exit_code < 128):
             raise ConfigError(f"exit_code is {described(exit_code)}", fix="pass 0 to 127, or None")

@@ -193,7 +193,7 @@ def save_checkpoint(
     """
     ranks = Ranks.of_world()
     with ranks.agreed():
-        place, optimizers = checked_run(folder, model, optimizer, keep)
+        place, optimizers = checked_run("folder", folder, model, optimizer, keep)
         _check_number("step", step, 0)
         check_bool("asynchronous", asynchronous)
         check_bool("per_rank", per_rank)
@@ -349,11 +349,11 @@ def _find(path: object) -> Path | StoredFolder:
 
 
 def checked_run(
-    folder: object, model: nn.Module, optimizer: Optimizers, keep: int
+    name: str, folder: object, model: nn.Module, optimizer: Optimizers, keep: int
 ) -> tuple[Path | StoredFolder, tuple[torch.optim.Optimizer, ...]]:
-    """Check what the saves of a run have in common, and return the folder and the optimizers."""
+    """Check what saves of a run have in common; return the folder, which is the argument ``name``, and optimizers."""
     optimizers = _checked(model, optimizer)
-    place = folder_at("folder", folder)
+    place = folder_at(name, folder)
     _check_number("keep", keep, 1)
     return place, optimizers
 
