@@ -50,7 +50,7 @@ def test_only_the_site_needs_the_packages_of_the_site() -> None:
 
 def test_what_must_pass_runs_each_test_once() -> None:
     words = re.findall(r"^make (\S+)", (REPO / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    assert words == ["lint", "test", "docs", "test-rest", "launchers"]
+    assert words == ["lint", "test", "docs", "test-rest"]
     runs = [planned(word)[-1] for word in ("test", "test-rest", "test-all")]
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
 
