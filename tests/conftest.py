@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.hosts import Host, NoHostsError, two_hosts
 from tests.world import shut_down
 
 
@@ -37,3 +38,13 @@ def nccl() -> Iterator[None]:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a wire between them."""
+    try:
+        with two_hosts() as made:
+            yield made
+    except NoHostsError as error:
+        pytest.skip(f"no network namespaces: {error}")

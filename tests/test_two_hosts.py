@@ -7,12 +7,11 @@ the cut or the kill each rank has said what is wrong.
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.hosts import Host, Job, NoHostsError, cut, two_hosts
+from tests.hosts import Host, Job, cut
 from tests.test_examples import EXAMPLE, ROOT, run_example
 from tests.world import run_ranks
 
@@ -25,15 +24,6 @@ UNUSED_TIMEOUT_S = 240
 SETTINGS = "--layers 2 --width 16 --heads 2 --context 16 --batch 6 --lr 20 --warmup 100000 --eval-every 1000000".split()
 OPTIONS = ["--text", str(ROOT / "tests" / "models.py"), "--sample-bytes", "0"]
 NAMED = r"^\[rank(\d)\]: composable\.errors\.DesyncError: (?:the save of .* has not ended: )?the wait for (.*) has ended by an error of the process group"
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except NoHostsError as error:
-        pytest.skip(f"no network namespaces: {error}")
 
 
 def train_on(hosts: tuple[Host, Host], run: Path, timeout_s: float) -> list[Job]:

@@ -378,7 +378,11 @@ def _as_told(failure: Exception | None) -> tuple[str, str, str, str | None] | No
 
 
 def compare_in_each(
-    lines: Mapping[Ranks, Sequence[str]], failure: ComposableError | None = None, *, what: str, fix: str
+    lines: Mapping[Ranks, list[str] | tuple[str, ...]],  # no ``Sequence``, which a text is, too
+    failure: ComposableError | None = None,
+    *,
+    what: str,
+    fix: str,
 ) -> None:
     """Compare the lines of each group, small groups first; a failure in one is passed on to the next. Collective.
 

@@ -6,12 +6,12 @@
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.hosts import Host, Job, NoHostsError, two_hosts
+from tests.hosts import Host, Job
 from tests.launchers.test_slurm import STEPS, longer
 from tests.test_first_hour import CLUSTER, ON_A_CLUSTER, ONE_DEVICE, exact, losses_in, run_stage, shown
 from tests.world import run_ranks
@@ -20,15 +20,6 @@ from tests.world import run_ranks
 OPTIONS = shlex.split(COMMAND.replace("\\\n", "").replace("node0", "10.77.0.1"))
 # Without the variable and the program before, the number of ranks, and the script behind.
 OPTIONS = [one for one in OPTIONS[2:-1] if one not in {"--nproc-per-node", "8"}]
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except NoHostsError as error:
-        pytest.skip(f"no network namespaces: {error}")
 
 
 def wait_for(jobs: list[Job], is_so: Callable[[], object]) -> float:
