@@ -65,6 +65,7 @@ from composable.ground.names import (
     readable_twice,
 )
 from composable.ground.ownership import mark_managed
+from composable.ground.torch_private import ranks_of_mesh
 from composable.planning import (
     NO_CASTS,
     NO_OFFLOAD,
@@ -277,7 +278,11 @@ def _on_one_mesh(function: ShardPlacementFn | None, mesh: DeviceMesh) -> ShardPl
     def ask(param: nn.Parameter) -> Any:
         found: Any = function(param)  # type: ignore[misc]  # not None
         info = getattr(found, "mesh_info", None)
-        is_here = info is not None and info.mesh.device_type == mesh.device_type and info.mesh.mesh.equal(mesh.mesh)
+        is_here = (
+            info is not None
+            and info.mesh.device_type == mesh.device_type
+            and ranks_of_mesh(info.mesh) == ranks_of_mesh(mesh)
+        )
         return found.placement if is_here else found
 
     return ask if callable(function) else function

@@ -11,7 +11,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
 def test_the_examples_run_one_after_the_other_and_print_what_follows_them() -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     examples = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for source, expected in examples:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

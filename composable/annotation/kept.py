@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed import ReduceOp
 
 from composable.annotation.replicated import ReplicateState
 from composable.annotation.root import FullyShardState
@@ -90,12 +89,10 @@ class KeptGradients(StepListener):
             groups.setdefault(one.grid.everyone, []).append(one)
         kept: list[_State] = []
         for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
-            keeps = [self._keeps(member) for member in members]
+            keeps: list[int] = [self._keeps(member) for member in members]
             # Under Join, all ranks with inputs do the same, and the ranks without inputs follow them.
-            if not ranks.is_alone and not any(member.is_joined for member in members):
-                with torch.inference_mode(mode=False):
-                    told = torch.tensor(keeps, dtype=torch.int32)
-                keeps = ranks.reduce(told, ReduceOp.MAX).tolist()
+            if not any(member.is_joined for member in members):
+                keeps = ranks.largest(keeps)
             kept += [member for member, is_kept in zip(members, keeps, strict=True) if is_kept]
         if kept:
             # A root that the user finalizes by hand sends its event outside of any backward.

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.utils.hooks import RemovableHandle
 
 from composable.comm import Grid, Ranks, check_inside
@@ -130,8 +128,7 @@ def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
 def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
     """Say whether, on any of ``ranks``, a module at or below ``modules`` is annotated on a part of them. Collective."""
     own = any(state.grid.everyone.size < ranks.size for _, state in states_below(modules))
-    with torch.inference_mode(mode=False):
-        return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
+    return any(ranks.largest([own]))
 
 
 def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:

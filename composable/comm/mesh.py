@@ -24,7 +24,7 @@ from composable.comm.ranks import (
 )
 from composable.errors import ComposableError, ConfigError, UsageError, warn_once
 from composable.ground.names import count_text, described
-from composable.ground.torch_private import flattened_mesh, joined_meshes, root_mesh
+from composable.ground.torch_private import flattened_mesh, joined_meshes, ranks_of_mesh, root_mesh, without_modes
 
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -104,6 +104,10 @@ class Grid:
             ConfigError: On every rank: the groups form no grid, with copies of a shard at one place in each group.
         """
         rows = tuple(replicas.objects(shard.numbers))
+        if replicas.is_alone and shard.is_alone:
+            # On the fake backend nobody else tells: the other rows lie like this one, as in a mesh.
+            away = [number - replicas.numbers[replicas.rank] for number in replicas.numbers]
+            rows = tuple(tuple(number + one for number in shard.numbers) for one in away)
         fits = all(
             len(row) == shard.size and row[shard.rank] == number
             for row, number in zip(rows, replicas.numbers, strict=True)
@@ -222,7 +226,7 @@ def _left_out(mesh: DeviceMesh, everyone: Ranks, params: Sequence[nn.Parameter],
     names = [
         name
         for name in whole.mesh_dim_names or ()
-        if name not in split and not set(whole[name].mesh.flatten().tolist()) <= set(everyone.numbers)
+        if name not in split and not {*ranks_of_mesh(whole[name])} <= set(everyone.numbers)
     ]
     if not names:
         return ""
@@ -251,7 +255,7 @@ def _of_mesh(
         shard_mesh = _resolve_mesh(mesh, params, caller=caller)
         if is_hybrid:
             raise _refusal(
-                f"a hybrid strategy on a mesh of one dim {tuple(shard_mesh.mesh.shape)}",
+                f"a hybrid strategy on a mesh of one dim {tuple(shard_mesh.shape)}",
                 "pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
             )
         _check_order(shard_mesh, 0)
@@ -283,7 +287,8 @@ def _of_mesh(
 def _check_order(mesh: DeviceMesh, *dims: int) -> None:
     """Refuse a mesh whose ranks along ``dims`` are not in ascending order, as they are in their process group."""
     last = [*range(-len(dims), 0)]
-    rows = mesh.mesh.movedim(dims, last).reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims)).tolist()
+    with without_modes():
+        rows = mesh.mesh.movedim(dims, last).reshape(-1, math.prod(mesh.shape[dim] for dim in dims)).tolist()
     mixed = [row for row in rows if row != sorted(row)]
     if mixed:
         raise _refusal(
@@ -297,7 +302,7 @@ def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
     if dims is None:
         if mesh.mesh_dim_names is None:
             raise _refusal(
-                f"a mesh of 2 dims {tuple(mesh.mesh.shape)} without names",
+                f"a mesh of 2 dims {tuple(mesh.shape)} without names",
                 "name them: init_device_mesh(..., mesh_dim_names=('replicate', 'shard')); replicas come first",
             )
         return DataParallelMeshDims(shard=mesh.mesh_dim_names[1], replicate=mesh.mesh_dim_names[0])
@@ -315,7 +320,8 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     def make() -> DeviceMesh:
         # By the hosts of ranks, not by their numbers: a launcher may count across hosts.
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
-        return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
+        with without_modes():
+            return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
 
     return kept_with(world, ("mesh of hosts", kind), make)
 
@@ -415,17 +421,17 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     Raises:
         ConfigError: Both meshes have ranks beside this one in common, or are no parts of one mesh with names.
     """
-    shared = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
+    shared = {*ranks_of_mesh(mesh)} & {*ranks_of_mesh(other)}
     if len(shared) > 1 or set(mesh.mesh_dim_names or ()) & set(other.mesh_dim_names or ()):
         raise ConfigError(
-            f"the parameter is a DTensor over ranks {other.mesh.tolist()}, and fully_shard would split it again over "
-            f"some of them ({mesh.mesh.tolist()})",
+            f"the parameter is a DTensor over ranks {ranks_of_mesh(other)}, and fully_shard would split it again over "
+            f"some of them ({ranks_of_mesh(mesh)})",
             fix="use two different dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
     # A mesh holds its groups: a mesh that is kept with its group, other than weakly, would keep both for ever.
     known: dict[Any, weakref.ref[DeviceMesh]] = kept_with(mesh.get_group(), "joined", dict)
-    key = names, str(other.mesh.tolist())
+    key = names, str(ranks_of_mesh(other))
     found = known[key]() if key in known else None
     if found is not None and root_mesh(found) is root:
         return found, (found.mesh_dim_names or ()).index(names[0])
@@ -483,7 +489,8 @@ def _check_groups(mesh: object) -> None:
 def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, caller: str) -> DeviceMesh:
     """Return the user's mesh of one dim, checked, or else a mesh over all ranks. Raises as ``resolve_grid``."""
     if mesh is None:
-        return init_device_mesh(_default_type(params), (dist.get_world_size(),))
+        with without_modes():
+            return init_device_mesh(_default_type(params), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise _refusal(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", "pass init_device_mesh(...)")
     if mesh.ndim != 1:
@@ -491,11 +498,11 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
         name = (mesh.mesh_dim_names or ("name",))[0]
         named = "" if mesh.mesh_dim_names else "; name them first: init_device_mesh(..., mesh_dim_names=...)"
         raise _refusal(
-            f"mesh has {mesh.ndim} dims {tuple(mesh.mesh.shape)}; {caller} {verb} over exactly one",
+            f"mesh has {mesh.ndim} dims {tuple(mesh.shape)}; {caller} {verb} over exactly one",
             f"pass one dim of it, such as mesh[{name!r}]{named}",
         )
     if mesh.get_coordinate() is None:
-        fix = f"call {caller} only on the ranks of the mesh {mesh.mesh.tolist()}"
+        fix = f"call {caller} only on the ranks of the mesh {ranks_of_mesh(mesh)}"
         raise _refusal("this rank is not in the mesh", fix)
     if mesh.device_type == "cpu" and any(param.device.type == "cuda" for param in params):
         raise _refusal(

@@ -44,6 +44,7 @@ from composable.ground.torch_private import (
     store_of_default_group,
     timeout_of,
     traceable_collectives,
+    without_modes,
 )
 
 _T = TypeVar("_T")
@@ -218,15 +219,16 @@ class Ranks:
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
         # On the host, if the group can send host tensors: reading a number from a device waits for all of its work.
         is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
-        # The largest number and, as its negative, the least: both are the same if all numbers are equal.
-        extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
-        step = 1
-        while step < self.size:
-            got = torch.empty_like(extremes)
-            self._swap(extremes, (self.rank + step) % self.size, got, (self.rank - step) % self.size)
-            extremes = torch.maximum(extremes, got)
-            step *= 2
-        largest, least = extremes.tolist()
+        with without_modes():
+            # The largest number and, as its negative, the least: both are the same if all numbers are equal.
+            extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
+            step = 1
+            while step < self.size:
+                got = torch.empty_like(extremes)
+                self._swap(extremes, (self.rank + step) % self.size, got, (self.rank - step) % self.size)
+                extremes = torch.maximum(extremes, got)
+                step *= 2
+            largest, least = extremes.tolist()
         return bool(largest == -least)
 
     def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
@@ -258,25 +260,35 @@ class Ranks:
         """
         if self.is_alone:
             return [value] * self.size
-        sent = self._as_written(value)
-        got = list(sent.new_empty(self.size, sent.numel()).unbind())
-        with meeting(self.group, "objects"):
-            dist.all_gather(got, sent, group=self.group)
-        return [_as_read(one) for one in got]
+        with without_modes():
+            sent = self._as_written(value)
+            got = list(sent.new_empty(self.size, sent.numel()).unbind())
+            with meeting(self.group, "objects"):
+                dist.all_gather(got, sent, group=self.group)
+            return [_as_read(one) for one in got]
 
     def object_of(self, source: int, value: _T | None) -> _T:
         """Return on every rank the value, as for ``objects``, that ``source``, a rank within the group, has."""
         if self.is_alone:
             return value  # type: ignore[return-value]  # the source gives one
-        sent = self._as_written(value if self.rank == source else None)
-        self.broadcast(sent, source)
-        return _as_read(sent)  # type: ignore[no-any-return]  # what the source gave
+        with without_modes():
+            sent = self._as_written(value if self.rank == source else None)
+            self.broadcast(sent, source)
+            return _as_read(sent)  # type: ignore[no-any-return]  # what the source gave
 
     def _as_written(self, value: object) -> torch.Tensor:
         """Return ``value`` as text [n] uint8, filled up with spaces to the longest text of any rank. Collective."""
         text = repr(value).encode()
-        length = int(self.reduce(torch.tensor(len(text)), dist.ReduceOp.MAX))
+        (length,) = self.largest([len(text)])
         return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(self.device)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' numbers at each place. Collective: as many numbers on every rank."""
+        if self.is_alone:
+            return list(numbers)
+        with torch.inference_mode(mode=False), without_modes():
+            heard: list[int] = self.reduce(torch.tensor(numbers, dtype=torch.int32), dist.ReduceOp.MAX).tolist()
+        return heard
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` (any shape and dtype, contiguous, on ``device``) with the tensor of rank ``source``."""

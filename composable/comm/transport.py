@@ -28,7 +28,7 @@ from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.rank_status import Order, Started, notice_transport
 from composable.comm.ranks import kept_with
 from composable.errors import ConfigError
-from composable.ground.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
+from composable.ground.torch_private import AllgatherOptions, FakeTensor, all_gather_into, reduce_scatter_into
 
 # The dtypes that every backend can gather and broadcast. Other dtypes travel as bytes.
 _CARRIED = frozenset(
@@ -389,7 +389,7 @@ class ProcessGroupTransport(Transport):
         # parameters that view the buffer: autograd saved them, and gathering restores their values.
         buffer = buffer.data
         if self.world_size == 1 or not shard.numel():
-            if buffer.data_ptr() != shard.data_ptr():
+            if isinstance(buffer, FakeTensor) or buffer.data_ptr() != shard.data_ptr():
                 buffer.copy_(shard)
             return DONE
         options = self._gather_here if buffer.is_cuda else self._gather

@@ -25,7 +25,7 @@ from composable.engine.param import ShardedParam, memory_in
 from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.errors import UsageError
-from composable.ground.torch_private import set_versions
+from composable.ground.torch_private import FakeTensor, set_versions
 from composable.ground.unfilled import META_FIX
 from composable.planning import (
     NO_CASTS,
@@ -44,7 +44,12 @@ FREED = 2**31
 
 
 def digest_of(values: torch.Tensor) -> int:
-    """Return a number of the bits of ``values``, of any shape: sums by rows and by columns, each sum with a weight."""
+    """Return a number of the bits of ``values``, of any shape: sums by rows and by columns, each sum with a weight.
+
+    Fake tensors have no bits, and the number 0.
+    """
+    if isinstance(values, FakeTensor):
+        return 0
     words = values.detach().reshape(-1).view(torch.int32 if values.element_size() % 4 == 0 else torch.uint8)
     rows = words[: len(words) // 256 * 256].view(-1, 256)
     sums = [rows.sum(1), rows.sum(0), words[rows.numel() :]]
@@ -345,7 +350,7 @@ class FlatBuffer:
             leaf.data = view
 
     def _moved_leaves(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        if self._buffer is None:
+        if self._buffer is None or isinstance(self._buffer, FakeTensor):
             return []
         views = [span.view_in(self._buffer) for span in self.plan.layout.spans]
         # Contexts show copies of such instances, so that the leaves stay unchanged.

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.distributed import ReduceOp
 
 from composable.comm import ModelRanks, Pending, Ranks, Transport
 from composable.dtensor import note_finished, note_unfinished
@@ -470,18 +469,10 @@ def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence
     if outer:
         parts = [handle for handles in groups.values() for handle in handles]
         are_parts_fresh = all(handle.is_fresh() for handle in parts)
-        *heard, is_part_stale = _heard(everyone, [*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
+        *heard, is_part_stale = everyone.largest([*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
         stale = [handle for handle, is_stale in zip(outer, heard, strict=True) if is_stale]
         return stale + (parts if is_part_stale else [])
     for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
-        heard = _heard(ranks, [not handle.is_fresh() for handle in handles])
+        heard = ranks.largest([not handle.is_fresh() for handle in handles])
         stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
     return stale
-
-
-def _heard(ranks: Ranks, flags: Sequence[bool]) -> list[int]:
-    """Return for each flag whether it is set on any rank. Collective."""
-    with torch.inference_mode(mode=False):
-        told = torch.tensor(flags, dtype=torch.int32)
-    heard: list[int] = ranks.reduce(told, ReduceOp.MAX).tolist()
-    return heard

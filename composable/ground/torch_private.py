@@ -70,6 +70,16 @@ try:
     from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost transform, or None
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # as a context
 
+    # -- rehearsals: tensors that have shapes and no values, and collectives that return at once
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+
+    from torch._C._distributed_c10d import HashStore  # what a group of one process wants
+
     # -- ranks as threads: composable/testing/
     from torch._C import _distributed_c10d as c10d_bindings  # finds groups by name, per thread if asked
     from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
@@ -456,6 +466,18 @@ def without_modes() -> AbstractContextManager[Any]:
     """Return a context in which no mode of the caller sees the operations on tensors."""
     # Without a mode nothing is switched off, since that costs as much as a small collective.
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
+    """Return the numbers in a mesh, in its order: torch computes them anew, where a mode would see it."""
+    with without_modes():
+        numbers: list[int] = mesh.mesh.flatten().tolist()
+    return numbers
+
+
+def register_fake_backend() -> None:
+    """Let torch.distributed know its backend "fake", whose collectives of any size return at once."""
+    from torch.testing._internal.distributed import fake_pg
 
 
 def split_backward_code() -> CodeType | None:

@@ -33,7 +33,7 @@ from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_bool, check_number, list_of_tensors, list_text
 from composable.ground.ownership import claim_of
-from composable.ground.torch_private import foreach_mul_, foreach_norm
+from composable.ground.torch_private import foreach_mul_, foreach_norm, ranks_of_mesh
 
 # Keeps the divisor above zero, as in torch.
 _EPSILON = 1e-6
@@ -205,13 +205,13 @@ class _Home(NamedTuple):
         if self.ranks.rank or self.mesh is None:
             return self.ranks.rank == 0
         # It may be this rank alone: if other parameters are split as well, each split has an ``outer`` of its own.
-        having = [number for number in self.mesh.mesh.flatten().tolist() if number in outer.numbers]
+        having = [number for number in ranks_of_mesh(self.mesh) if number in outer.numbers]
         return bool(having[0] == outer.numbers[outer.rank])
 
     def order(self) -> tuple[object, ...]:
         """Return a key that sorts homes alike on all their ranks; homes of equal keys stay in the order of tensors."""
         mesh = self.mesh
-        return self.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else mesh.mesh.tolist()
+        return self.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else ranks_of_mesh(mesh)
 
 
 # This rank's tensors of one annotation that are cut over the same groups of ranks; ``None``: no annotation is known.

@@ -22,7 +22,7 @@ from composable.comm import Grid, Pending, Transport, wait_for_hook
 from composable.engine import Listeners, Registration, Work, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import count_text, described, list_text, ranks_text
-from composable.ground.torch_private import autograd_profiler
+from composable.ground.torch_private import FakeTensor, autograd_profiler, without_modes
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.rounds import Round, StaticGraph, Stopwatch
 from composable.replication.sparse import SparseGradients
@@ -66,7 +66,7 @@ class FlagBlock:
         world_size: Ranks of the transport.
     """
 
-    __slots__ = ("_count", "_late", "_plain", "_rank", "_world_size", "numel")
+    __slots__ = ("_count", "_late", "_plain", "_rank", "_told", "_world_size", "numel")
 
     def __init__(self, count: int, rank: int, world_size: int) -> None:
         self.numel = count + 2 * world_size
@@ -75,6 +75,7 @@ class FlagBlock:
         self._world_size = world_size
         self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
         self._late: tuple[torch.Tensor, torch.Event] | None = None
+        self._told: list[float] = []  # What was written to a block that is fake.
 
     def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
         """Fill ``block`` [numel] before it is sent.
@@ -95,9 +96,23 @@ class FlagBlock:
         if used is not None:
             block[:count].copy_(torch.tensor(used, dtype=block.dtype))
             block.narrow(0, count + self._rank, 1).fill_(complaint)
+        if isinstance(block, FakeTensor):
+            own = [*(used or [True] * count), *[0] * 2 * self._world_size]
+            own[count + self._rank], own[own_run] = complaint, runs
+            self._told = [float(value) for value in own]
 
-    def report(self, values: Sequence[float]) -> Report:
-        """Return the report of a block whose elements have these ``values`` after the all-reduce."""
+    def values(self, block: torch.Tensor) -> list[float]:
+        """Return the values in ``block`` [numel], for which the host waits; of a fake one those of this rank alone."""
+        if isinstance(block, FakeTensor):
+            return self._told
+        values: list[float] = block.tolist()
+        return values
+
+    def report(self, block: torch.Tensor) -> Report:
+        """Return the report of ``block`` [numel] after the all-reduce; waits for the device."""
+        return self._report(self.values(block))
+
+    def _report(self, values: Sequence[float]) -> Report:
         count, size = self._count, self._world_size
         return Report(values[:count], values[count : count + size], values[count + size :])
 
@@ -107,6 +122,8 @@ class FlagBlock:
         On a device other than the CPU, where reading would stop this thread until the device is
         idle, return the report of the round before, if any. In a CUDA graph nothing is read.
         """
+        if isinstance(block, FakeTensor):
+            return None
         if block.device.type == "cpu":
             told = block[self._count :].tolist()
             # The usual case: no complaint, and equal numbers.
@@ -129,7 +146,7 @@ class FlagBlock:
         return report
 
     def _notable(self, values: Sequence[float]) -> Report | None:
-        report = self.report(values)
+        report = self._report(values)
         # Ranks that ran the modules different numbers of times since the last average are not always wrong.
         is_out_of_step = len({*report.runs} - {0}) > 1
         return report if any(report.complaints) or is_out_of_step else None
@@ -260,12 +277,12 @@ class BucketExchange:
         self._stopwatch = stopwatch
         self._listeners = listeners
         self._has_warned = False
-        self._flags = FlagBlock(len(params), transport.rank, transport.world_size)
+        self.flag_block = FlagBlock(len(params), transport.rank, transport.world_size)
         # Each takes a key of the transport, in this order on every rank.
         self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
         self.sparse = SparseGradients([item.param for item in params if item.is_sparse], transport)
-        self.arrangement = Arrangement(params, transport, options, tail_numel=self._flags.numel)
+        self.arrangement = Arrangement(params, transport, options, tail_numel=self.flag_block.numel)
         self.notes = DebugNotes(params, grid)
         self._pendings: list[Pending] = []
         # The error of the hook in this round; this rank has taken part in the collectives all the same.
@@ -373,7 +390,7 @@ class BucketExchange:
             ]
         # Each rank calls experts as often as it likes, and a module around synchronises all of them.
         runs = 0 if own_round.is_led else own_round.forwards or own_round.kept + 1
-        self._flags.write(block, used, complaint, runs)
+        self.flag_block.write(block, used, complaint, runs)
 
     # The end of a round
 
@@ -430,10 +447,10 @@ class BucketExchange:
         for bucket in buckets:
             if bucket.casts or not is_view:
                 bucket.unpack()
-        report = self._flags.read(self.flags)
+        report = self.flag_block.read(self.flags)
         if self._round.is_complete:
             return report, None
-        used: list[float] = self.flags.tolist()
+        used = self.flag_block.values(self.flags)
         for bucket in buckets:
             bucket.adopt(used, is_view=is_view)
         return report, used
@@ -443,19 +460,16 @@ class BucketExchange:
         """The flags behind the last bucket [flags], in its dtype."""
         return self.arrangement.buckets[-1].tail
 
-    def report_of(self, flags: torch.Tensor) -> Report:
-        """Return the report of ``flags`` [flags]; waits for the device."""
-        return self._flags.report(flags.tolist())
-
     def agree_on_order(self) -> list[int]:
         """Return the order of arrival on the first rank, with parameters without a gradient at the end. Collective."""
         # An exception may have come between the notes in `seen` and `order`.
         order = list(dict.fromkeys([*self._round.order, *range(len(self._params))]))
         if self.transport.world_size == 1:
             return order
-        sent = torch.tensor(order, device=self.flags.device)
-        self.transport.begin_broadcast(sent, 0, self._order_key).finish()
-        agreed: list[int] = sent.tolist()
+        with without_modes():
+            sent = torch.tensor(order, device=self.flags.device)
+            self.transport.begin_broadcast(sent, 0, self._order_key).finish()
+            agreed: list[int] = sent.tolist()
         return agreed
 
     # Warnings and errors

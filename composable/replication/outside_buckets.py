@@ -69,7 +69,7 @@ def broadcast_params(params: Iterable[nn.Parameter], ranks: Ranks, source: int) 
         local = local_of(param)
         sent = local.to(ranks.device).contiguous()
         ranks.broadcast(sent, ranks.numbers.index(source))
-        if sent.data_ptr() != local.data_ptr():
+        if sent is not local:
             local.copy_(sent)
 
 

@@ -380,7 +380,7 @@ class Reducer:
         if arrangement.order is None:
             arrangement.expect(self.exchange.agree_on_order())
         if static is not None and static.counts is None and arrangement.order is not None and not self.round.ends_kept:
-            report = self.exchange.report_of(flags)
+            report = self.exchange.flag_block.report(flags)
             if not any(report.complaints):
                 static.counts, static.used = self.round.seen.copy(), report.used
                 arrangement.expect(arrangement.order, static.counts)
@@ -426,7 +426,7 @@ class Reducer:
         self._missing, self.round.phase = None, Phase.AT_REST
         if self._steps is not None:
             # The other ranks step too, before or after they hear of the stop: otherwise parameters would differ.
-            self._steps.step_rest(self.exchange, flags.tolist())
+            self._steps.step_rest(self.exchange, self.exchange.flag_block.values(flags))
 
     # Settings that users change between two backwards
 

@@ -33,6 +33,7 @@ from composable.ground.ownership import (
     names_left_alone,
     rival_on,
 )
+from composable.ground.torch_private import FakeTensor, ranks_of_mesh
 from composable.planning import managed_modules, name_modules, replacement_of
 
 _KEPT = "_composable_kept"  # the mark on gradients of one rank
@@ -72,7 +73,10 @@ def mark_kept(grad: torch.Tensor | None) -> None:
 
 def is_kept_gradient(grad: torch.Tensor | None) -> bool:
     """Say whether ``grad`` [any] has the mark of ``mark_kept``, and was not set to zero since; waits for its device."""
-    return grad is not None and hasattr(grad, _KEPT) and bool(local_of(grad).any())
+    if grad is None or not hasattr(grad, _KEPT):
+        return False
+    local = local_of(grad)
+    return isinstance(local, FakeTensor) or bool(local.any())
 
 
 def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
@@ -474,7 +478,7 @@ def _check_param(
         fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
     elif isinstance(param, DTensor) and (
         # Of the ranks that hold its parts, only this rank may be among those that average.
-        is_sharded(param) or len({*param.device_mesh.mesh.flatten().tolist()} & {*ranks}) != 1
+        is_sharded(param) or len({*ranks_of_mesh(param.device_mesh)} & {*ranks}) != 1
     ):
         what = f"parameter is a {type(param).__name__}, which is sharded already"
         fix = "ignore its module, or call replicate on it before fully_shard on an ancestor"

@@ -25,6 +25,7 @@ from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.engine import handle_of
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_module, describe_module, described, list_text, plain_fqn
+from composable.ground.torch_private import ranks_of_mesh
 from composable.ground.unfilled import META_FIX
 from composable.optim import ranks_of_param
 
@@ -170,7 +171,7 @@ def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         mesh = param.device_mesh if isinstance(param, DTensor) and param.device_mesh.ndim > 1 else None
         if isinstance(param, RaggedDTensor):
             mesh = joined.get(param._spec.layout.ranks.numbers, mesh)
-        whole_mesh = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+        whole_mesh = () if mesh is None else tuple(sorted(ranks_of_mesh(mesh)))
         found[name] = whole_mesh or (() if ranks is None else ranks.numbers)
     whole = max(map(set, found.values()), key=len, default=set())
     # Groups that are all equal may be those that tensor parallelism leaves for data.

@@ -1,10 +1,11 @@
 """Tests of training code on many ranks in one process.
 
-The package needs torch only, and changes torch only while ``simulate`` runs.
+The package needs torch only, and changes torch only while ``simulate`` or ``rehearse`` runs.
 """
 
 from composable.testing.parity import Difference, check_parity
 from composable.testing.process_group import Delay, Drop, Fault, Raise
+from composable.testing.rehearsal import Rehearsal, rehearse
 from composable.testing.simulation import simulate
 
-__all__ = ["Delay", "Difference", "Drop", "Fault", "Raise", "check_parity", "simulate"]
+__all__ = ["Delay", "Difference", "Drop", "Fault", "Raise", "Rehearsal", "check_parity", "rehearse", "simulate"]

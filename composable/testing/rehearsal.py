@@ -1,0 +1,262 @@
+"""Rehearsals: a function runs as one rank of many, on fake tensors, and its memory is counted.
+
+torch's ``FakeTensorMode`` makes tensors that have shapes and dtypes and no values, and its fake process group answers
+at once. A mode above them follows each storage from the operation that makes it to its end, so a step of any size takes
+no memory, no device and no other rank.
+
+Source: fake tensors, torch's ``torch._subclasses.fake_tensor``.
+"""
+
+import os
+import sys
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable.errors import ConfigError, UsageError
+from composable.ground.frames import in_backward
+from composable.ground.names import bytes_text, class_name, module_text
+from composable.ground.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    HashStore,
+    TorchDispatchMode,
+    current_autograd_node,
+    next_node_number,
+    register_fake_backend,
+    tree_leaves,
+)
+
+# What makes tensors, and how a place in it begins.
+_PHASES = {"outside": "what is no forward and no backward", "forward": "forward", "backward": "backward"}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The memory of one rank, as ``rehearse`` counted it.
+
+    Attributes:
+        rank: The rank.
+        world_size: How many ranks there are.
+        peak_bytes: The most bytes that its tensors had at one time.
+        peak_at: Where that was: the phase, and the module that ran.
+        parts: The bytes at the peak by what made them: "gathered" parameters; what was made "outside" of forwards and
+            backwards, which is parameters and the state of optimizers, inputs, and what a step makes for a while; and
+            what is made in "forward", activations, and in "backward", gradients.
+    """
+
+    rank: int
+    world_size: int
+    peak_bytes: int
+    peak_at: str
+    parts: Mapping[str, int]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{bytes_text(count)} {name}" for name, count in self.parts.items() if count)
+        return f"rank {self.rank} of {self.world_size}: peak {bytes_text(self.peak_bytes)} in {self.peak_at} ({parts})"
+
+
+def rehearse(
+    world_size: int, fn: Callable[[], object], *, rank: int = 0, ranks_per_host: int | None = None
+) -> Rehearsal:
+    """Call ``fn()`` as one rank of ``world_size``, on fake tensors, and return the memory that it needs.
+
+    Inside, torch.distributed is initialised, torchrun's environment variables are set, and every tensor that is made is
+    fake. Collectives return at once; what another rank would send has the right shape. Nobody else is needed: call it
+    in a plain process. Make the model, its annotations and its optimizer inside ``fn``, and run two steps: the first
+    one makes the optimizer's state.
+
+    Bytes are those of all tensors, on whatever device, before an allocator rounds them. What a library takes for
+    itself, and what one operation needs while it runs, is not counted.
+
+    Args:
+        world_size: How many ranks.
+        fn: Trains for a step or two, on batches of the real shapes.
+        rank: Which of the ranks ``fn`` is.
+        ranks_per_host: How many ranks share a host, as ``HYBRID_SHARD`` without a mesh sees it; ``None``: all do.
+
+    Raises:
+        ConfigError: A wrong argument, or ``fn`` wants a value of a fake tensor; the message has the line.
+        UsageError: torch.distributed is initialised in this process.
+        Exception: The error of ``fn``.
+    """
+    on_host = world_size if ranks_per_host is None else ranks_per_host
+    for name, value, least in (("world_size", world_size, 1), ("rank", rank, 0), ("ranks_per_host", on_host, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
+    if rank >= world_size:
+        raise ConfigError(f"rank is {rank}, of {world_size} ranks", fix=f"pass a number from 0 to {world_size - 1}")
+    if dist.is_initialized():
+        raise UsageError("torch.distributed is initialised in this process", fix="rehearse in a plain process")
+    memory = StepMemory()
+    with (
+        _as_rank(rank, world_size, on_host),
+        memory.modules_named(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        memory,
+    ):
+        try:
+            fn()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            what = f"a fake tensor has no values, and {error.func} wants one"
+            fix = "leave that line out of a rehearsal: read no loss, and let nothing depend on values"
+            raise ConfigError(what, at=_line_of(error), fix=fix) from error
+    return Rehearsal(rank, world_size, memory.peak, memory.peak_at, memory.parts_at_peak)
+
+
+@contextmanager
+def _as_rank(rank: int, world_size: int, on_host: int) -> Iterator[None]:
+    told = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % on_host,
+        "LOCAL_WORLD_SIZE": on_host,
+        "GROUP_RANK": rank // on_host,
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    register_fake_backend()
+    try:
+        dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the innermost line of a trace that belongs neither to torch nor to this library."""
+    libraries = tuple(str(Path(str(one.__file__)).parent) for one in (torch, sys.modules["composable"]))
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(libraries)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+class StepMemory(TorchDispatchMode):
+    """Follows every storage from the operation that makes it to its end.
+
+    Attributes:
+        peak: The most bytes so far.
+        peak_at: Where that was.
+        parts_at_peak: The bytes then, by what made them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak, self.peak_at = 0, "nothing"
+        self.parts_at_peak: dict[str, int] = {}
+        self._made: Counter[str] = Counter()
+        # Every storage that is alive, what made it, and its bytes; those that are freed and filled again are no more.
+        self._known: dict[int, tuple[Any, str, int]] = {}
+        self._changing: dict[int, Any] = {}
+        self._running: list[tuple[nn.Module, int]] = []
+        self._names: dict[nn.Module, str] = {}
+        # For each forward that ended: its first and last node of autograd, and the module's name.
+        self._forwards: list[tuple[int, int, str]] = []
+
+    @property
+    def now(self) -> int:
+        """The bytes of all storages that are alive."""
+        return sum(self._made.values()) + sum(self._gathered())
+
+    def _gathered(self) -> Iterator[int]:
+        for find in list(self._changing.values()):
+            storage = find()
+            yield 0 if storage is None else storage.nbytes()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # Its operations on local tensors come here.
+        result = func(*args, **(kwargs or {}))
+        phase = self._phase()
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf.untyped_storage(), phase)
+        now = self.now
+        if now > self.peak:
+            self.peak = now
+            self.peak_at = f"{_PHASES[phase]}{self._module(phase)}"
+            parts = {"gathered": sum(self._gathered()), **{name: self._made[name] for name in _PHASES}}
+            self.parts_at_peak = {name: count for name, count in parts.items() if count}
+        return result
+
+    def _phase(self) -> str:
+        return "backward" if in_backward() else "forward" if self._running else "outside"
+
+    def _follow(self, storage: torch.UntypedStorage, phase: str) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            find = weakref.ref(storage, lambda _: self._forget(key))
+            self._known[key] = find, phase, storage.nbytes()
+            self._made[phase] += storage.nbytes()
+
+    def _forget(self, key: int) -> None:
+        _, phase, count = self._known.pop(key)
+        self._made[phase] -= count
+        self._changing.pop(key, None)
+
+    def _look_for_changes(self) -> None:
+        """Find the buffers whose memory was freed, or came back: a resize is no operation."""
+        for key, (find, phase, count) in list(self._known.items()):
+            storage = find()
+            if key not in self._changing and storage is not None and storage.nbytes() != count:
+                self._made[phase] -= count
+                self._known[key] = find, phase, 0
+                self._changing[key] = find
+
+    # Names
+
+    @contextmanager
+    def modules_named(self) -> Iterator[None]:
+        """Note inside which module's forward operations run, and which nodes of autograd it makes."""
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, _inputs: object) -> None:
+        if not self._running and module not in self._names:
+            self._names.update((one, name) for name, one in module.named_modules())
+        self._running.append((module, next_node_number()))
+        self._look_for_changes()
+
+    def _leave(self, module: nn.Module, _inputs: object, _output: object) -> None:
+        while self._running:
+            left, first = self._running.pop()
+            self._forwards.append((first, next_node_number(), self._name_of(left)))
+            if left is module:
+                break
+
+    def _name_of(self, module: nn.Module) -> str:
+        name = self._names.get(module, "")
+        return f" of {module_text(name, class_name(module))}"
+
+    def _module(self, phase: str) -> str:
+        if phase == "forward":
+            return self._name_of(self._running[-1][0])
+        node = current_autograd_node() if phase == "backward" else None
+        number = -1 if node is None else node._sequence_nr()
+        # Inner forwards end first.
+        return next((name for first, end, name in self._forwards if first <= number < end), "")
