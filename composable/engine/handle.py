@@ -464,11 +464,9 @@ class GradientLedger:
         """Return the ledger as bytes of the message to the other ranks."""
         return (self.grad_mask << 1 | self.has_more).to_bytes(self.message_bytes, "little")
 
-    def merge(self, messages: Sequence[bytes]) -> None:
-        """Merge the encoded ledgers of all ranks into this one."""
-        found = 0
-        for one in messages:
-            found |= int.from_bytes(one, "little")
+    def decode(self, message: bytes) -> None:
+        """Take the ledger that ``encode`` has written, or several of them joined by a bitwise OR."""
+        found = int.from_bytes(message, "little")
         self.grad_mask = found >> 1
         self.has_more = bool(found & 1)
 
