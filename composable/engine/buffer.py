@@ -35,7 +35,6 @@ from composable.planning import (
     MixedPrecisionPolicy,
     Span,
     SplitNode,
-    local_shape,
 )
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -140,7 +139,6 @@ class FlatBuffer:
             _spec_of(span, self.dtype, bounds, mesh, form),
             self.shard,
             *layout.local_range(span, rank),
-            local_shape(span.shape, bounds, rank, span.order),
             self.gradient_dtype,
             self.home.device,
             form,

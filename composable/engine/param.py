@@ -80,7 +80,6 @@ class ShardedParam:
         shard: torch.Tensor,
         start: int,
         stop: int,
-        local_shape: Sequence[int],
         grad_dtype: torch.dtype,
         home: torch.device,
         form: Form | None = None,
@@ -95,7 +94,7 @@ class ShardedParam:
         self.grad_spec = spec.cast(grad_dtype)
         self.start = start
         self.stop = stop
-        self.local_shape = tuple(local_shape)
+        self.local_shape = spec.layout.local_shape
         self._is_flat = len(self.local_shape) == 1
         self.lie_in(shard)
         self.sharded = nn.Parameter(RaggedDTensor.wrap(self.shown, spec), requires_grad=original.requires_grad)

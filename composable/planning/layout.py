@@ -11,6 +11,7 @@ Its *order* lists the dims from the outermost in memory to the innermost; it is 
 Source: flat parameters, arXiv 2304.11277; ragged shards, arXiv 2602.22437.
 """
 
+import functools
 import math
 import weakref
 from bisect import bisect_left
@@ -55,7 +56,7 @@ class RaggedShard(Placement):
         self.order = tuple(order)
         if sorted(self.order) != list(range(len(self.order))):
             raise ConfigError(f"order is {self.order}", fix="give every dim once, the outermost in memory first")
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or [*self.bounds] != sorted(self.bounds):
             raise ConfigError(f"bounds are {self.bounds}", fix="give world_size + 1 bounds that rise from 0 to numel")
         self._hash = hash((self.bounds, self.order))
         # The layout of the parameter with this cut: a tensor that gets the same placement is cut alike.
@@ -123,7 +124,7 @@ def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int, order: S
     """
     numel = bounds[rank + 1] - bounds[rank]
     row = math.prod(shape[1:])
-    if not shape or order or row == 0 or any(bound % row for bound in bounds):
+    if not shape or order or row == 0 or math.gcd(row, *bounds) != row:
         return (numel,)
     return (numel // row, *shape[1:])
 
@@ -225,6 +226,18 @@ class ShardSplit(NamedTuple):
     indices: list[int | None]
 
 
+@functools.lru_cache(1024)
+def _bounds(start: int, stop: int, shard_numel: int, world_size: int) -> tuple[int, ...]:
+    """Return the bounds of ``FlatLayout.bounds``: one object for all layers that are alike."""
+    numel = stop - start
+    if numel == 0:
+        return (0,) * (world_size + 1)
+    # Only the cuts strictly inside the span need arithmetic; this is called per parameter at W = 1024.
+    first = start // shard_numel + 1
+    inside = tuple(range(first * shard_numel - start, numel, shard_numel))
+    return (0,) * first + inside + (numel,) * (world_size + 1 - first - len(inside))
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """A buffer of ``world_size * shard_numel`` elements; elements that no span covers are padding."""
@@ -260,12 +273,7 @@ class FlatLayout:
 
         Rank ``r`` owns ``[bounds[r], bounds[r + 1])`` of the flattened parameter.
         """
-        if span.numel == 0:
-            return (0,) * (self.world_size + 1)
-        # Only the cuts strictly inside the span need arithmetic; this is called per parameter at W = 1024.
-        first = span.start // self.shard_numel + 1
-        inside = tuple(range(first * self.shard_numel - span.start, span.numel, self.shard_numel))
-        return (0,) * first + inside + (span.numel,) * (self.world_size + 1 - first - len(inside))
+        return _bounds(span.start, span.stop, self.shard_numel, self.world_size)
 
     def local_range(self, span: Span, rank: int) -> tuple[int, int]:
         """Return where the parameter's piece lies inside the shard of ``rank``; equal bounds if it has none."""

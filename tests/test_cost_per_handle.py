@@ -1,0 +1,135 @@
+"""The host's work for each handle does not grow with the number of handles, nor that of a step with the ranks.
+
+Calls are counted, of Python functions and of those in C, and no time is measured.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import clip_grad_norm_, fully_shard, no_sync, plan, step_in_backward
+
+# Work that is done once, whatever the model's size, makes the figure of the larger model the smaller one.
+MOST = 1.01
+WORLD_SIZE = 8
+
+
+def join(world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def chain(handles: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(handles)))
+
+
+def annotate(model: nn.Module) -> None:
+    fully_shard(model, policy={nn.Linear})
+
+
+def annotate_by_hand(model: nn.Module) -> None:
+    for module in model.children():
+        fully_shard(module)
+    fully_shard(model)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def leave_out_the_first(model: nn.Module) -> None:
+    layers = list(model.children())
+    with no_sync(model):
+        step(model)
+    torch.stack([layer(torch.ones(1, 4)) for layer in layers[:2]]).sum().backward()
+
+
+def counted(call: Callable[[], object]) -> Counter[str]:
+    """Return how often each function was called in ``call``."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event == "call":
+            found[f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno} {frame.f_code.co_name}"] += 1
+        elif event == "c_call":
+            found[function.__qualname__] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def work(handles: int) -> dict[str, Counter[str]]:
+    """Return the calls of each thing that users do with a model of so many handles, also in the way of others."""
+    join(WORLD_SIZE)
+    model, other = chain(handles), chain(handles)
+    found = {
+        "plan": counted(lambda: str(plan(model, world_size=WORLD_SIZE, policy={nn.Linear}))),
+        "annotation": counted(lambda: annotate(model)),
+        "annotation by hand": counted(lambda: annotate_by_hand(other)),
+        "first step": counted(lambda: step(model)),
+        "first step, annotated by hand": counted(lambda: step(other)),
+    }
+    # The next forwards compare values, the second one alone does not.
+    found["step"] = counted(lambda: step(model))
+    found["step with comparisons"] = counted(lambda: step(model))
+    found["clip"] = counted(lambda: clip_grad_norm_(model.parameters(), 1.0))
+    for name, made in (("SGD", torch.optim.SGD), ("AdamW", torch.optim.AdamW)):
+        optimizer = made(model.parameters(), lr=0.1, foreach=True)
+        optimizer.step()
+        found[f"step of {name}"] = counted(optimizer.step)
+    found["zero_grad"] = counted(optimizer.zero_grad)
+    found["state_dict"] = counted(model.state_dict)
+    found["state_dict of the optimizer"] = counted(optimizer.state_dict)
+    found["no_sync, then a part"] = counted(lambda: leave_out_the_first(model))
+    model.zero_grad()
+    step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    step(model)
+    found["step in backward"] = counted(lambda: step(model))
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_work_for_a_handle_is_the_same_whatever_their_number() -> None:
+    work(2)  # What is imported or cached on first use is no handle's.
+    few, many = work(50), work(200)
+    grown = {
+        f"{name}: {function}": (count, many[name][function])
+        for name, calls in few.items()
+        for function, count in calls.items()
+        if many[name].total() / 200 > calls.total() / 50 * MOST and many[name][function] > 4 * MOST * count
+    }
+    assert grown == {}
+
+
+def work_among(world_size: int) -> list[int]:
+    """Return the calls of the annotation, and of each step after the first."""
+    join(world_size)
+    model = chain(20)
+    annotation = counted(lambda: annotate(model))
+    _, *steps = [counted(lambda: step(model)) for _ in range(4)]
+    dist.destroy_process_group()
+    return [one.total() for one in (annotation, *steps)]
+
+
+def test_the_work_is_the_same_whatever_the_number_of_ranks_once_these_have_compared_their_plans() -> None:
+    few, many = work_among(2), work_among(1024)
+    assert all(other <= one * 1.02 for one, other in zip(few, many, strict=True)), (few, many)
