@@ -43,6 +43,7 @@ from composable.ground.torch_private import (
     running_transform,
     tree_map,
 )
+from composable.planning import NO_CASTS
 
 T = TypeVar("T")
 
@@ -237,7 +238,7 @@ class _CastingHooks(_ModuleHooks):
 
 
 def _hooks_of(module: nn.Module, state: FullyShardState, handle: Handle | None) -> _ModuleHooks:
-    if not str(state.plan.mp_policy) or module in state.skipped_modules:
+    if state.plan.mp_policy == NO_CASTS or module in state.skipped_modules:
         return _ModuleHooks(state, handle)
     return _CastingHooks(state, handle, is_annotated=module in state.modules)
 

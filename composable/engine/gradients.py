@@ -17,7 +17,6 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
@@ -249,7 +248,7 @@ class Gradients:
     ) -> None:
         self.all_bits = (1 << len(params)) - 1
         # Made once: to hash the spans in every backward would take microseconds.
-        spans = tuple(replace(span, fqn="") for span in plan.layout.spans)
+        spans = tuple([Span("", one.shape, one.start, one.stop, one.order) for one in plan.layout.spans])
         self.shape = _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
         self._compute_dtype = plan.compute_dtype
         self.is_cast = plan.reduce_dtype != plan.compute_dtype

@@ -170,10 +170,17 @@ def register_room(module: nn.Module) -> list[RemovableHandle]:
     return around_state_dict(
         module,
         before_save=[_reshard],
-        after_save=[_show_sharded, _add_state],
-        before_load=[_reshard, make_room, _load_state],
+        after_save=[_show_sharded],
+        before_load=[_prepare_load],
         after_load=[_bring_back],
     )
+
+
+def _prepare_load(module: nn.Module, *state: Any) -> None:
+    # One hook: each costs as much as a part of the annotation of a module.
+    _reshard(module)
+    make_room(module, *state)
+    _load_state(module, *state)
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:
@@ -184,7 +191,10 @@ def _reshard(module: nn.Module, *_: Any) -> None:
 
 
 def _show_sharded(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put sharded parameters in the place of those that a step in another thread has shown meanwhile."""
+    """Put sharded parameters in the place of those that a step in another thread has shown meanwhile.
+
+    Also add the state of quantised parameters, without which their bytes are of no use.
+    """
     state = sharded_state_of(module)
     if state is not None and state.root is not None and state.root.scheduler.backwards.is_elsewhere:
         for fqn, param in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
@@ -192,6 +202,7 @@ def _show_sharded(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
                 is_plain = handle_of(param) is not None and not isinstance(state_dict[key], RaggedDTensor)
                 keeps_vars = isinstance(state_dict[key], nn.Parameter)
                 state_dict[key] = (param if keeps_vars else param.detach()) if is_plain else state_dict[key]
+    state_dict |= {prefix + key: tensor for key, tensor in _state_of_bytes(module)}
 
 
 def make_room(
@@ -248,16 +259,11 @@ def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{fqn}.{path}", tensor
 
 
-def _add_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Add the state of quantised parameters, without which their bytes are of no use."""
-    state_dict |= {prefix + key: tensor for key, tensor in _state_of_bytes(module)}
-
-
 @torch.no_grad()
 def _load_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *lists: list[str]
 ) -> None:
-    """Load the state from ``_add_state``, whose keys torch does not know. ``lists``: unexpected keys, and errors."""
+    """Load the state from ``_show_sharded``, whose keys torch does not know. ``lists``: unexpected keys, and errors."""
     for key, tensor in _state_of_bytes(module):
         if prefix + key not in state_dict:
             missing.append(prefix + key)
