@@ -229,7 +229,7 @@ class PointToPointTransport(ProcessGroupTransport):
         ]
         landing.insert(self.rank, slices[self.rank])
         others = [tensor for peer, tensor in enumerate(landing) if peer != lowest]
-        reduction = _Reduce(self, tag, shard, first, others, self._factor(scale))
+        reduction = _Reduce(self, tag, shard, first, others, self._factor(scale, source.dtype))
         self._exchange(reduction, slices, landing, tag)
         return reduction
 

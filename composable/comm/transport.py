@@ -358,8 +358,10 @@ class ProcessGroupTransport(Transport):
         self._reduce_scatter = reduce_scatter_into(group)
         # NCCL averages in the collective itself, which saves a kernel.
         self._mean_scale = 1.0 / self.world_size
-        # To multiply by a number, torch makes such a tensor each time, which takes longer than a small product.
+        # To multiply by a number, torch makes such a tensor each time, which takes longer than a small product; so does
+        # a product of two dtypes. For shorter dtypes the factor keeps the digits that they lack.
         self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
+        self._mean_factor_of_float32 = self._mean_factor.float()
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
 
         # All-gathers and reduce-scatters on CUDA run on the caller's stream, a stream for
@@ -421,7 +423,7 @@ class ProcessGroupTransport(Transport):
             if before != 1.0:
                 source.mul_(before)
                 scale /= before
-        factor = self._factor(scale)
+        factor = self._factor(scale, dtype)
         return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, factor, cast)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
@@ -432,7 +434,8 @@ class ProcessGroupTransport(Transport):
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_cuda and self.has_nccl and scale == self._mean_scale:
             return _Running(self, 2 * key, self._group.allreduce, ([parts], self._mean), tensor, None)
-        return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, self._factor(scale))
+        factor = self._factor(scale, tensor.dtype)
+        return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, factor)
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         if self.world_size == 1 or not tensor.numel():
@@ -442,10 +445,10 @@ class ProcessGroupTransport(Transport):
         parts = tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
         return _Running(self, 2 * key, self._group.broadcast, ([parts], options), tensor, None)
 
-    def _factor(self, scale: float) -> torch.Tensor | float | None:
-        """Return ``scale`` as a factor for ``mul_``; ``None``: there is nothing to multiply."""
+    def _factor(self, scale: float, dtype: torch.dtype) -> torch.Tensor | float | None:
+        """Return ``scale`` as a factor for ``mul_`` of this dtype; ``None``: there is nothing to multiply."""
         if scale == self._mean_scale:
-            return self._mean_factor
+            return self._mean_factor_of_float32 if dtype is torch.float32 else self._mean_factor
         return None if scale == 1.0 else scale
 
     def settle(self) -> None:

@@ -291,13 +291,14 @@ class Gradients:
         """Move the leaves' gradients into ``gradient``, or zeros; returns the bits of the leaves that had one."""
         views: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
-        had = self.all_bits
+        had, lacking = self.all_bits, 0
         for param, view in zip(self._params, gradient.views, strict=True):
             leaf = param.unsharded
             grad = None if leaf is None else leaf.grad
             if leaf is None or grad is None:
                 view.zero_()
-                had ^= 1 << self._params.index(param)
+                had ^= 1 << len(views) + lacking
+                lacking += 1
             else:
                 views.append(view)
                 grads.append(grad if param.form is None else param.block_of_grad(grad))

@@ -322,7 +322,7 @@ class Handle:
             if written:
                 self._version_at_gather += written  # Told once: what ends the forward may show them, too.
                 raise written_after_gather(self)
-        self.faces.show_unsharded(lambda: refuse(self))
+        self.faces.show_unsharded(refuse, self)
         if self.gathers is not None:
             version = (self.version,)
             for flat in self.buffers:

@@ -516,7 +516,7 @@ class Faces:
                 found += [Misplaced(module, name, param, held) for module in owners]
         return found
 
-    def show_unsharded(self, refuse: Callable[[], None]) -> None:
+    def show_unsharded(self, refuse: Callable[[Any], None], handle: object) -> None:
         """Make modules hold the unsharded parameters, which are full; call ``refuse`` where one holds neither face."""
         if self._swaps is None:
             self._swaps = [(params, name, one.sharded, one.leaf(), find) for params, name, one, find in self._places]
@@ -527,7 +527,7 @@ class Faces:
                 CHANGES.note("choices")
             held = params.get(name)
             if held is not sharded and held is not leaf:
-                refuse()
+                refuse(handle)
             if find is None:
                 params[name] = leaf
             elif (module := find()) is not None:

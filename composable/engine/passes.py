@@ -106,7 +106,7 @@ class Backwards:
     def begin_early(self) -> None:
         """Gather what the running backward reaches, and no hook of an output will gather."""
         waiting = sorted(self._completion.waiting, key=attrgetter("first_forward"))
-        reached = [own for own in waiting if own.is_reached()]
+        reached = {own for own in waiting if own.is_reached()}
         if not reached:
             return
         self.begin_backward()

@@ -278,7 +278,8 @@ class Completion:
         step = self._step
         is_again = not self.armed
         armed = self._last_armed if is_again else self.armed
-        queue, gathered = [], []
+        known = set(self._last_armed) if is_again else set()
+        queue, gathered, left = [], [], []
         for own in armed:
             if not own.leaders:
                 gathered.append((own.last_forward, own, True))
@@ -289,8 +290,9 @@ class Completion:
                     flat.gradients.sum_in_reduce_dtype(sums=not handle.requires_gradient_sync)
                 if flat.gradients.is_unsynced and not own.is_armed:
                     own.is_armed, own.first_forward = True, 0
-                    if not (is_again and own in self._last_armed):
-                        armed = [*armed, own]
+                    if own not in known:
+                        left.append(own)
+        armed += left
         for own in armed:
             own.queued_in = step.backward_id
             queue.append((own.first_forward, own, False))

@@ -6,7 +6,7 @@ of users and of torch.
 
 import itertools
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -319,7 +319,7 @@ def before_forward(module: nn.Module, before: Callable[..., Any]) -> RemovableHa
     return handle
 
 
-class GradientHook(ABC):
+class GradientHook:  # no ABC: each look at a class would go through its table, in each forward call
     """A hook that runs when the gradient of a tensor arrives; several hooks can share a tensor."""
 
     __torch_unserializable__ = True  # Saving the tensor gives no warning that hooks are not saved.
