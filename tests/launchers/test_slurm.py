@@ -77,9 +77,11 @@ def test_a_signal_saves_and_the_job_goes_on_with_one_node(
     assert 10 < step < STEPS
     assert "over 2 ranks x 2 replicas" in first
 
-    # A requeued job waits for two minutes, which nobody needs here.
+    # A requeued job waits for two minutes, of which two seconds are needed: when a job ends, its nodes revoke its
+    # credentials of that second and before, those of a new start too. Slurm then ends it as non-startable.
     tasks = 1 if kind == "torchrun" else 2
-    cluster.run("scontrol", "update", f"jobid={job}", "numnodes=1", f"numtasks={tasks}", "numcpus=2", "starttime=now")
+    sizes = ["numnodes=1", f"numtasks={tasks}", "numcpus=2"]
+    cluster.run("scontrol", "update", f"jobid={job}", *sizes, "starttime=now+2")
     cluster.wait_for(job, lambda: cluster.state_of(job) == "COMPLETED")
     second = cluster.said(job).removeprefix(first)
     assert "over 2 ranks," in second, second
