@@ -31,6 +31,7 @@ from composable.dtensor.operations import rule_for
 from composable.dtensor.spec import (
     RaggedLayout,
     RaggedSpec,
+    Split,
     chunks_of,
     piece_at,
     slice_full,
@@ -479,6 +480,8 @@ def register_ragged() -> None:
     for types in (optim_foreach_types, utils_foreach_types):
         if RaggedDTensor not in types:
             types.append(RaggedDTensor)
+    # For loads with ``weights_only=True``, as torch has its own DTensors there. They hold data, and run none of it.
+    torch.serialization.add_safe_globals([_rebuild_ragged, RaggedSpec, RaggedLayout, Split])
 
 
 def _is_dispatched_here() -> bool:

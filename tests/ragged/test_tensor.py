@@ -1,9 +1,11 @@
 """Ragged tensors against plain ones: the same arithmetic, whichever rank owns which elements."""
 
 import copy
+import io
 import math
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._serialization import _streaming_load, _streaming_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, zeros
 from torch.distributed.tensor import randn as random_dtensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from composable import fully_shard
 from composable.dtensor.gather import fallback_counts, strict_mode
@@ -525,6 +529,59 @@ def test_a_local_tensor_that_is_no_piece_is_refused_with_the_name_of_the_paramet
     others = pickle.loads(pickle.dumps(weight.placements))
     with pytest.raises(ConfigError, match="the shape of the whole is not known"):
         DTensor.from_local(torch.zeros(3, 4), weight.device_mesh, others)
+
+
+def sent(value: Any) -> Any:
+    """Return what arrives where torch streams a value to another process, which reads it as data only."""
+    stream = io.BytesIO()
+    _streaming_save(value, stream)
+    stream.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own buffer
+        return _streaming_load(stream, weights_only=True)
+
+
+def send_a_state() -> None:
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        # Channels last; rows of 5 and 7, which ranks do not divide.
+        model = seeded(lambda: nn.Sequential(nn.Conv2d(5, 7, 3), nn.Flatten(), nn.Linear(28, 5)), 0)
+        fully_shard(model.to(memory_format=torch.channels_last), policy={nn.Linear})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(steps):
+            take(model, optimizer, step)
+        return model, optimizer
+
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        drawn = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(2, 5, 4, 4, generator=drawn)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = trained(2)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    arrived = sent(state)
+    ours = [leaf for leaf in tree_leaves(arrived) if isinstance(leaf, DTensor)]
+    assert len(ours) == 4 * 3 and all(type(leaf) is RaggedDTensor for leaf in ours)
+    other, other_optimizer = trained(1)
+    other.load_state_dict(arrived["model"])
+    other_optimizer.load_state_dict(arrived["optimizer"])
+    take(other, other_optimizer, 2)
+    take(model, optimizer, 2)
+    for left, right in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(left.to_local(), right.to_local())
+    # Attributes of a parameter travel too, if they are data.
+    model[0].weight.note = Fuse()
+    with pytest.raises(pickle.UnpicklingError, match=r"Unsupported global: GLOBAL .*Fuse"):
+        sent(model[0].weight)
+
+
+class Fuse:
+    """No data."""
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sharded_state_dict_is_read_as_data_only(world_size: int) -> None:
+    run_threads(send_a_state, world_size)
 
 
 class MeanSquares(torch.optim.Optimizer):
