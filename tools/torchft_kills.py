@@ -1,6 +1,6 @@
 """Trains replica groups under torchft, kills one of them again and again, and compares with one process.
 
-    python -m tools.torchft_kills --annotation fully_shard --ranks 2 --seconds 300 --every 15
+    python -m tools.torchft_kills --annotation fully_shard --ranks 2 --seconds 300 --every 15 --transport pg
 
 Needs ``torchft`` (0.2), and no other machine: the lighthouse runs here. Every rank writes a line for each step that
 its group has committed. The one process trains on the batches of the groups that took part in each of these steps.
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ DIM, BATCH, LR = 16, 8, 0.01
 GROUPS = ("a", "b")
 # How long a busy machine may take to start processes.
 LIMIT_S = 180.0
+TIMEOUT = timedelta(seconds=10)
 
 
 def make_net() -> nn.Module:
@@ -75,7 +77,24 @@ def annotate(model: nn.Module, annotation: str, manager: Any) -> Any:
     return replicated
 
 
-def train(annotation: str, group: str, folder: Path) -> None:
+def transport_of(name: str, process_group: Any) -> Any:
+    """Return the way in which a group that comes back gets the state; ``None``: torchft's default, pickles by HTTP."""
+    from torch.distributed._serialization import _streaming_load
+    from torchft.checkpointing import HTTPTransport
+    from torchft.checkpointing.pg_transport import PGTransport
+
+    class DataTransport(HTTPTransport[Any]):
+        @classmethod
+        def _load_from_address(cls, address: str, timeout: timedelta) -> object:
+            with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as stream:
+                return _streaming_load(stream, weights_only=True)
+
+    if name == "pg":
+        return PGTransport(process_group, TIMEOUT, torch.device("cpu"))
+    return DataTransport(TIMEOUT, num_chunks=0) if name == "data" else None
+
+
+def train(annotation: str, group: str, folder: Path, transport: str) -> None:
     from torchft import Manager, ProcessGroupGloo
 
     dist.init_process_group("gloo")
@@ -88,14 +107,16 @@ def train(annotation: str, group: str, folder: Path) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
+    process_group = ProcessGroupGloo(timeout=timedelta(seconds=5))
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=process_group,
+        checkpoint_transport=transport_of(transport, process_group),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
         min_replica_size=1,
         use_async_quorum=False,
         init_sync=False,
-        timeout=timedelta(seconds=10),
+        timeout=TIMEOUT,
         replica_id=f"{group}_",
         store_addr=os.environ["MASTER_ADDR"],
         store_port=int(os.environ["MASTER_PORT"]),
@@ -128,11 +149,11 @@ def train(annotation: str, group: str, folder: Path) -> None:
 class Group:
     """The processes of one replica group."""
 
-    def __init__(self, name: str, ranks: int, annotation: str, folder: Path, lighthouse: str) -> None:
+    def __init__(self, name: str, ranks: int, options: dict[str, str], folder: Path, lighthouse: str) -> None:
         self.name, self.ranks = name, ranks
         self._folder = folder
-        self._command = [sys.executable, "-m", "tools.torchft_kills", "--annotation", annotation]
-        self._command += ["--group", name, "--folder", str(folder)]
+        self._command = [sys.executable, "-m", "tools.torchft_kills", "--group", name, "--folder", str(folder)]
+        self._command += [f"--{option}={value}" for option, value in options.items()]
         self._environment = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "MASTER_ADDR": "localhost"}
         self.start()
 
@@ -203,13 +224,14 @@ def wait_for_step(folder: Path, ranks: int, after: float, groups: int, limit_s: 
     raise TimeoutError(f"no step of {groups} groups within {limit_s} s; see {folder}/*.err")
 
 
-def drive(annotation: str, ranks: int, seconds: float, every: float) -> dict[str, Any]:
+def drive(annotation: str, ranks: int, seconds: float, every: float, transport: str = "http") -> dict[str, Any]:
     """Run two replica groups for ``seconds``, with a kill ``every`` so many; return what was seen."""
     from torchft.coordination import LighthouseServer
 
     folder = Path(tempfile.mkdtemp(prefix="torchft-kills-"))
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
-    groups = [Group(name, ranks, annotation, folder, lighthouse.address()) for name in GROUPS]
+    options = {"annotation": annotation, "transport": transport}
+    groups = [Group(name, ranks, options, folder, lighthouse.address()) for name in GROUPS]
     alone_s: list[float] = []
     both_s: list[float] = []
     try:
@@ -232,7 +254,7 @@ def drive(annotation: str, ranks: int, seconds: float, every: float) -> dict[str
             group.kill()
         lighthouse.shutdown()
     steps, difference = compare(folder, ranks)
-    seen = {"annotation": annotation, "ranks": ranks, "kills": len(alone_s), "steps": steps, "codes": codes}
+    seen = {**options, "ranks": ranks, "kills": len(alone_s), "steps": steps, "codes": codes}
     return seen | {"difference": difference, "alone_s": alone_s, "both_s": both_s}
 
 
@@ -242,13 +264,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="of each of the two replica groups")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--every", type=float, default=15, help="seconds between two kills")
+    parser.add_argument("--transport", choices=["http", "data", "pg"], default="http", help="data: HTTP, weights only")
     parser.add_argument("--group", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.group:
-        train(given.annotation, given.group, given.folder)
+        train(given.annotation, given.group, given.folder, given.transport)
     else:
-        print(json.dumps(drive(given.annotation, given.ranks, given.seconds, given.every)))
+        print(json.dumps(drive(given.annotation, given.ranks, given.seconds, given.every, given.transport)))
 
 
 if __name__ == "__main__":
