@@ -156,7 +156,8 @@ def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
         ConfigError: The inner annotation has such a rank.
     """
     inner, outer = below.everyone.numbers, around.everyone.numbers
-    outside = [number for number in inner if number not in outer]
+    # Of many modules below, most are on the same ranks, and a search for each rank would be quadratic.
+    outside = sorted({*inner} - {*outer}) if inner != outer else []
     if outside:
         raise ConfigError(
             f"a module below is annotated on ranks {list(inner)}, and this one, around it, on {list(outer)} only: "
@@ -489,8 +490,10 @@ def _check_groups(mesh: object) -> None:
 def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, caller: str) -> DeviceMesh:
     """Return the user's mesh of one dim, checked, or else a mesh over all ranks. Raises as ``resolve_grid``."""
     if mesh is None:
+        world, kind = default_group(), _default_type(params)
         with without_modes():
-            return init_device_mesh(_default_type(params), (dist.get_world_size(),))
+            # One for all annotations: torch makes one in a time that grows with the ranks.
+            return kept_with(world, ("mesh", kind), lambda: init_device_mesh(kind, (world.size(),)))
     if not isinstance(mesh, DeviceMesh):
         raise _refusal(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", "pass init_device_mesh(...)")
     if mesh.ndim != 1:
