@@ -3,6 +3,7 @@
 Calls are counted, of Python functions and of those in C, and no time is measured.
 """
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import clip_grad_norm_, fully_shard, no_sync, plan, step_in_backward
+from tests.world import run_threads
 
 # Work that is done once, whatever the model's size, makes the figure of the larger model the smaller one.
 MOST = 1.01
@@ -120,14 +123,29 @@ def test_the_work_for_a_handle_is_the_same_whatever_their_number() -> None:
     assert grown == {}
 
 
+def train_on(dims: tuple[int, ...], handles: int) -> None:
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+    step(fully_shard(chain(handles), policy={nn.Linear}, mesh=mesh))
+
+
+@pytest.mark.parametrize(("dims", "groups"), [((4,), 2), ((2, 2), 6)])
+def test_a_model_of_more_handles_uses_no_more_process_groups(
+    dims: tuple[int, ...], groups: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for handles in (2, 20):
+        with caplog.at_level(logging.INFO, "composable"):
+            run_threads(train_on, 4, dims, handles)
+        assert caplog.messages[-1] == f"Sequential: {handles} handles use {groups} process groups"
+
+
 def work_among(world_size: int) -> list[int]:
-    """Return the calls of the annotation, and of each step after the first."""
+    """Return the calls of an annotation by policy, of one by hand, and of each step after the first."""
     join(world_size)
-    model = chain(20)
-    annotation = counted(lambda: annotate(model))
+    model, other = chain(20), chain(20)
+    annotations = [counted(lambda: annotate(model)), counted(lambda: annotate_by_hand(other))]
     _, *steps = [counted(lambda: step(model)) for _ in range(4)]
     dist.destroy_process_group()
-    return [one.total() for one in (annotation, *steps)]
+    return [one.total() for one in (*annotations, *steps)]
 
 
 def test_the_work_is_the_same_whatever_the_number_of_ranks_once_these_have_compared_their_plans() -> None:

@@ -1,6 +1,7 @@
 """The state of an annotated module, and its root."""
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import at_end_of_backward, put_outermost
 from composable.planning import ShardPlan, managed_modules, name_modules
 
+_LOG = logging.getLogger("composable")
 _COMPARISON = "the comparison of plans before the first forward"
 
 
@@ -334,7 +336,15 @@ class Root:
             # Warn for a root only: a later annotation may still come around any other.
             for warning in state.plan.warnings:
                 warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(state.plan.class_names)}")
+            groups = root.groups()
+            _LOG.info("%s: %d handles use %d process groups", root._class_name, len(handles), len(groups))
         return root
+
+    def groups(self) -> list[str]:
+        """Return the names of the process groups of all collectives, as many whatever the number of handles."""
+        transports = self.scheduler.step.finalizer.transports()
+        transports.update(*(flat.routes.transports() for _, flat in self._flats))
+        return sorted({group.group_name for transport in transports for group in transport.groups})
 
     # Progress, for ranks that wait; read from another thread, so no record is kept for it
 
@@ -355,10 +365,8 @@ class Root:
             is_backward=is_last,
             failure=step.failure,
         )
-        transports = step.finalizer.transports().union(*(flat.routes.transports() for _, flat in self._flats))
-        groups = sorted({group.group_name for transport in transports for group in transport.groups})
         key = f"{path.transport.groups[0].group_name} {path.key}"
-        return AnnotationStatus(key, tree, path.transport, tuple(groups))
+        return AnnotationStatus(key, tree, path.transport, tuple(self.groups()))
 
     def name_of(self, started: Started) -> str | None:
         """Return a text that names a collective and its handle; ``None``: the collective is not this root's."""
