@@ -96,11 +96,12 @@ class HandleOptions:
     """Options for how handles cut, gather and reduce their parameters. The defaults suit most models.
 
     Attributes:
-        align: Where a parameter may be cut: a dict from FQN below the module to a value, or a function of the FQN and
-            the parameter that returns a value or ``None`` (the default). ``"row"``, the default: between rows if
-            that costs at most 1 % of padding, else anywhere. ``"element"``: anywhere. ``"tensor"``: nowhere, one
-            rank holds it whole. A number n: between blocks of n rows. The last two hold however much padding they
-            cost; the plan shows it.
+        align: Where a parameter may be cut: a name for all, a dict from FQN below the module to a value, or a function
+            of the FQN and the parameter that returns a value or ``None`` (the default). ``"row"``, the default:
+            between rows if that costs at most 1 % of padding, else anywhere. ``"element"``: anywhere. ``"matrix"``:
+            nowhere if an order of the handle's parameters and at most 1 % of padding allow that, for parameters of two
+            or more dims. ``"tensor"``: nowhere, one rank holds it whole. A number n: between blocks of n rows. The last
+            two hold however much padding they cost; the plan shows it.
         transport: How bytes travel: ``"auto"``, ``"process_group"`` or ``"point_to_point"``.
         follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is called
             or not: ranks may call it or leave it out, and call several in any order. ``None``: only where it is

@@ -85,6 +85,7 @@ def mixed(fqn: str, param: nn.Parameter) -> Any:
 
 WISHES: dict[str, dict[str, Any]] = {
     "tensor": {"options": HandleOptions(align=lambda fqn, param: "tensor")},
+    "matrix": {"options": HandleOptions(align="matrix")},
     "blocks of rows": {"options": HandleOptions(align=lambda fqn, param: 2)},
     "mixed": {"options": HandleOptions(align=mixed)},
     "dict": {"options": HandleOptions(align={"second.weight": "tensor", "again.weight": 3, "norm.bias": "element"})},
@@ -240,7 +241,14 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("tensor", "Shard(1)"), ("Shard(1)", "mixed"), ("Shard(-1)", "blocks of rows")]
+    ("saved", "loaded"),
+    [
+        ("tensor", "Shard(1)"),
+        ("Shard(1)", "mixed"),
+        ("Shard(-1)", "blocks of rows"),
+        ("matrix", "dict"),
+        ("dict", "matrix"),
+    ],
 )
 def test_a_checkpoint_of_one_cut_loads_into_another_on_other_ranks(saved: str, loaded: str, tmp_path: Path) -> None:
     expected = run_threads(save, 2, str(tmp_path), saved)[0]

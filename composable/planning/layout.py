@@ -3,7 +3,8 @@
 Shapes in, numbers out: no process group, so a layout for 512 ranks can be checked on a laptop. Sizes and offsets are
 in elements. Parameters lie whole and in the given order; the buffer is cut into equal shards. This file chooses only
 where padding goes (between parameters or at the end, never inside one), so that the cuts fall on row boundaries of
-the parameters they cross. A cut may fall anywhere, at bounds that all ranks know.
+the parameters they cross; and, where matrices should lie whole on a rank, the order. A cut may fall anywhere, at bounds
+that all ranks know.
 
 A parameter is flattened in the order of its memory, which may differ from the order of its dims (``channels_last``).
 Its *order* lists the dims from the outermost in memory to the innermost; it is empty if they lie as numbered.
@@ -18,7 +19,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise, permutations
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -26,12 +28,18 @@ import torch
 from composable.errors import ConfigError
 from composable.ground.torch_private import Placement
 
-Align: TypeAlias = Literal["row", "element", "tensor"] | int
+Align: TypeAlias = Literal["row", "element", "tensor", "matrix"] | int
 
 # Padding for row cuts and aligned starts may take at most 1 / this of the buffer.
 _PADDING_SHARE = 100
 # 16 bytes of a two-byte dtype: the alignment that vectorised loads and tensor-core matmuls need.
 _START_ALIGN = 8
+# Pieces laid in the search for an order, from each start: at most 0.1 s each, once for handles of equal shapes. For the
+# nine parameters of a Llama block that is 2,000 orders.
+_MAX_TRIED = 20_000
+# Ranks with at least this share of what the largest holder of a matrix has may own it too: rows are seldom cut into
+# equal halves, and the first rank would own all.
+_OWNER_SHARE = 0.875
 # Row sizes tried as the grain of a shard, most frequent first: bounds the search, not the result's validity.
 _MAX_GRAINS = 8
 
@@ -240,11 +248,15 @@ def _bounds(start: int, stop: int, shard_numel: int, world_size: int) -> tuple[i
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A buffer of ``world_size * shard_numel`` elements; elements that no span covers are padding."""
+    """A buffer of ``world_size * shard_numel`` elements; elements that no span covers are padding.
+
+    ``is_ordered``: the layout chose the order of the spans, which are in the order of memory.
+    """
 
     spans: tuple[Span, ...]
     world_size: int
     shard_numel: int
+    is_ordered: bool = False
 
     @property
     def numel(self) -> int:
@@ -309,25 +321,31 @@ def plan_layout(
     align: Mapping[str, Align] | None = None,
     orders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> FlatLayout:
-    """Pack parameters in order, then cut the buffer into equal shards.
+    """Pack parameters, then cut the buffer into equal shards.
+
+    They lie in the given order, unless one of them is a ``"matrix"``.
 
     Args:
         params: (FQN, shape) pairs in ``named_parameters()`` order.
         world_size: Ranks that share the buffer, at least 1.
         align: Where a parameter may be cut, by FQN. ``"row"`` (the default) cuts between rows if that costs at most
-            1 % of padding in all, else anywhere; ``"element"`` cuts anywhere. ``"tensor"`` (never cut: whole on one
+            1 % of padding in all, else anywhere; ``"element"`` cuts anywhere. ``"matrix"`` cuts a parameter of two or
+            more dims nowhere, if an order of all parameters and at most 1 % of padding can do it; else anywhere, so
+            that few of its elements lie off the rank that has most of it. ``"tensor"`` (never cut: whole on one
             rank) and an int n (cut between blocks of n rows only) are promises, kept at any cost in padding.
         orders: Dims of parameters from the outermost in memory, by FQN; a parameter without an order lies row by row.
             With an order, the rows are the slices of the outermost dim.
     """
     align, orders = align or {}, orders or {}
-    pieces = [_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
-    best = _best_placement(pieces, world_size)
+    pieces = tuple(_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params)
+    is_ordered = any(piece.is_matrix for piece in pieces)
+    best, order = _best_order(pieces, world_size) if is_ordered else (_best_placement(pieces, world_size), ())
     spans = tuple(
-        Span(fqn, torch.Size(shape), start, start + piece.numel, orders.get(fqn, ()))
-        for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
+        Span(fqn, torch.Size(shape), start, start + pieces[index].numel, orders.get(fqn, ()))
+        for index, start in zip(order or range(len(pieces)), best.starts, strict=True)
+        for fqn, shape in [params[index]]
     )
-    return FlatLayout(spans, world_size, best.shard_numel)
+    return FlatLayout(spans, world_size, best.shard_numel, is_ordered)
 
 
 def layout_of_rows(fqn: str, shape: torch.Size, world_size: int) -> FlatLayout:
@@ -345,6 +363,7 @@ class _Piece(NamedTuple):
     numel: int
     block: int
     is_promised: bool
+    is_matrix: bool = False
 
 
 class _Placement(NamedTuple):
@@ -363,8 +382,10 @@ def _piece(shape: torch.Size, align: Align, order: Sequence[int]) -> _Piece:
         return _Piece(numel, 1, False)
     if align == "tensor":
         return _Piece(numel, numel, True)
+    if align == "matrix" and len(shape) > 1:
+        return _Piece(numel, numel, False, True)
     row = numel // shape[order[0] if order else 0] if shape else 1
-    return _Piece(numel, row, False) if align == "row" else _Piece(numel, min(align * row, numel), True)
+    return _Piece(numel, row, False) if isinstance(align, str) else _Piece(numel, min(align * row, numel), True)
 
 
 def _place(
@@ -380,7 +401,7 @@ def _place(
     """
     starts: list[int] = []
     end = aligned_count = 0
-    for numel, block, is_promised in pieces:
+    for numel, block, is_promised, _ in pieces:
         if is_greedy and numel and 0 < (gap := -end % start_align) <= slack:
             end, slack = end + gap, slack - gap
         head = shard_numel - end % shard_numel if shard_numel else 0
@@ -402,7 +423,7 @@ def _place(
 
 def _grains(pieces: Iterable[_Piece], limit: int) -> list[int]:
     """Return sizes that a shard should be a multiple of, for pieces that several cuts may cross."""
-    counts = Counter(block for numel, block, _ in pieces if 1 < block < numel)
+    counts = Counter(block for numel, block, *_ in pieces if 1 < block < numel)
     common = [block for block, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_MAX_GRAINS]]
     joint, grains = 1, {1, *common}
     for block in common:
@@ -452,3 +473,130 @@ def _best_placement(pieces: Sequence[_Piece], world_size: int) -> _Placement:
                     if score > best_score:
                         best, best_score = placed, score
     return best
+
+
+def largest_part(start: int, numel: int, shard_numel: int) -> int:
+    """Return the most elements of a parameter, at ``start`` in the buffer, that one rank has."""
+    head = min(shard_numel - start % shard_numel, numel) if numel else 0
+    return max(head, min(numel - head, shard_numel))
+
+
+def choose_owners(cuts: Sequence[Sequence[int]], works: Sequence[int]) -> list[int]:
+    """Return for each matrix the rank that computes with the whole of it; the same on all ranks.
+
+    That is the rank that holds most of it, or, among ranks that hold nearly as much, the one with the least work so
+    far. Whole matrices come first, then those with most work.
+
+    Args:
+        cuts: The bounds of each matrix, see ``RaggedShard``, over the same ranks.
+        works: What each costs, in any unit.
+    """
+    owners = [0] * len(cuts)
+    loads = [0] * (len(cuts[0]) - 1 if cuts else 0)
+    sizes = [[stop - start for start, stop in pairwise(bounds)] for bounds in cuts]
+    for index in sorted(range(len(cuts)), key=lambda index: (max(sizes[index]) < cuts[index][-1], -works[index])):
+        enough = _OWNER_SHARE * max(sizes[index])
+        held = [(loads[rank], -size, rank) for rank, size in enumerate(sizes[index]) if size >= enough]
+        owners[index] = min(held)[2]
+        loads[owners[index]] += works[index]
+    return owners
+
+
+def work_of(shape: torch.Size) -> int:
+    """Return the multiplications in a product of a matrix with its transpose, the smaller one."""
+    numel = shape.numel()
+    return numel * min(shape[0], numel // max(shape[0], 1))
+
+
+@lru_cache(maxsize=64)
+def _best_order(pieces: tuple[_Piece, ...], world_size: int) -> tuple[_Placement, tuple[int, ...]]:
+    """Return a placement in an order (of indices) in which few elements lie off the rank with most of their matrix.
+
+    The search goes from the given order, and from one that gives each piece, largest first, to the rank with least so
+    far, along moves of one piece and swaps of two that leave less outside.
+    """
+    total = sum(piece.numel for piece in pieces)
+    given = tuple(range(len(pieces)))
+    best, best_order = _best_placement(pieces, world_size), given
+    best_score = _score(pieces, best, given, total, world_size)
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for index in sorted(given, key=lambda index: -pieces[index].numel):
+        rank = loads.index(min(loads))
+        ranks[rank].append(index)
+        loads[rank] += pieces[index].numel
+    least = -(-total // world_size)
+    limit = max(least, (total + total // _PADDING_SHARE) // world_size)
+    starts = [
+        (order, start_align, shard_numel)
+        for start_align in (_START_ALIGN, 1)
+        for shard_numel in sorted({_round_up(least, start_align), _round_up(max(loads), start_align), limit})
+        for order in (given, tuple(index for rank in ranks for index in rank))
+        if shard_numel <= limit
+    ]
+    for max_tried in (0, _MAX_TRIED):
+        for order, start_align, shard_numel in starts:
+            # Once nothing travels, there is nothing to climb for.
+            if max_tried == 0 or (best_score[0] and start_align > 1):
+                found, placed, score = _climb(pieces, order, shard_numel, total, world_size, start_align, max_tried)
+                if placed is not None and score < best_score:
+                    best, best_order, best_score = placed, found, score
+    return best, best_order
+
+
+# Less is better: does anything travel; what it costs; how many other pieces are cut where they should not be; are
+# starts not aligned. What travels is sent twice, to an owner and back, and padding three times, in two gathers and a
+# reduction.
+_Score: TypeAlias = tuple[bool, int, int, bool]
+_WORST: _Score = (True, 2**100, 0, True)
+
+
+def _score(pieces: Sequence[_Piece], placed: _Placement, order: Sequence[int], total: int, world_size: int) -> _Score:
+    shard_numel = placed.shard_numel
+    outside = 0
+    for index, start in zip(order, placed.starts):
+        numel, _, _, is_matrix = pieces[index]
+        if is_matrix and numel:
+            outside += numel - largest_part(start, numel, shard_numel)
+    is_unaligned = any(start % _START_ALIGN for start in (shard_numel, *placed.starts))
+    cost = 2 * outside + 3 * (world_size * shard_numel - total)
+    return outside > 0, cost, -placed.aligned_count, is_unaligned
+
+
+def _climb(
+    pieces: Sequence[_Piece],
+    order: tuple[int, ...],
+    shard_numel: int,
+    total: int,
+    world_size: int,
+    start_align: int,
+    max_tried: int,
+) -> tuple[tuple[int, ...], _Placement | None, _Score]:
+    """Return the best order that moves and swaps of pieces lead to, with its placement in shards of ``shard_numel``."""
+
+    def judged(order: Sequence[int]) -> tuple[_Placement | None, _Score]:
+        slack = world_size * shard_numel - total
+        placed = _place([pieces[index] for index in order], shard_numel, slack, start_align=start_align)
+        return placed, _WORST if placed is None else _score(pieces, placed, order, total, world_size)
+
+    best, best_score = judged(order)
+    tried = 0
+    is_better = True
+    while is_better and best_score[0] and tried < max_tried:
+        is_better = False
+        for one, other in permutations(range(len(order)), 2):
+            if pieces[order[one]].numel == pieces[order[other]].numel:
+                continue
+            changed = [*order]
+            if one < other:
+                changed[one], changed[other] = changed[other], changed[one]
+            else:
+                changed.insert(other, changed.pop(one))
+            placed, score = judged(changed)
+            tried += len(order)
+            is_better = score < best_score
+            if is_better:
+                order, best, best_score = tuple(changed), placed, score
+            if is_better or tried >= max_tried:
+                break
+    return order, best, best_score

@@ -18,8 +18,9 @@ from composable.ground.names import answer_of, check_bool, described, dtype_text
 from composable.planning.layout import Align
 from composable.policies import PolicyLike
 
-# By FQN below the annotated module, or a function of (FQN, parameter) that may return ``None`` for the default.
-AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
+# A name for all parameters; values by FQN below the annotated module; or a function of (FQN, parameter) that may
+# return ``None`` for the default.
+AlignLike: TypeAlias = str | Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
 
 # Dtypes that every backend can sum, and every device can compute with.
@@ -342,6 +343,10 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
     return chosen
 
 
+# The values of ``align`` that make sense for all parameters.
+ALIGN_NAMES = ("row", "element", "tensor", "matrix")
+
+
 @dataclass(frozen=True)
 class ShardOptions:
     """The options of a plan, beside the module: the arguments of ``plan``, checked alone and together.
@@ -381,11 +386,16 @@ class ShardOptions:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of ranks that {what}")
         for name, fix in (
-            ("align", "pass a dict of FQNs, or a function of an FQN and a parameter"),
+            (
+                "align",
+                "pass 'row', 'element', 'tensor', 'matrix', a dict of FQNs, or a function of an FQN and a parameter",
+            ),
             ("shard_placement_fn", "pass a function of a parameter that returns a Shard or None"),
         ):
             value = getattr(self, name)
-            is_value = value is None or (name == "align" and isinstance(value, Mapping))
+            is_value = value is None or (
+                name == "align" and (isinstance(value, Mapping) or (isinstance(value, str) and value in ALIGN_NAMES))
+            )
             # Modules and classes can be called too, but here they are a mistake.
             if not is_value and (not callable(value) or isinstance(value, type | nn.Module)):
                 raise ConfigError(f"{name} is {described(value)}", fix=fix)

@@ -30,7 +30,7 @@ from composable.planning.estimate import (
     Traffic,
     peak_of_step,
 )
-from composable.planning.layout import FlatLayout, Promise
+from composable.planning.layout import FlatLayout, Promise, Span, choose_owners, work_of
 from composable.planning.options import NO_CASTS, NO_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy
 from composable.planning.subclasses import Subclass
 
@@ -104,6 +104,55 @@ class BufferPlan:
         if self.requires_grad and not self.dtype == self.compute_dtype == self.reduce_dtype:
             text += f" reduced in {dtype_text(self.reduce_dtype)}"
         return text
+
+
+@dataclass(frozen=True)
+class MatrixOwners:
+    """Who steps the matrices of a plan, for optimizers that need them whole.
+
+    Matrices are parameters of two or more dims that require gradients.
+
+    Attributes:
+        ranks: For each FQN, the rank of the shard group that steps the matrix.
+        numel: Elements of all matrices.
+        cut_numel: Elements of those that do not lie whole on one rank.
+        sent_numel: Elements of those that lie on other ranks than the owner: the gradient goes there, the step back.
+        idle_ranks: Ranks that own none.
+    """
+
+    ranks: dict[str, int]
+    numel: int
+    cut_numel: int
+    sent_numel: int
+    idle_ranks: int
+
+    @staticmethod
+    def of(handles: Sequence["HandlePlan"], world_size: int) -> "MatrixOwners":
+        """Choose the owners for the matrices of some handles, the same on all ranks."""
+        found: list[tuple[Span, tuple[int, ...]]] = [
+            (span, buffer.layout.bounds(span))
+            for handle in handles
+            for buffer in handle.buffers
+            for span in buffer.layout.spans
+            if buffer.requires_grad and len(span.shape) > 1
+        ]
+        owners = choose_owners([bounds for _, bounds in found], [work_of(span.shape) for span, _ in found])
+        held = [bounds[owner + 1] - bounds[owner] for (_, bounds), owner in zip(found, owners, strict=True)]
+        sent = [span.numel - own for (span, _), own in zip(found, held, strict=True)]
+        return MatrixOwners(
+            {span.fqn: owner for (span, _), owner in zip(found, owners, strict=True)},
+            sum(span.numel for span, _ in found),
+            sum(span.numel for (span, _), elsewhere in zip(found, sent, strict=True) if elsewhere),
+            sum(sent),
+            world_size - len(set(owners)),
+        )
+
+    def __str__(self) -> str:
+        """Return the text that a plan prints."""
+        cut, sent = (numel / max(self.numel, 1) for numel in (self.cut_numel, self.sent_numel))
+        if not self.cut_numel:
+            return "no matrix is cut"
+        return f"{cut:.0%} of matrices cut, {sent:.1%} not on their owner"
 
 
 @dataclass(frozen=True)
@@ -184,6 +233,8 @@ class HandlePlan:
             clauses.append("kept for backward")
         if self.unused_gradients == "zero":
             clauses.append("unused gradients are zero")
+        if any(buffer.layout.is_ordered for buffer in self.buffers):
+            clauses.append(str(MatrixOwners.of([self], self.buffers[0].layout.world_size)))
         # A clause for each kind of note, with the parameters that have it, named below the handle's module.
         prefix = f"{self.module_fqns[0]}." if len(self.module_fqns) == 1 else ""
         noted: dict[str, list[str]] = {}
@@ -250,6 +301,19 @@ class ShardPlan:
         cuts = [(span, layout.shard_numel) for layout in layouts for span in layout.spans]
         held = sum(-(-span.stop // numel) - span.start // numel for span, numel in cuts if span.numel)
         return 1 - held / max(len(cuts) * self.world_size, 1)
+
+    @property
+    def matrices(self) -> MatrixOwners:
+        """Where whole matrices are stepped, if an optimizer has all matrices that require gradients."""
+        return MatrixOwners.of(self.handles, self.world_size)
+
+    @property
+    def _matrix_text(self) -> str:
+        if not any(buffer.layout.is_ordered for handle in self.handles for buffer in handle.buffers):
+            return ""
+        found = self.matrices
+        idle = f"; {count_text(found.idle_ranks, 'rank')} own none" if found.idle_ranks else ""
+        return f"{len(found.ranks)}, {found}{idle}"
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -496,6 +560,7 @@ class ShardPlan:
             ("offloaded", str(self.offload_policy)),
             ("annotated before, left as they are", list_text(self.kept_fqns, FQNS_SHOWN, write=str)),
             ("ignored parameters", list_text(self.ignored_fqns, FQNS_SHOWN, write=str)),
+            ("whole matrices", self._matrix_text),
             ("no elements on a rank", f"{empty:.0%} of parameters, on average" if empty > 0.5 else ""),
             *(("warning", warning) for warning in self.warnings),
         ):

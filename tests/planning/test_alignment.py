@@ -1,6 +1,8 @@
 """Where parameters may be cut: what ``align`` and ``shard_placement_fn`` promise, print and refuse."""
 
+import math
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -118,6 +120,83 @@ TinyGPT: 3 handles over 2 ranks, transport auto
     )
 
 
+class Llama(nn.Module):
+    """The parameters of some blocks of Llama 8B, in one handle."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        made = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+        for block in range(blocks):
+            for number, shape in enumerate(made):
+                self.register_parameter(f"m{block}_{number}", nn.Parameter(torch.empty(shape, device="meta")))
+            for number in range(2):
+                self.register_parameter(f"n{block}_{number}", nn.Parameter(torch.empty(4096, device="meta")))
+
+    def forward(self) -> None: ...
+
+
+# Of what is sent, the least is known: what does not fit into one shard.
+@pytest.mark.parametrize(
+    ("world_size", "blocks", "by_rows", "cut", "sent"),
+    [
+        *((8, 1, 44.2, 81, 43.3), (8, 2, 11.6, 81, 7.7), (8, 4, 3.8, 40, 3.8), (8, 8, 0.0, 0, 0.0)),
+        *((3, 1, 20.5, 15, 2.6), (3, 2, 9.6, 17, 1.3), (3, 4, 5.1, 0, 0.0), (4, 1, 11.5, 81, 7.7), (4, 4, 0.0, 0, 0.0)),
+    ],
+)
+def test_an_order_of_parameters_leaves_matrices_whole_or_nearly(
+    world_size: int, blocks: int, by_rows: float, cut: int, sent: float
+) -> None:
+    model = Llama(blocks)
+    before, made = plan(model, world_size=world_size), plan(model, world_size=world_size, align="matrix")
+    assert before.matrices.sent_numel / before.matrices.numel == pytest.approx(by_rows / 100, abs=1e-3)
+    assert made.matrices.sent_numel / made.matrices.numel == pytest.approx(sent / 100, abs=1e-3)
+    text = f"whole matrices: {7 * blocks}, " + (f"{cut}% of matrices cut" if cut else "no matrix is cut")
+    assert text in str(made) and (blocks < 4 or "own none" not in str(made))
+    assert made.padding_bytes <= made.numel * 4 / 100
+    assert made == plan(Llama(blocks), world_size=world_size, align=lambda fqn, param: "matrix")
+
+
+def test_a_plan_of_whole_matrices_says_what_is_cut_and_who_owns_nothing() -> None:
+    assert_expected_inline(
+        str(plan(TinyGPT(), policy={Block}, world_size=4, align={"blocks.0.mlp.0.weight": "matrix"})),
+        """\
+TinyGPT: 3 handles over 4 ranks, transport auto
+  7,744 elements; per rank 7.6 KiB at rest; largest handle 12.9 KiB unsharded; padding 64 B
+  (root) (TinyGPT): 5 params, 1,184 float32, 1.2 KiB per rank; root
+    blocks.0 (Block): 12 params, 3,280 float32, 3.2 KiB per rank; policy: Block; 92% of matrices cut, 31.5% not on their owner
+    blocks.1 (Block): 12 params, 3,280 float32, 3.2 KiB per rank, padding 64 B; policy: Block
+  whole matrices: 11, 82% of matrices cut, 29.8% not on their owner
+  no elements on a rank: 67% of parameters, on average""",
+    )
+
+
+@quick
+@given(shapes, st.integers(1, 9))
+def test_an_order_is_bounded_in_padding_and_never_worse_than_the_given_one(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
+    model = Bag(shapes, [False] * len(shapes))
+    made = plan(model, world_size=world_size, align="matrix")
+    total = sum(math.prod(shape) for shape in shapes)
+    buffer = made.handles[0].buffers[0] if made.handles else None
+    if buffer is None:
+        return
+    assert {span.fqn for span in buffer.layout.spans} == {name for name, _ in model.named_parameters()}
+    assert all(one.stop <= other.start for one, other in pairwise(buffer.layout.spans))
+    assert buffer.layout.padding_numel <= max(-total % world_size, total // 100)
+    given = plan(model, world_size=world_size, align="element").matrices
+    assert made.matrices.sent_numel <= given.sent_numel + given.cut_numel // 8
+
+
+def test_owners_hold_most_and_share_the_work() -> None:
+    # Rows of 64 x 64 matrices that are cut into 33 and 31 of 64 rows: nearly as much on both ranks.
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    owners = plan(model, policy={nn.Linear}, world_size=2).matrices.ranks
+    assert sorted(owners.values()) == [0, 0, 0, 1, 1, 1]
+    uneven = plan(model, policy={nn.Linear}, world_size=2, align=lambda fqn, param: 20).matrices
+    assert set(uneven.ranks.values()) == {0} and uneven.idle_ranks == 1
+
+
 def test_names_are_from_the_annotated_root_whatever_the_policy_picks() -> None:
     asked: list[str] = []
     model = TinyGPT(tied=True)
@@ -162,7 +241,7 @@ AT = r"[^\n]*\n  at:  parameter 'weight' \[6, 4\] float32\n  fix: "
 
 @pytest.mark.parametrize("wish", ["rows", 0, True, torch.ones(2)])
 def test_an_align_that_is_none_is_refused_in_a_dict_and_from_a_function(wish: object) -> None:
-    message = r"align of 'weight' is .*\n  fix: pass 'row', 'element', 'tensor' or a number of rows"
+    message = r"align of 'weight' is .*\n  fix: pass 'row', 'element', 'tensor', 'matrix' or a number of rows"
     for align in ({"weight": wish}, lambda fqn, _: wish):
         with pytest.raises(ConfigError, match=message):
             plan(nn.Linear(4, 6), world_size=2, align=align)  # type: ignore[arg-type]
