@@ -2,12 +2,14 @@
 
     python benchmarks/optimizer.py
     python benchmarks/optimizer.py --handles 30 --layers 5 --rounds 500
+    python benchmarks/optimizer.py --rows Muon --layers 4 --width 128 --rounds 5 --repeats 1
 
-Each way holds the same model: ``handles`` chains of ``layers`` Linear(16, 16), two parameters a
+Each way holds the same model: ``handles`` chains of ``layers`` Linear(width, width), two parameters a
 layer. ``plain`` are this rank's pieces of our layout as plain tensors, empty ones among them;
 ``owned`` leaves the empty ones out; ``stock`` are DTensors placed ``Shard(0)``; ``ours`` what
 ``fully_shard`` gives; ``accelerated`` the same after ``accelerate_optimizer``. Clipping is torch's
-``clip_grad_norm_``; for ``accelerated`` this library's, of the optimizer.
+``clip_grad_norm_``; for ``accelerated`` this library's, of the optimizer. Muon steps the matrices alone;
+``matrix`` is ``accelerated`` with ``align="matrix"``.
 
 Every round measures each way a few times in a row, in an order that rotates. CPU time of the
 calling thread, so that other jobs on the machine count little: the minimum is meaningful even
@@ -29,28 +31,29 @@ from ranks import environment, run_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from composable import accelerate_optimizer, clip_grad_norm_, fully_shard
+from composable import HandleOptions, accelerate_optimizer, clip_grad_norm_, fully_shard
 
-WIDTH = 16
 COLUMNS = ("plain", "owned", "stock", "ours", "accelerated")
-ROWS = ("AdamW foreach", "AdamW fused", "clip_grad_norm_")
-# (column, over, the most that the ratio of the minima may be), in every row.
+MUON_COLUMNS = ("stock", "ours", "accelerated", "matrix")
+ROWS = {"AdamW foreach": COLUMNS, "AdamW fused": COLUMNS, "clip_grad_norm_": COLUMNS, "Muon": MUON_COLUMNS}
+# (column, over, the most that the ratio of the minima may be), in every row that has both.
 TARGETS = (("ours", "stock", 1.0), ("accelerated", "plain", 0.2))
+MUON_TARGETS = (("accelerated", "stock", 0.5), ("matrix", "stock", 0.5))
 # Never clips, but still scales, as torch does to spare a wait for the norm.
 MAX_NORM = 1e9
 
 
-def make_model(handles: int, layers: int) -> nn.Module:
+def make_model(handles: int, layers: int, width: int) -> nn.Module:
     torch.manual_seed(0)
-    chains = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))) for _ in range(handles))
+    chains = (nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))) for _ in range(handles))
     return nn.Sequential(*chains)
 
 
-def make_params(column: str, handles: int, layers: int) -> tuple[nn.Module, list[torch.Tensor]]:
+def make_params(column: str, handles: int, layers: int, width: int) -> tuple[nn.Module, list[torch.Tensor]]:
     """Return the model and its parameters with gradients, of the kind that ``column`` names."""
-    model = make_model(handles, layers)
+    model = make_model(handles, layers, width)
     if column == "stock":
-        model(torch.ones(1, WIDTH)).sum().backward()
+        model(torch.ones(1, width)).sum().backward()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         params: list[torch.Tensor] = []
         for param in model.parameters():
@@ -58,8 +61,9 @@ def make_params(column: str, handles: int, layers: int) -> tuple[nn.Module, list
             params.append(nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
             params[-1].grad = distribute_tensor(param.grad, mesh, [Shard(0)])
         return model, params
-    fully_shard(model, policy=lambda module: isinstance(module, nn.Sequential) and module is not model)
-    model(torch.ones(1, WIDTH)).sum().backward()
+    options = HandleOptions(align="matrix" if column == "matrix" else None)
+    fully_shard(model, policy=lambda module: isinstance(module, nn.Sequential) and module is not model, options=options)
+    model(torch.ones(1, width)).sum().backward()
     sharded = list(model.parameters())
     if column not in ("plain", "owned"):
         return model, list(sharded)
@@ -70,15 +74,20 @@ def make_params(column: str, handles: int, layers: int) -> tuple[nn.Module, list
     return model, [param for param in params if param.numel() or column == "plain"]
 
 
-def make_calls(handles: int, layers: int) -> dict[str, dict[str, Callable[[], object]]]:
+def make_calls(rows: list[str], handles: int, layers: int, width: int) -> dict[str, dict[str, Callable[[], object]]]:
     """Return what is measured, by row and column."""
     calls: dict[str, dict[str, Callable[[], object]]] = {}
-    for row in ROWS:
+    for row in rows:
         calls[row] = {}
-        for column in COLUMNS:
-            model, params = make_params(column, handles, layers)
-            optimizer = torch.optim.AdamW(params, lr=1e-4, **{"fused" if row.endswith("fused") else "foreach": True})
-            is_accelerated = column == "accelerated"
+        for column in ROWS[row]:
+            model, params = make_params(column, handles, layers, width)
+            optimizer: torch.optim.Optimizer
+            if row == "Muon":
+                optimizer = torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-4)
+            else:
+                kernel = {"fused" if row.endswith("fused") else "foreach": True}
+                optimizer = torch.optim.AdamW(params, lr=1e-4, **kernel)
+            is_accelerated = column in ("accelerated", "matrix")
             if is_accelerated:
                 accelerate_optimizer(optimizer, model)
             if row != "clip_grad_norm_":
@@ -92,18 +101,18 @@ def make_calls(handles: int, layers: int) -> dict[str, dict[str, Callable[[], ob
 
 
 def measure(
-    rank: int, handles: int, layers: int, rounds: int, repeats: int, warmup: int
+    rank: int, rows: list[str], handles: int, layers: int, width: int, rounds: int, repeats: int, warmup: int
 ) -> dict[str, dict[str, list[float]]]:
     """Return the CPU milliseconds of each call of this rank, by row and column."""
-    calls = make_calls(handles, layers)
-    times: dict[str, dict[str, list[float]]] = {row: {column: [] for column in COLUMNS} for row in ROWS}
+    calls = make_calls(rows, handles, layers, width)
+    times: dict[str, dict[str, list[float]]] = {row: {column: [] for column in ROWS[row]} for row in rows}
     gc.collect()
     gc.freeze()
     gc.disable()
     for index in range(warmup + rounds):
-        start = index % len(COLUMNS)
-        for row in ROWS:
-            for column in COLUMNS[start:] + COLUMNS[:start]:
+        for row in rows:
+            start = index % len(ROWS[row])
+            for column in ROWS[row][start:] + ROWS[row][:start]:
                 for _ in range(repeats):
                     started = time.thread_time()
                     calls[row][column]()
@@ -117,9 +126,9 @@ def measure(
 def summarize(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Return median and minimum over the rounds of all ranks."""
     summary: dict[str, dict[str, dict[str, float]]] = {}
-    for row in ROWS:
+    for row in per_rank[0]:
         summary[row] = {}
-        for column in COLUMNS:
+        for column in ROWS[row]:
             every = [ms for times in per_rank for ms in times[row][column]]
             summary[row][column] = {"cpu_ms_median": statistics.median(every), "cpu_ms_min": min(every)}
     return summary
@@ -129,7 +138,7 @@ def compare(summary: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, A
     """Return the ratios that have a target, and whether they meet it."""
     ratios = []
     for row, columns in summary.items():
-        for column, over, target in TARGETS:
+        for column, over, target in MUON_TARGETS if row == "Muon" else TARGETS:
             ratio = {key: columns[column][key] / columns[over][key] for key in columns[column]}
             met = ratio["cpu_ms_min"] <= target
             ratios.append({"row": row, "column": column, "over": over, "target": target, "met": met, **ratio})
@@ -137,9 +146,12 @@ def compare(summary: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, A
 
 
 def report(summary: dict[str, dict[str, dict[str, float]]], ratios: list[dict[str, Any]]) -> None:
-    print(f"{'':16}" + "".join(f"{column:>18}" for column in COLUMNS))
+    shown: tuple[str, ...] = ()
     for row, columns in summary.items():
-        cells = (f"{columns[column]['cpu_ms_min']:.3f} ({columns[column]['cpu_ms_median']:.3f})" for column in COLUMNS)
+        if ROWS[row] != shown:
+            shown = ROWS[row]
+            print(f"{'':16}" + "".join(f"{column:>18}" for column in shown))
+        cells = (f"{columns[column]['cpu_ms_min']:.3f} ({columns[column]['cpu_ms_median']:.3f})" for column in shown)
         print(f"{row:16}" + "".join(f"{cell:>18}" for cell in cells))
     for row in ratios:
         print(
@@ -152,6 +164,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--handles", type=int, default=10)
     parser.add_argument("--layers", type=int, default=15, help="layers in a handle, two parameters each (default: 15)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[row for row in ROWS if row != "Muon"])
+    parser.add_argument("--width", type=int, default=16, help="features of each layer (default: 16)")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=10, help="calls in a row (default: 10)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before (default: 1)")
@@ -162,8 +176,10 @@ def main() -> None:
     per_rank = run_ranks(
         measure,
         args.world_size,
+        args.rows,
         args.handles,
         args.layers,
+        args.width,
         args.rounds,
         args.repeats,
         args.warmup,

@@ -59,6 +59,7 @@ from composable.unannotate import unannotate
 if TYPE_CHECKING:
     from composable.extras import (
         DDPView,
+        MatrixOptimizer,
         SaveNotice,
         Timeline,
         TimelineEvent,
@@ -105,6 +106,7 @@ __all__ = [
     "GradientReductionHandle",
     "HandleOptions",
     "LowPrecisionState",
+    "MatrixOptimizer",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",

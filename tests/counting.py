@@ -108,6 +108,7 @@ def counting_ranks() -> Iterator[Counter[str]]:
 
     def counted_exchange(self: Ranks, sends: Messages, receives: Messages) -> None:
         counts["messages"] += len(sends) + len(receives)
+        counts["bytes"] += sum(message.nbytes for message, _ in sends)
         exchange(self, sends, receives)
 
     with mock.patch.object(Ranks, "reduce", counted_reduce), mock.patch.object(Ranks, "exchange", counted_exchange):

@@ -620,7 +620,12 @@ ROWS: list[Row] = [
         is_in_torch=lists_are_interpolated,
     ),
     optimizer_row(
-        optim.Muon, [{}], "", keep=is_matrix, tolerance=1e-5, note="one to three gathers a step for each matrix"
+        optim.Muon,
+        [{}],
+        "",
+        keep=is_matrix,
+        tolerance=1e-5,
+        note="one to three gathers a step for each matrix, none [accelerated](optimizers.md#whole-matrices)",
     ),
     Row("`LBFGS` (also strong_wolfe)", fit_with_lbfgs, "every evaluation gathers all gradients"),
     Row("`SparseAdam`", refuse_sparse, "gradients are dense; a sparse `.grad` is refused"),

@@ -5,11 +5,13 @@ from composable.planning.layout import (
     ShardSplit,
     Span,
     boxes,
+    choose_owners,
     in_memory_order,
     in_order_of_dims,
     local_shape,
     part_of_dim,
     strides_of,
+    work_of,
 )
 from composable.planning.options import (
     NO_CASTS,

@@ -166,6 +166,13 @@ GROUPS: tuple[Group, ...] = (
                 },
             ),
             Topic(
+                "matrices",
+                {
+                    "MatrixOptimizer": "Base of optimizers that need whole matrices, which one rank each updates. See "
+                    "[whole matrices](../docs/optimizers.md#whole-matrices)."
+                },
+            ),
+            Topic(
                 "step_in_backward",
                 {
                     "step_in_backward": "Lets an optimizer step inside backward, so that few gradients are alive at a "

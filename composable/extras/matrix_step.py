@@ -1,0 +1,343 @@
+"""Optimizer steps on whole matrices, of which ranks hold pieces.
+
+A matrix that lies whole on a rank is stepped there, without communication. Of one that is cut, the *owner* (see
+``choose_owners``) gets the pieces of others, computes with the whole, and sends each its piece of the result. Nothing
+is gathered that no function reads, and no matrix reaches a rank that does not own it.
+
+Source: Muon with an owner for each matrix, arXiv 2502.16982; distributed Shampoo, arXiv 2309.06497.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from composable.comm import Ranks
+from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, memory_of, note_written, ragged_spec
+from composable.errors import ConfigError
+from composable.ground.names import described
+from composable.ground.torch_private import muon_learning_rate, muon_orthogonalised
+from composable.optim import LocalStep, State, check_parameters, cut_state, local_grad, state_like
+from composable.planning import choose_owners, work_of
+
+
+class Owners:
+    """The owner of each of some sharded parameters, and the way of pieces to them and back.
+
+    Collective methods: all ranks of the shard groups, with the same parameters.
+
+    Attributes:
+        ranks: For each parameter, its owner within its shard group.
+    """
+
+    def __init__(self, params: Sequence[RaggedDTensor]) -> None:
+        self._layouts = [param._spec.layout for param in params]
+        self.ranks = [0] * len(params)
+        members: dict[Ranks, list[int]] = {}
+        for index, layout in enumerate(self._layouts):
+            members.setdefault(layout.ranks, []).append(index)
+        self._groups = sorted(members.items(), key=lambda item: item[0].order)
+        for _, indices in self._groups:
+            layouts = [self._layouts[index] for index in indices]
+            works = [work_of(layout.shape) for layout in layouts]
+            for index, owner in zip(indices, choose_owners([layout.bounds for layout in layouts], works), strict=True):
+                self.ranks[index] = owner
+        # The cut ones alone travel.
+        self._cut = [
+            (ranks, [index for index in indices if not _is_whole(self._layouts[index], self.ranks[index])])
+            for ranks, indices in self._groups
+        ]
+
+    def fits(self, params: Sequence[RaggedDTensor]) -> bool:
+        """Say whether these are the owners of ``params``."""
+        return [id(param._spec.layout) for param in params] == [id(layout) for layout in self._layouts]
+
+    def is_own(self, index: int) -> bool:
+        """Say whether this rank owns a parameter."""
+        return self.ranks[index] == self._layouts[index].rank
+
+    def collect(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+        """Return whole tensors [shape] for each parameter that this rank owns, by its index.
+
+        They are views of the parts where this rank holds all. ``parts`` are this rank's pieces of some tensors that are
+        cut as the parameter is. Collective.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        for index, layout in enumerate(self._layouts):
+            if self.is_own(index):
+                if _is_whole(layout, layout.rank):
+                    found[index] = [layout.unflat(part.reshape(-1)) for part in parts[index]]
+                    continue
+                found[index] = [layout.empty_block(part.dtype, part.device) for part in parts[index]]
+                for whole, part in zip(found[index], parts[index], strict=True):
+                    layout.flat(whole)[layout.lo : layout.hi].copy_(part.reshape(-1))
+        self._exchange(
+            lambda index, _: [part.reshape(-1) for part in parts[index]],
+            lambda index, rank: self._pieces(found[index], index, rank),
+            to_owners=True,
+        )
+        return found
+
+    def spread(self, wholes: Mapping[int, torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Write each rank's piece of whole tensors [shape], which owners have, to its target [piece] of that dtype.
+
+        Collective. Nothing is written where the owner's tensor is a view of its target.
+        """
+        for index, whole in wholes.items():
+            piece = self._pieces([whole], index, self._layouts[index].rank)[0]
+            if piece.data_ptr() != targets[index].data_ptr():
+                targets[index].view(-1).copy_(piece)
+        self._exchange(
+            lambda index, rank: self._pieces([wholes[index]], index, rank),
+            lambda index, _: [targets[index].view(-1)],
+            to_owners=False,
+        )
+
+    def _pieces(self, wholes: Sequence[torch.Tensor], index: int, rank: int) -> list[torch.Tensor]:
+        layout = self._layouts[index]
+        lo, hi = layout.bounds[rank : rank + 2]
+        return [layout.flat(whole)[lo:hi] for whole in wholes]
+
+    def _exchange(
+        self,
+        sent: Callable[[int, int], list[torch.Tensor]],
+        received: Callable[[int, int], list[torch.Tensor]],
+        *,
+        to_owners: bool,
+    ) -> None:
+        """Send what ``sent(index, peer)`` gives, and fill what ``received(index, peer)`` gives, of each cut matrix."""
+        for ranks, cut in self._cut:
+            if not cut:
+                continue
+            exchange = PieceExchange(ranks)
+            own = [index for index in cut if self.ranks[index] == ranks.rank]
+            for peer in range(ranks.size):
+                if peer == ranks.rank:
+                    continue
+                theirs = [index for index in cut if self.ranks[index] == peer]
+                leaving, coming = (theirs, own) if to_owners else (own, theirs)
+                exchange.send([piece for index in leaving for piece in sent(index, peer)], [peer])
+                targets = [piece for index in coming for piece in received(index, peer)]
+                exchange.receive(targets, [target.dtype for target in targets], peer)
+            exchange.run()
+
+
+def _is_whole(layout: RaggedLayout, rank: int) -> bool:
+    return layout.bounds[rank + 1] - layout.bounds[rank] == layout.bounds[-1]
+
+
+def check_matrices(params: Sequence[torch.Tensor]) -> None:
+    """Raise ``ConfigError`` for a parameter of which no rank of its shard group can hold all."""
+    for param in params:
+        if type(param) is RaggedDTensor and param._spec.layout.splits:
+            raise ConfigError(
+                "tensor parallelism has split a parameter: no rank that shares its shards can hold all of it",
+                at=f"parameter {str(param._spec.layout.label)!r}",
+                fix="give it to another optimizer; torch's Muon that is not accelerated gathers it",
+            )
+
+
+class _Step(NamedTuple):
+    """A sharded parameter in a step, with this rank's piece of it and of its gradient, both [local_shape]."""
+
+    param: RaggedDTensor
+    local: torch.Tensor
+    grad: torch.Tensor
+    group: dict[str, Any]
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> list[_Step]:
+    return [
+        _Step(param, memory_of(param._local_tensor), grad, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if type(param) is RaggedDTensor and (grad := local_grad(param)) is not None
+    ]
+
+
+class _Rest:
+    """What a step of torch's own code sees: the parameters that are not sharded, with their state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state: Any = optimizer.state
+        self._groups = optimizer.param_groups
+
+    def params_of(self, group: int) -> list[list[Any]]:
+        return [[param for param in self._groups[group]["params"] if type(param) is not RaggedDTensor]]
+
+    def take_back(self) -> None: ...
+
+    def end(self, state: State) -> None: ...
+
+
+class MuonStep(LocalStep):
+    """The steps of ``torch.optim.Muon``: momentum on the pieces, what it orthogonalises and the result in bfloat16.
+
+    Momentum is cut as the parameter is, so state dicts are those of any optimizer.
+    """
+
+    _owners: Owners | None = None
+
+    def forget(self) -> None:
+        """Do nothing: the state is looked up in each step."""
+
+    def _lend(self, optimizer: torch.optim.Optimizer) -> Any:
+        steps = _steps_of(optimizer)
+        owners = self._owners
+        if owners is None or not owners.fits([step.param for step in steps]):
+            check_parameters(optimizer)
+            check_matrices([step.param for step in steps])
+            owners = self._owners = Owners([step.param for step in steps])
+        wholes = owners.collect([[_averaged(step, optimizer.state[step.param])] for step in steps])
+        targets = [torch.empty_like(step.local, dtype=torch.bfloat16) for step in steps]
+        found = {}
+        for index, (whole,) in wholes.items():
+            group = steps[index].group
+            options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            found[index] = muon_orthogonalised(whole, *options) if whole.numel() else whole
+        owners.spread(found, targets)
+        for step, target in zip(steps, targets, strict=True):
+            lr: Any = step.group["lr"]
+            lr = lr.squeeze() if isinstance(lr, torch.Tensor) else lr
+            step.local.mul_(1 - lr * step.group["weight_decay"])
+            step.local.add_(target, alpha=-muon_learning_rate(lr, step.group["adjust_lr_fn"], step.param.shape))
+        note_written([step.local for step in steps])
+        return _Rest(optimizer)
+
+
+def _averaged(step: _Step, entry: dict[Any, Any]) -> torch.Tensor:
+    """Bring the momentum of a piece up to date, and return what Muon orthogonalises, in bfloat16 as it does."""
+    if "momentum_buffer" not in entry:
+        entry["momentum_buffer"] = state_like(step.param, torch.zeros_like(step.grad))
+    cut_state(entry, step.param)
+    average, momentum = memory_of(entry["momentum_buffer"]._local_tensor), step.group["momentum"]
+    average.lerp_(step.grad, 1 - momentum)
+    update = step.grad.lerp(average, momentum) if step.group["nesterov"] else average
+    # A copy also where momentum is in bfloat16: torch's orthogonalisation writes to what it gets.
+    return update.to(torch.bfloat16, copy=True)
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """The base of optimizers of whole matrices, such as Shampoo or SOAP, on plain and sharded parameters.
+
+    A subclass has two methods, which see plain tensors of the full shape. With sharded parameters, a matrix that lies
+    whole on one rank is updated there; of others, one of the ranks that hold most gets the rest of the matrix and of
+    its gradient, and sends back what became of the matrix. State rests where the matrix is updated: other ranks have
+    none of its elements. It is saved and loaded as other state, at any number of ranks. Results are those of one
+    process to the bit, if the gradients are. ::
+
+        class Normed(MatrixOptimizer):
+            def init_state(self, matrix, group):
+                return {"average": torch.zeros_like(matrix)}
+
+            def update(self, matrix, grad, state, group):
+                state["average"].lerp_(grad, 0.1)
+                matrix.sub_(group["lr"] * state["average"] / torch.linalg.matrix_norm(state["average"], 2))
+
+        optimizer = Normed([p for p in model.parameters() if p.ndim == 2], {"lr": 0.02})
+
+    ``step`` is collective: all ranks of the shard groups, with gradients of the same parameters.
+
+    Args:
+        params: Parameters or param groups, as for every torch optimizer. Build it after the annotation.
+        defaults: The options of groups that have no others, as torch's base class takes them.
+
+    Raises:
+        ConfigError: Tensor parallelism has split a parameter.
+    """
+
+    _owners: Owners | None = None
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            check_matrices(group["params"])
+
+    def init_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return new state of a parameter: tensors, of any shapes that follow from the shape of ``matrix``.
+
+        Args:
+            matrix: The values; ranks that do not own them get a tensor on the meta device, to know the shapes.
+            group: The param group, with its options.
+        """
+        return {}
+
+    def update(
+        self, matrix: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        """Update a matrix [shape] and its state in place, on the rank that owns it; may not communicate.
+
+        Args:
+            matrix: The values.
+            grad: The gradient [shape].
+            state: The tensors that ``init_state`` has made.
+            group: The param group, with its options.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient; return what ``closure``, if given, returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if type(param) is not RaggedDTensor and param.grad is not None:
+                    if not self.state[param]:
+                        self.state[param] = self._new_state(param.detach(), group)
+                    self.update(param.detach(), param.grad, self.state[param], group)
+        if steps := _steps_of(self):
+            self._step_sharded(steps)
+        return loss
+
+    def _new_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        made = self.init_state(matrix, group)
+        values: list[object] = [*made.values()] if isinstance(made, dict) else [made]
+        wrong = [value for value in values if type(value) is not torch.Tensor]
+        if wrong:
+            raise ConfigError(
+                f"init_state of {type(self).__name__} returned {described(wrong[0])}",
+                fix="return a dict of plain tensors; for a number torch.zeros(())",
+            )
+        return made
+
+    def _step_sharded(self, steps: list[_Step]) -> None:
+        owners = self._owners
+        if owners is None or not owners.fits([step.param for step in steps]):
+            check_matrices([step.param for step in steps])
+            owners = self._owners = Owners([step.param for step in steps])
+        wholes = owners.collect([[step.local, step.grad] for step in steps])
+        for index, step in enumerate(steps):
+            matrix, grad = wholes.get(index, (None, None))
+            entry = self._settled(step, matrix, owners.ranks[index])
+            if matrix is not None and grad is not None:
+                state = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
+                views = dict(state)
+                self.update(matrix, grad, state, step.group)
+                for key, view in views.items():
+                    if state[key] is not view:
+                        view.copy_(state[key])
+        updated = {index: matrix for index, (matrix, _) in wholes.items()}
+        owners.spread(updated, [step.local for step in steps])
+        note_written([step.local for step in steps])
+
+    def _settled(self, step: _Step, matrix: torch.Tensor | None, owner: int) -> dict[str, Any]:
+        """Return the state of a parameter with all elements at its owner; moved there if it was loaded elsewhere."""
+        param, layout = step.param, step.param._spec.layout
+        entry: dict[str, Any] = self.state[param]
+        made: dict[str, Any] = entry
+        if not entry:
+            shown = torch.empty(param.shape, dtype=param.dtype, device="meta") if matrix is None else matrix
+            made = self._new_state(shown, step.group)
+        for key, value in made.items():
+            before, after = (0,) * (owner + 1), (value.numel(),) * (layout.ranks.size - owner)
+            if type(value) is RaggedDTensor and value._spec.layout.bounds == before + after:
+                continue
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            spec = ragged_spec(layout.mesh, value.shape, value.dtype, before + after, mesh_dim=layout.mesh_dim)
+            local = torch.empty(spec.layout.local_shape, dtype=value.dtype, device=param.device)
+            entry[key] = RaggedDTensor.wrap(local if matrix is None else local.copy_(whole.view(local.shape)), spec)
+        return entry
