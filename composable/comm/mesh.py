@@ -259,7 +259,8 @@ def _of_mesh(
                 f"a hybrid strategy on a mesh of one dim {tuple(shard_mesh.shape)}",
                 "pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
             )
-        _check_order(shard_mesh, 0)
+        if mesh is not None:
+            _check_order(shard_mesh, 0)
         return shard_mesh, Grid.of(shard_mesh)
     chosen = _as_dims(mesh, dims)
     shard, replicate, names = _names_of(chosen.shard), _names_of(chosen.replicate), mesh.mesh_dim_names or ()
