@@ -240,11 +240,6 @@ class RaggedLayout:
         return in_order_of_dims(flat.view([self.block_shape[dim] for dim in order]), self.order)
 
 
-# What torch finds out for each spec by looking at all placements, through the check of a metaclass.
-_IN_STRIDES = "use_strided_shard_as_shard_order"
-_WITHOUT_STRIDED_SHARDS: dict[str, Any] = {_IN_STRIDES: False} if _IN_STRIDES in DTensorSpec.__annotations__ else {}
-
-
 class RaggedSpec(DTensorSpec):
     """A ``DTensorSpec`` with one ``RaggedShard`` placement, and values precomputed for the hot path.
 
@@ -259,8 +254,7 @@ class RaggedSpec(DTensorSpec):
 
     def __init__(self, layout: RaggedLayout, dtype: torch.dtype) -> None:
         strides = strides_of(layout.shape, layout.order)
-        meta = TensorMeta(layout.shape, strides, dtype)
-        super().__init__(layout.mesh, layout.placements, tensor_meta=meta, **_WITHOUT_STRIDED_SHARDS)
+        super().__init__(layout.mesh, layout.placements, tensor_meta=TensorMeta(layout.shape, strides, dtype))
         self.layout = layout
         self.dtype = dtype
         self.is_idle = layout.lo == layout.hi and dtype.is_floating_point
