@@ -287,6 +287,7 @@ ELSEWHERE = {
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "Storage", "UnshardHandle"),
+    "MatrixOptimizer",  # tests/optim/test_matrix_step.py
     "SaveNotice",  # tests/test_signals.py
     *("contract", "get_registry", "strict_mode", "OffloadPolicy"),
     # Called by the library, with what it has.

@@ -8,6 +8,7 @@ Source: Muon with an owner for each matrix, arXiv 2502.16982; distributed Shampo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, memor
 from composable.errors import ConfigError
 from composable.ground.names import described
 from composable.ground.torch_private import muon_learning_rate, muon_orthogonalised
-from composable.optim import LocalStep, State, check_parameters, cut_state, local_grad, state_like
-from composable.planning import choose_owners, work_of
+from composable.optim import LocalStep, check_parameters, cut_state, local_grad, state_like
+from composable.planning import choose_owners
 
 
 class Owners:
@@ -31,31 +32,29 @@ class Owners:
         ranks: For each parameter, its owner within its shard group.
     """
 
-    def __init__(self, params: Sequence[RaggedDTensor]) -> None:
-        self._layouts = [param._spec.layout for param in params]
-        self.ranks = [0] * len(params)
+    def __init__(self, layouts: Sequence[RaggedLayout]) -> None:
+        self._layouts = layouts
+        self.ranks = [0] * len(layouts)
         members: dict[Ranks, list[int]] = {}
-        for index, layout in enumerate(self._layouts):
+        for index, layout in enumerate(layouts):
             members.setdefault(layout.ranks, []).append(index)
-        self._groups = sorted(members.items(), key=lambda item: item[0].order)
-        for _, indices in self._groups:
-            layouts = [self._layouts[index] for index in indices]
-            works = [work_of(layout.shape) for layout in layouts]
-            for index, owner in zip(indices, choose_owners([layout.bounds for layout in layouts], works), strict=True):
-                self.ranks[index] = owner
         # The cut ones alone travel.
-        self._cut = [
-            (ranks, [index for index in indices if not _is_whole(self._layouts[index], self.ranks[index])])
-            for ranks, indices in self._groups
-        ]
+        self._cut: list[tuple[Ranks, list[int]]] = []
+        for ranks, indices in sorted(members.items(), key=lambda item: item[0].order):
+            cuts, shapes = [layouts[one].bounds for one in indices], [layouts[one].shape for one in indices]
+            for index, owner in zip(indices, choose_owners(cuts, shapes), strict=True):
+                self.ranks[index] = owner
+            self._cut.append((ranks, [one for one in indices if not _is_whole(layouts[one], self.ranks[one])]))
 
-    def fits(self, params: Sequence[RaggedDTensor]) -> bool:
-        """Say whether these are the owners of ``params``."""
-        return [id(param._spec.layout) for param in params] == [id(layout) for layout in self._layouts]
-
-    def is_own(self, index: int) -> bool:
-        """Say whether this rank owns a parameter."""
-        return self.ranks[index] == self._layouts[index].rank
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, steps: "Sequence[_Step]", known: "Owners | None") -> "Owners":
+        """Return the owners for a step; ``known``, those of an earlier step, if they are the same."""
+        layouts = [step.param._spec.layout for step in steps]
+        if known is not None and list(map(id, layouts)) == list(map(id, known._layouts)):
+            return known
+        check_parameters(optimizer)
+        check_matrices([step.param for step in steps])
+        return Owners(layouts)
 
     def collect(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
         """Return whole tensors [shape] for each parameter that this rank owns, by its index.
@@ -65,10 +64,11 @@ class Owners:
         """
         found: dict[int, list[torch.Tensor]] = {}
         for index, layout in enumerate(self._layouts):
-            if self.is_own(index):
-                if _is_whole(layout, layout.rank):
-                    found[index] = [layout.unflat(part.reshape(-1)) for part in parts[index]]
-                    continue
+            if self.ranks[index] != layout.rank:
+                continue
+            if _is_whole(layout, layout.rank):
+                found[index] = [layout.unflat(part.reshape(-1)) for part in parts[index]]
+            else:
                 found[index] = [layout.empty_block(part.dtype, part.device) for part in parts[index]]
                 for whole, part in zip(found[index], parts[index], strict=True):
                     layout.flat(whole)[layout.lo : layout.hi].copy_(part.reshape(-1))
@@ -156,21 +156,6 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> list[_Step]:
     ]
 
 
-class _Rest:
-    """What a step of torch's own code sees: the parameters that are not sharded, with their state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.state: Any = optimizer.state
-        self._groups = optimizer.param_groups
-
-    def params_of(self, group: int) -> list[list[Any]]:
-        return [[param for param in self._groups[group]["params"] if type(param) is not RaggedDTensor]]
-
-    def take_back(self) -> None: ...
-
-    def end(self, state: State) -> None: ...
-
-
 class MuonStep(LocalStep):
     """The steps of ``torch.optim.Muon``: momentum on the pieces, what it orthogonalises and the result in bfloat16.
 
@@ -180,15 +165,12 @@ class MuonStep(LocalStep):
     _owners: Owners | None = None
 
     def forget(self) -> None:
-        """Do nothing: the state is looked up in each step."""
+        """Forget a step that an exception has cut short; the state is looked up in each step."""
+        self.end()
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> Any:
         steps = _steps_of(optimizer)
-        owners = self._owners
-        if owners is None or not owners.fits([step.param for step in steps]):
-            check_parameters(optimizer)
-            check_matrices([step.param for step in steps])
-            owners = self._owners = Owners([step.param for step in steps])
+        owners = self._owners = Owners.of(optimizer, steps, self._owners)
         wholes = owners.collect([[_averaged(step, optimizer.state[step.param])] for step in steps])
         targets = [torch.empty_like(step.local, dtype=torch.bfloat16) for step in steps]
         found = {}
@@ -203,7 +185,12 @@ class MuonStep(LocalStep):
             step.local.mul_(1 - lr * step.group["weight_decay"])
             step.local.add_(target, alpha=-muon_learning_rate(lr, step.group["adjust_lr_fn"], step.param.shape))
         note_written([step.local for step in steps])
-        return _Rest(optimizer)
+        rest = [
+            [[param for param in group["params"] if type(param) is not RaggedDTensor]]
+            for group in optimizer.param_groups
+        ]
+        # What torch's own code steps: the parameters that are not sharded, with their state.
+        return SimpleNamespace(state=optimizer.state, params_of=rest.__getitem__, end=lambda state: None)
 
 
 def _averaged(step: _Step, entry: dict[Any, Any]) -> torch.Tensor:
@@ -223,19 +210,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     A subclass has two methods, which see plain tensors of the full shape. With sharded parameters, a matrix that lies
     whole on one rank is updated there; of others, one of the ranks that hold most gets the rest of the matrix and of
-    its gradient, and sends back what became of the matrix. State rests where the matrix is updated: other ranks have
-    none of its elements. It is saved and loaded as other state, at any number of ranks. Results are those of one
-    process to the bit, if the gradients are. ::
-
-        class Normed(MatrixOptimizer):
-            def init_state(self, matrix, group):
-                return {"average": torch.zeros_like(matrix)}
-
-            def update(self, matrix, grad, state, group):
-                state["average"].lerp_(grad, 0.1)
-                matrix.sub_(group["lr"] * state["average"] / torch.linalg.matrix_norm(state["average"], 2))
-
-        optimizer = Normed([p for p in model.parameters() if p.ndim == 2], {"lr": 0.02})
+    its gradient, and sends back what became of the matrix. State rests at that rank too, and is saved and loaded at
+    any number of ranks. Results are those of one process to the bit, if the gradients are.
 
     ``step`` is collective: all ranks of the shard groups, with gradients of the same parameters.
 
@@ -257,22 +233,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def init_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return new state of a parameter: tensors, of any shapes that follow from the shape of ``matrix``.
 
-        Args:
-            matrix: The values; ranks that do not own them get a tensor on the meta device, to know the shapes.
-            group: The param group, with its options.
+        ``matrix`` has the values, and on ranks that do not own them the meta device; ``group`` has the options.
         """
         return {}
 
     def update(
         self, matrix: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
     ) -> None:
-        """Update a matrix [shape] and its state in place, on the rank that owns it; may not communicate.
+        """Update a matrix [shape] and its state in place, by its gradient [shape], on the rank that owns it.
 
-        Args:
-            matrix: The values.
-            grad: The gradient [shape].
-            state: The tensors that ``init_state`` has made.
-            group: The param group, with its options.
+        ``state`` has the tensors that ``init_state`` has made, and ``group`` the options. It may not communicate.
         """
         raise NotImplementedError
 
@@ -305,10 +275,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return made
 
     def _step_sharded(self, steps: list[_Step]) -> None:
-        owners = self._owners
-        if owners is None or not owners.fits([step.param for step in steps]):
-            check_matrices([step.param for step in steps])
-            owners = self._owners = Owners([step.param for step in steps])
+        owners = self._owners = Owners.of(self, steps, self._owners)
         wholes = owners.collect([[step.local, step.grad] for step in steps])
         for index, step in enumerate(steps):
             matrix, grad = wholes.get(index, (None, None))

@@ -11,7 +11,6 @@ from composable.planning.layout import (
     local_shape,
     part_of_dim,
     strides_of,
-    work_of,
 )
 from composable.planning.options import (
     NO_CASTS,

@@ -481,19 +481,20 @@ def largest_part(start: int, numel: int, shard_numel: int) -> int:
     return max(head, min(numel - head, shard_numel))
 
 
-def choose_owners(cuts: Sequence[Sequence[int]], works: Sequence[int]) -> list[int]:
+def choose_owners(cuts: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -> list[int]:
     """Return for each matrix the rank that computes with the whole of it; the same on all ranks.
 
     That is the rank that holds most of it, or, among ranks that hold nearly as much, the one with the least work so
-    far. Whole matrices come first, then those with most work.
+    far: multiplications of a matrix with its transpose. Whole matrices come first, then those with most work.
 
     Args:
         cuts: The bounds of each matrix, see ``RaggedShard``, over the same ranks.
-        works: What each costs, in any unit.
+        shapes: Their shapes, of one or more dims.
     """
     owners = [0] * len(cuts)
     loads = [0] * (len(cuts[0]) - 1 if cuts else 0)
     sizes = [[stop - start for start, stop in pairwise(bounds)] for bounds in cuts]
+    works = [shape.numel() * min(shape[0], shape.numel() // max(shape[0], 1)) for shape in shapes]
     for index in sorted(range(len(cuts)), key=lambda index: (max(sizes[index]) < cuts[index][-1], -works[index])):
         enough = _OWNER_SHARE * max(sizes[index])
         held = [(loads[rank], -size, rank) for rank, size in enumerate(sizes[index]) if size >= enough]
@@ -502,10 +503,16 @@ def choose_owners(cuts: Sequence[Sequence[int]], works: Sequence[int]) -> list[i
     return owners
 
 
-def work_of(shape: torch.Size) -> int:
-    """Return the multiplications in a product of a matrix with its transpose, the smaller one."""
-    numel = shape.numel()
-    return numel * min(shape[0], numel // max(shape[0], 1))
+# Less is better: does anything travel; what it costs; how many pieces are cut where they should not be; are starts not
+# aligned. What travels is sent twice, to an owner and back, and padding three times, in two gathers and a reduction.
+_Score: TypeAlias = tuple[bool, int, int, bool]
+
+
+def _score(pieces: Sequence[_Piece], placed: _Placement, order: Sequence[int], padding: int) -> _Score:
+    numels = [(pieces[index].numel, start) for index, start in zip(order, placed.starts) if pieces[index].is_matrix]
+    outside = sum(numel - largest_part(start, numel, placed.shard_numel) for numel, start in numels)
+    is_unaligned = any(start % _START_ALIGN for start in (placed.shard_numel, *placed.starts))
+    return outside > 0, 2 * outside + 3 * padding, -placed.aligned_count, is_unaligned
 
 
 @lru_cache(maxsize=64)
@@ -516,87 +523,53 @@ def _best_order(pieces: tuple[_Piece, ...], world_size: int) -> tuple[_Placement
     far, along moves of one piece and swaps of two that leave less outside.
     """
     total = sum(piece.numel for piece in pieces)
-    given = tuple(range(len(pieces)))
-    best, best_order = _best_placement(pieces, world_size), given
-    best_score = _score(pieces, best, given, total, world_size)
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for index in sorted(given, key=lambda index: -pieces[index].numel):
+    for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].numel):
         rank = loads.index(min(loads))
         ranks[rank].append(index)
         loads[rank] += pieces[index].numel
+    orders = tuple(range(len(pieces))), tuple(index for rank in ranks for index in rank)
     least = -(-total // world_size)
     limit = max(least, (total + total // _PADDING_SHARE) // world_size)
-    starts = [
-        (order, start_align, shard_numel)
-        for start_align in (_START_ALIGN, 1)
-        for shard_numel in sorted({_round_up(least, start_align), _round_up(max(loads), start_align), limit})
-        for order in (given, tuple(index for rank in ranks for index in rank))
-        if shard_numel <= limit
-    ]
+    sizes = {least, _round_up(least, _START_ALIGN), _round_up(max(loads), _START_ALIGN), limit}
+    best = _best_placement(pieces, world_size)
+    found = [(_score(pieces, best, orders[0], world_size * best.shard_numel - total), best, orders[0])]
     for max_tried in (0, _MAX_TRIED):
-        for order, start_align, shard_numel in starts:
-            # Once nothing travels, there is nothing to climb for.
-            if max_tried == 0 or (best_score[0] and start_align > 1):
-                found, placed, score = _climb(pieces, order, shard_numel, total, world_size, start_align, max_tried)
-                if placed is not None and score < best_score:
-                    best, best_order, best_score = placed, found, score
+        # Once nothing travels, there is nothing to climb for.
+        if min(found)[0][0] or not max_tried:
+            for shard_numel in sorted(size for size in sizes if size <= limit):
+                for order in orders:
+                    found += _climb(pieces, order, shard_numel, world_size * shard_numel - total, max_tried)
+    _, best, best_order = min(found)
     return best, best_order
 
 
-# Less is better: does anything travel; what it costs; how many other pieces are cut where they should not be; are
-# starts not aligned. What travels is sent twice, to an owner and back, and padding three times, in two gathers and a
-# reduction.
-_Score: TypeAlias = tuple[bool, int, int, bool]
-_WORST: _Score = (True, 2**100, 0, True)
-
-
-def _score(pieces: Sequence[_Piece], placed: _Placement, order: Sequence[int], total: int, world_size: int) -> _Score:
-    shard_numel = placed.shard_numel
-    outside = 0
-    for index, start in zip(order, placed.starts):
-        numel, _, _, is_matrix = pieces[index]
-        if is_matrix and numel:
-            outside += numel - largest_part(start, numel, shard_numel)
-    is_unaligned = any(start % _START_ALIGN for start in (shard_numel, *placed.starts))
-    cost = 2 * outside + 3 * (world_size * shard_numel - total)
-    return outside > 0, cost, -placed.aligned_count, is_unaligned
-
-
 def _climb(
-    pieces: Sequence[_Piece],
-    order: tuple[int, ...],
-    shard_numel: int,
-    total: int,
-    world_size: int,
-    start_align: int,
-    max_tried: int,
-) -> tuple[tuple[int, ...], _Placement | None, _Score]:
-    """Return the best order that moves and swaps of pieces lead to, with its placement in shards of ``shard_numel``."""
+    pieces: Sequence[_Piece], order: tuple[int, ...], shard_numel: int, padding: int, max_tried: int
+) -> list[tuple[_Score, _Placement, tuple[int, ...]]]:
+    """Return the best order that moves and swaps of pieces lead to, with its placement; empty if there is none."""
 
-    def judged(order: Sequence[int]) -> tuple[_Placement | None, _Score]:
-        slack = world_size * shard_numel - total
-        placed = _place([pieces[index] for index in order], shard_numel, slack, start_align=start_align)
-        return placed, _WORST if placed is None else _score(pieces, placed, order, total, world_size)
+    def judged(order: tuple[int, ...]) -> list[tuple[_Score, _Placement, tuple[int, ...]]]:
+        placed = _place([pieces[index] for index in order], shard_numel, padding, start_align=_START_ALIGN)
+        return [] if placed is None else [(_score(pieces, placed, order, padding), placed, order)]
 
-    best, best_score = judged(order)
-    tried = 0
-    is_better = True
-    while is_better and best_score[0] and tried < max_tried:
+    best, tried, is_better = judged(order), 0, True
+    while best and is_better and best[0][0][0] and tried < max_tried:
         is_better = False
         for one, other in permutations(range(len(order)), 2):
-            if pieces[order[one]].numel == pieces[order[other]].numel:
+            changed = [*best[0][2]]
+            if pieces[changed[one]].numel == pieces[changed[other]].numel:
                 continue
-            changed = [*order]
             if one < other:
                 changed[one], changed[other] = changed[other], changed[one]
             else:
                 changed.insert(other, changed.pop(one))
-            placed, score = judged(changed)
+            found = judged(tuple(changed))
             tried += len(order)
-            is_better = score < best_score
+            is_better = bool(found) and found[0][0] < best[0][0]
             if is_better:
-                order, best, best_score = tuple(changed), placed, score
+                best = found
             if is_better or tried >= max_tried:
                 break
-    return order, best, best_score
+    return best

@@ -343,10 +343,6 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
     return chosen
 
 
-# The values of ``align`` that make sense for all parameters.
-ALIGN_NAMES = ("row", "element", "tensor", "matrix")
-
-
 @dataclass(frozen=True)
 class ShardOptions:
     """The options of a plan, beside the module: the arguments of ``plan``, checked alone and together.
@@ -386,16 +382,11 @@ class ShardOptions:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of ranks that {what}")
         for name, fix in (
-            (
-                "align",
-                "pass 'row', 'element', 'tensor', 'matrix', a dict of FQNs, or a function of an FQN and a parameter",
-            ),
+            ("align", "pass 'matrix', a dict of FQNs, or a function of an FQN and a parameter"),
             ("shard_placement_fn", "pass a function of a parameter that returns a Shard or None"),
         ):
             value = getattr(self, name)
-            is_value = value is None or (
-                name == "align" and (isinstance(value, Mapping) or (isinstance(value, str) and value in ALIGN_NAMES))
-            )
+            is_value = value is None or (name == "align" and isinstance(value, Mapping | str))
             # Modules and classes can be called too, but here they are a mistake.
             if not is_value and (not callable(value) or isinstance(value, type | nn.Module)):
                 raise ConfigError(f"{name} is {described(value)}", fix=fix)

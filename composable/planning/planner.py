@@ -26,7 +26,6 @@ from composable.ground.names import (
 )
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (
-    ALIGN_NAMES,
     NO_CASTS,
     NO_OFFLOAD,
     AlignLike,
@@ -275,8 +274,8 @@ def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[Found
     if not isinstance(align, Mapping):
         if align is None:
             return {}
-        if not callable(align):
-            return {found: _checked_align("all", align) for found in params if found.kind != "gathered"}
+        if isinstance(align, str):
+            return {found: _checked_align(found.fqns[0], align) for found in params if found.kind != "gathered"}
         answers = {found: _ask(align, "align", found, found.fqns[0], found.param) for found in params}
         return {found: _checked_align(found.fqns[0], wish) for found, wish in answers.items() if wish is not None}
     # FQNs in plans leave out the parts that wrappers add; users may write them.
@@ -302,7 +301,7 @@ def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[Found
 
 
 def _checked_align(fqn: str, align: Any) -> Align:
-    is_name = isinstance(align, str) and align in ALIGN_NAMES
+    is_name = isinstance(align, str) and align in ("row", "element", "tensor", "matrix")
     if not is_name and (not isinstance(align, int) or isinstance(align, bool) or align < 1):
         raise ConfigError(
             f"align of {fqn!r} is {align!r:.80}",

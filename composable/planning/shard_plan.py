@@ -30,7 +30,7 @@ from composable.planning.estimate import (
     Traffic,
     peak_of_step,
 )
-from composable.planning.layout import FlatLayout, Promise, Span, choose_owners, work_of
+from composable.planning.layout import FlatLayout, Promise, choose_owners
 from composable.planning.options import NO_CASTS, NO_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy
 from composable.planning.subclasses import Subclass
 
@@ -129,23 +129,19 @@ class MatrixOwners:
     @staticmethod
     def of(handles: Sequence["HandlePlan"], world_size: int) -> "MatrixOwners":
         """Choose the owners for the matrices of some handles, the same on all ranks."""
-        found: list[tuple[Span, tuple[int, ...]]] = [
+        found = [
             (span, buffer.layout.bounds(span))
             for handle in handles
             for buffer in handle.buffers
             for span in buffer.layout.spans
             if buffer.requires_grad and len(span.shape) > 1
         ]
-        owners = choose_owners([bounds for _, bounds in found], [work_of(span.shape) for span, _ in found])
-        held = [bounds[owner + 1] - bounds[owner] for (_, bounds), owner in zip(found, owners, strict=True)]
-        sent = [span.numel - own for (span, _), own in zip(found, held, strict=True)]
-        return MatrixOwners(
-            {span.fqn: owner for (span, _), owner in zip(found, owners, strict=True)},
-            sum(span.numel for span, _ in found),
-            sum(span.numel for (span, _), elsewhere in zip(found, sent, strict=True) if elsewhere),
-            sum(sent),
-            world_size - len(set(owners)),
-        )
+        owners = choose_owners([bounds for _, bounds in found], [span.shape for span, _ in found])
+        sent = [span.numel - b[rank + 1] + b[rank] for (span, b), rank in zip(found, owners, strict=True)]
+        numels = [span.numel for span, _ in found]
+        cut = sum(numel for numel, elsewhere in zip(numels, sent, strict=True) if elsewhere)
+        ranks = {span.fqn: rank for (span, _), rank in zip(found, owners, strict=True)}
+        return MatrixOwners(ranks, sum(numels), cut, sum(sent), world_size - len(set(owners)))
 
     def __str__(self) -> str:
         """Return the text that a plan prints."""
@@ -212,6 +208,11 @@ class HandlePlan:
         """Bytes of the secondary shards between forward and backward."""
         return self.buffer_bytes // self.secondary_ranks if self.secondary_ranks else 0
 
+    @property
+    def is_ordered(self) -> bool:
+        """A layout chose the order of its parameters, so that matrices lie whole."""
+        return any(buffer.layout.is_ordered for buffer in self.buffers)
+
     def is_resharded_after_forward(self, *, is_root: bool) -> bool:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
         return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
@@ -233,7 +234,7 @@ class HandlePlan:
             clauses.append("kept for backward")
         if self.unused_gradients == "zero":
             clauses.append("unused gradients are zero")
-        if any(buffer.layout.is_ordered for buffer in self.buffers):
+        if self.is_ordered:
             clauses.append(str(MatrixOwners.of([self], self.buffers[0].layout.world_size)))
         # A clause for each kind of note, with the parameters that have it, named below the handle's module.
         prefix = f"{self.module_fqns[0]}." if len(self.module_fqns) == 1 else ""
@@ -306,14 +307,6 @@ class ShardPlan:
     def matrices(self) -> MatrixOwners:
         """Where whole matrices are stepped, if an optimizer has all matrices that require gradients."""
         return MatrixOwners.of(self.handles, self.world_size)
-
-    @property
-    def _matrix_text(self) -> str:
-        if not any(buffer.layout.is_ordered for handle in self.handles for buffer in handle.buffers):
-            return ""
-        found = self.matrices
-        idle = f"; {count_text(found.idle_ranks, 'rank')} own none" if found.idle_ranks else ""
-        return f"{len(found.ranks)}, {found}{idle}"
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -549,7 +542,9 @@ class ShardPlan:
             f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
             f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
-        empty = self.empty_share
+        empty, owned = self.empty_share, self.matrices
+        idle = f"; {count_text(owned.idle_ranks, 'rank')} own none" if owned.idle_ranks else ""
+        is_ordered = any(handle.is_ordered for handle in self.handles)
         # One line for each handle, or for a run of siblings that differ in one number only.
         lines += sibling_lines(
             ("  " * (depth + 1) + handle.name, f" ({', '.join(dict.fromkeys(handle.class_names))})", str(handle))
@@ -560,7 +555,7 @@ class ShardPlan:
             ("offloaded", str(self.offload_policy)),
             ("annotated before, left as they are", list_text(self.kept_fqns, FQNS_SHOWN, write=str)),
             ("ignored parameters", list_text(self.ignored_fqns, FQNS_SHOWN, write=str)),
-            ("whole matrices", self._matrix_text),
+            ("whole matrices", f"{len(owned.ranks)}, {owned}{idle}" if is_ordered else ""),
             ("no elements on a rank", f"{empty:.0%} of parameters, on average" if empty > 0.5 else ""),
             *(("warning", warning) for warning in self.warnings),
         ):

@@ -151,21 +151,23 @@ def test_an_order_of_parameters_leaves_matrices_whole_or_nearly(
     assert before.matrices.sent_numel / before.matrices.numel == pytest.approx(by_rows / 100, abs=1e-3)
     assert made.matrices.sent_numel / made.matrices.numel == pytest.approx(sent / 100, abs=1e-3)
     text = f"whole matrices: {7 * blocks}, " + (f"{cut}% of matrices cut" if cut else "no matrix is cut")
-    assert text in str(made) and (blocks < 4 or "own none" not in str(made))
+    assert text in str(made) and ("own none" in str(made)) == (made.matrices.idle_ranks > 0) == (
+        7 * blocks < world_size
+    )
     assert made.padding_bytes <= made.numel * 4 / 100
     assert made == plan(Llama(blocks), world_size=world_size, align=lambda fqn, param: "matrix")
 
 
-def test_a_plan_of_whole_matrices_says_what_is_cut_and_who_owns_nothing() -> None:
+def test_a_plan_of_whole_matrices_says_what_is_cut() -> None:
     assert_expected_inline(
         str(plan(TinyGPT(), policy={Block}, world_size=4, align={"blocks.0.mlp.0.weight": "matrix"})),
         """\
 TinyGPT: 3 handles over 4 ranks, transport auto
   7,744 elements; per rank 7.6 KiB at rest; largest handle 12.9 KiB unsharded; padding 64 B
   (root) (TinyGPT): 5 params, 1,184 float32, 1.2 KiB per rank; root
-    blocks.0 (Block): 12 params, 3,280 float32, 3.2 KiB per rank; policy: Block; 92% of matrices cut, 31.5% not on their owner
+    blocks.0 (Block): 12 params, 3,280 float32, 3.2 KiB per rank; policy: Block; 67% of matrices cut, 13.8% not on their owner
     blocks.1 (Block): 12 params, 3,280 float32, 3.2 KiB per rank, padding 64 B; policy: Block
-  whole matrices: 11, 82% of matrices cut, 29.8% not on their owner
+  whole matrices: 11, 72% of matrices cut, 22.4% not on their owner
   no elements on a rank: 67% of parameters, on average""",
     )
 
