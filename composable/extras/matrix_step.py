@@ -7,7 +7,7 @@ is gathered that no function reads, and no matrix reaches a rank that does not o
 Source: Muon with an owner for each matrix, arXiv 2502.16982; distributed Shampoo, arXiv 2309.06497.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,23 +47,28 @@ class Owners:
             self._cut.append((ranks, [one for one in indices if not _is_whole(layouts[one], self.ranks[one])]))
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer, steps: "Sequence[_Step]", known: "Owners | None") -> "Owners":
-        """Return the owners for a step; ``known``, those of an earlier step, if they are the same."""
-        layouts = [step.param._spec.layout for step in steps]
+    def of(optimizer: torch.optim.Optimizer, known: "Owners | None") -> "Owners":
+        """Return the owners of an optimizer's sharded parameters, also of those without a gradient: owners stay.
+
+        ``known``, the owners in an earlier step, are returned if they are the same.
+        """
+        params = _sharded(optimizer)
+        layouts = [param._spec.layout for param, _ in params]
         if known is not None and list(map(id, layouts)) == list(map(id, known._layouts)):
             return known
         check_parameters(optimizer)
-        check_matrices([step.param for step in steps])
+        check_matrices([param for param, _ in params])
         return Owners(layouts)
 
-    def collect(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        """Return whole tensors [shape] for each parameter that this rank owns, by its index.
+    def collect(self, parts: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+        """Return whole tensors [shape] for each parameter of ``parts`` that this rank owns, by its index.
 
-        They are views of the parts where this rank holds all. ``parts`` are this rank's pieces of some tensors that are
+        They are views of the parts where this rank holds all. The parts are this rank's pieces of some tensors that are
         cut as the parameter is. Collective.
         """
         found: dict[int, list[torch.Tensor]] = {}
-        for index, layout in enumerate(self._layouts):
+        for index in parts:
+            layout = self._layouts[index]
             if self.ranks[index] != layout.rank:
                 continue
             if _is_whole(layout, layout.rank):
@@ -75,11 +80,12 @@ class Owners:
         self._exchange(
             lambda index, _: [part.reshape(-1) for part in parts[index]],
             lambda index, rank: self._pieces(found[index], index, rank),
+            parts,
             to_owners=True,
         )
         return found
 
-    def spread(self, wholes: Mapping[int, torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def spread(self, wholes: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
         """Write each rank's piece of whole tensors [shape], which owners have, to its target [piece] of that dtype.
 
         Collective. Nothing is written where the owner's tensor is a view of its target.
@@ -91,6 +97,7 @@ class Owners:
         self._exchange(
             lambda index, rank: self._pieces([wholes[index]], index, rank),
             lambda index, _: [targets[index].view(-1)],
+            targets,
             to_owners=False,
         )
 
@@ -103,11 +110,13 @@ class Owners:
         self,
         sent: Callable[[int, int], list[torch.Tensor]],
         received: Callable[[int, int], list[torch.Tensor]],
+        which: Container[int],
         *,
         to_owners: bool,
     ) -> None:
-        """Send what ``sent(index, peer)`` gives, and fill what ``received(index, peer)`` gives, of each cut matrix."""
-        for ranks, cut in self._cut:
+        """Send what ``sent(index, peer)`` gives, and fill what ``received(index, peer)`` gives, of cut matrices."""
+        for ranks, indices in self._cut:
+            cut = [index for index in indices if index in which]
             if not cut:
                 continue
             exchange = PieceExchange(ranks)
@@ -147,13 +156,18 @@ class _Step(NamedTuple):
     group: dict[str, Any]
 
 
-def _steps_of(optimizer: torch.optim.Optimizer) -> list[_Step]:
-    return [
-        _Step(param, memory_of(param._local_tensor), grad, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if type(param) is RaggedDTensor and (grad := local_grad(param)) is not None
-    ]
+def _sharded(optimizer: torch.optim.Optimizer) -> list[tuple[RaggedDTensor, dict[str, Any]]]:
+    params = ((param, group) for group in optimizer.param_groups for param in group["params"])
+    return [(param, group) for param, group in params if type(param) is RaggedDTensor]
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> dict[int, _Step]:
+    """Return the sharded parameters with a gradient, by their index among the sharded ones."""
+    return {
+        index: _Step(param, memory_of(param._local_tensor), grad, group)
+        for index, (param, group) in enumerate(_sharded(optimizer))
+        if (grad := local_grad(param)) is not None
+    }
 
 
 class MuonStep(LocalStep):
@@ -170,21 +184,22 @@ class MuonStep(LocalStep):
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> Any:
         steps = _steps_of(optimizer)
-        owners = self._owners = Owners.of(optimizer, steps, self._owners)
-        wholes = owners.collect([[_averaged(step, optimizer.state[step.param])] for step in steps])
-        targets = [torch.empty_like(step.local, dtype=torch.bfloat16) for step in steps]
+        owners = self._owners = Owners.of(optimizer, self._owners)
+        wholes = owners.collect({one: [_averaged(step, optimizer.state[step.param])] for one, step in steps.items()})
+        targets = {one: torch.empty_like(step.local, dtype=torch.bfloat16) for one, step in steps.items()}
         found = {}
         for index, (whole,) in wholes.items():
             group = steps[index].group
             options = group["ns_coefficients"], group["ns_steps"], group["eps"]
             found[index] = muon_orthogonalised(whole, *options) if whole.numel() else whole
         owners.spread(found, targets)
-        for step, target in zip(steps, targets, strict=True):
+        for index, step in steps.items():
             lr: Any = step.group["lr"]
             lr = lr.squeeze() if isinstance(lr, torch.Tensor) else lr
             step.local.mul_(1 - lr * step.group["weight_decay"])
-            step.local.add_(target, alpha=-muon_learning_rate(lr, step.group["adjust_lr_fn"], step.param.shape))
-        note_written([step.local for step in steps])
+            rate = muon_learning_rate(lr, step.group["adjust_lr_fn"], step.param.shape)
+            step.local.add_(targets[index], alpha=-rate)
+        note_written([step.local for step in steps.values()])
         rest = [
             [[param for param in group["params"] if type(param) is not RaggedDTensor]]
             for group in optimizer.param_groups
@@ -274,10 +289,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
         return made
 
-    def _step_sharded(self, steps: list[_Step]) -> None:
-        owners = self._owners = Owners.of(self, steps, self._owners)
-        wholes = owners.collect([[step.local, step.grad] for step in steps])
-        for index, step in enumerate(steps):
+    def _step_sharded(self, steps: dict[int, _Step]) -> None:
+        owners = self._owners = Owners.of(self, self._owners)
+        wholes = owners.collect({index: [step.local, step.grad] for index, step in steps.items()})
+        for index, step in steps.items():
             matrix, grad = wholes.get(index, (None, None))
             entry = self._settled(step, matrix, owners.ranks[index])
             if matrix is not None and grad is not None:
@@ -288,8 +303,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     if state[key] is not view:
                         view.copy_(state[key])
         updated = {index: matrix for index, (matrix, _) in wholes.items()}
-        owners.spread(updated, [step.local for step in steps])
-        note_written([step.local for step in steps])
+        owners.spread(updated, {index: step.local for index, step in steps.items()})
+        note_written([step.local for step in steps.values()])
 
     def _settled(self, step: _Step, matrix: torch.Tensor | None, owner: int) -> dict[str, Any]:
         """Return the state of a parameter with all elements at its owner; moved there if it was loaded elsewhere."""

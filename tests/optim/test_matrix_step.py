@@ -195,6 +195,7 @@ def with_equal_gradients(kind: str) -> None:
     plain, expected = build(kind, shards=False)
     model, optimizers = build(kind, shards=True)
     draws = torch.Generator().manual_seed(0)
+    places: dict[Any, Any] = {}
     for step in range(100):
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             # Now and then a parameter has no gradient, on all ranks.
@@ -205,6 +206,10 @@ def with_equal_gradients(kind: str) -> None:
             for one in pair:
                 one.step()
                 one.zero_grad()
+        # Owners stay, so that no state travels.
+        for param, entry in optimizers[0].state.items():
+            for key, value in entry.items():
+                assert places.setdefault((param, key), value.placements) == value.placements
     assert_equal(values_of(model, optimizers), values_of(plain, expected))
 
 
