@@ -36,7 +36,7 @@ from composable.ground.torch_private import (
 from composable.testing.device_streams import SimulatedDevice, on_device
 from composable.testing.process_group import Fault, FaultPlan, SimulatedGroup, SimulatedRank
 from composable.testing.rendezvous import Board
-from composable.testing.turn_scheduler import ProcessState, TurnScheduler, Unwound, taking_turns
+from composable.testing.turn_scheduler import LEFT, ProcessState, TurnScheduler, Unwound, taking_turns
 
 T = TypeVar("T")
 
@@ -260,7 +260,7 @@ class _Simulation:
                 for thread in list(self._turns.threads):
                     thread.thread.start()
                 self._turns.start()
-                if not self._turns.all_ended.acquire(timeout=self._timeout_s):
+                if not self._turns.all_have_ended(self._timeout_s):
                     raise self._timeout()
             except BaseException:
                 # Also Ctrl-C.
@@ -291,6 +291,8 @@ class _Simulation:
             self._turns.end(thread, how)
 
     def _timeout(self) -> TimeoutError:
+        if self._turns.is_idle:
+            return TimeoutError(f"the simulation has not ended after {self._timeout_s:g} s\n{self._turns.doing()}")
         holder = self._turns.holder
         frame = sys._current_frames().get(holder.thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)"
@@ -301,16 +303,17 @@ class _Simulation:
     def _unwind(self) -> None:
         self._turns.unwind_all()
         thread = self._turns.holder.thread
-        if thread.ident is not None and thread.is_alive():
+        if thread.ident is not None and thread.is_alive() and not self._turns.is_idle:
             # Raised as soon as the thread executes Python again.
             ident, error = ctypes.c_ulong(thread.ident), ctypes.py_object(Unwound)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
-        if self._turns.all_ended.acquire(timeout=UNWIND_S):
+        if self._turns.all_have_ended(UNWIND_S):
             self._join()
 
     def _join(self) -> None:
         for thread in self._turns.threads:
-            thread.thread.join()
+            if thread.ended != LEFT:
+                thread.thread.join()
 
     # What torch.distributed keeps for each process, kept for each rank's thread.
 

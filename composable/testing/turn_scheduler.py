@@ -5,9 +5,13 @@ can go on, or one drawn with ``seed``: never by chance, so that a run can be rep
 on, each gets an error that says what all of them wait for.
 
 Threads that a rank starts (a checkpoint written in the background, an executor) belong to it and take turns too.
-While a simulation runs, Python's own waits (conditions, and so events, futures and queues; joins) let other threads run
-instead of blocking the thread whose turn it is. Daemon threads are left alone: they run at any time, wait as usual, and
-may not communicate.
+While a simulation runs, Python's own waits (conditions, and so events, futures and queues; joins; selectors, and so
+event loops) let other threads run instead of blocking the thread whose turn it is.
+
+Outsiders are threads that take no turns: daemon threads, those of earlier simulations, and any that were there before.
+They are left alone: they run at any time, wait as usual, and may not communicate. They may wake a thread that takes
+turns. So where no thread can go on and an outsider may yet wake one, the thread that runs the simulation waits for it;
+only then do timeouts of waits last as long as they say.
 
 State that ranks in processes would have for themselves, but threads of one process share, is exchanged with the turn:
 random generators of torch and Python, default dtype and warning filters. Grad mode, autocast and similar modes belong
@@ -16,20 +20,30 @@ to a thread in torch already.
 
 import queue
 import random
+import selectors
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from composable.errors import DesyncError
 from composable.ground.frames import place_in
 
+T = TypeVar("T")
+# How a thread has ended that is still in a wait of its own, such as an idle event loop, when all ranks have ended.
+LEFT = "been left alone"
+# How often to look whether there are outsiders yet.
+_LOOK_S = 1.0
 _NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, threading.__file__))
 
 # Attributes that `warnings.catch_warnings` replaces, and puts back.
@@ -71,7 +85,9 @@ class _Wait(NamedTuple):
 
     is_over: Callable[[], bool]
     describe: Callable[[], str]
-    give_up: Callable[[], bool]
+    give_up: Callable[[], bool] = bool
+    ends_at: float | None = None  # By time.monotonic, if outsiders may end the wait; None: they cannot.
+    is_outside: bool = False  # The thread waits by other means than turns.
 
 
 @dataclass(eq=False)
@@ -104,7 +120,9 @@ class RankThread:
     def can_go_on(self) -> bool:
         if self.ended:
             return False
-        return self.waits_for is None or self.error is not None or self.is_unwinding or self.waits_for.is_over()
+        if self.waits_for is None or self.waits_for.is_over():
+            return True
+        return not self.waits_for.is_outside and (self.error is not None or self.is_unwinding)
 
     def raise_if_unwinding(self) -> None:
         if self.is_unwinding:
@@ -128,8 +146,10 @@ class TurnScheduler:
         self._states = [ProcessState(generators)] * len(threads)
         self.threads = [RankThread(rank, rank, thread) for rank, thread in enumerate(threads)]
         self.holder = self.threads[0]
-        self.all_ended = threading.Lock()
-        self.all_ended.acquire()
+        # No thread has the turn: the next one to go on waits for an outsider.
+        self.is_idle = False
+        self._news = threading.Lock()
+        self._callers_thread = threading.current_thread()
         self._here = threading.local()
         self._random = None if seed is None else random.Random(seed)
         # Late messages: the turn when each is due, and the function that delivers it.
@@ -140,6 +160,28 @@ class TurnScheduler:
         """Let the first rank run."""
         self.holder = self._next_after(self.threads[-1]) or self.threads[0]
         self.holder.turn.release()
+
+    def all_have_ended(self, timeout_s: float) -> bool:
+        """Wait until all threads have ended, and say whether they have; outsiders may wake some meanwhile.
+
+        Called by a thread that takes no turns.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (have_ended := all(thread.ended for thread in self.threads)):
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            until = [deadline, now + _LOOK_S]
+            if self.is_idle:
+                waits = [thread.waits_for for thread in self.threads if not thread.ended and thread.waits_for]
+                for wait in waits:
+                    if wait.ends_at is not None and wait.ends_at <= now:
+                        wait.give_up()
+                    elif wait.ends_at is not None:
+                        until.append(wait.ends_at)
+                self._let_run(self._next_or_end(self.holder))
+            self._news.acquire(timeout=min(until) - now)
+        return have_ended
 
     def enter(self, thread: RankThread) -> None:
         """Register the calling thread as ``thread``, and wait for its first turn."""
@@ -162,6 +204,7 @@ class TurnScheduler:
         is_over: Callable[[], bool],
         describe: Callable[[], str],
         give_up: Callable[[], bool] = bool,
+        ends_at: float | None = None,
     ) -> None:
         """Wait until ``is_over`` returns true; other threads run meanwhile.
 
@@ -169,6 +212,7 @@ class TurnScheduler:
             is_over: Says whether the wait is over.
             describe: Returns a description of the wait, for messages.
             give_up: Called when no thread can go on: ends a wait that has a timeout, and returns whether it has.
+            ends_at: The end of the timeout if outsiders may end the wait too.
 
         Raises:
             DesyncError: No thread can go on.
@@ -177,13 +221,38 @@ class TurnScheduler:
         thread = self._caller()
         while not is_over():
             thread.raise_if_unwinding()
-            thread.waits_for = _Wait(is_over, describe, give_up)
+            thread.waits_for = _Wait(is_over, describe, give_up, ends_at)
             self._hand_over(thread)
             thread.waits_for = None
             if thread.error is not None:
                 error, thread.error = thread.error, None
                 raise error
         thread.raise_if_unwinding()
+
+    def wait_outside(self, call: Callable[[], T], what: str) -> T:
+        """Return what ``call`` returns, which waits by other means than turns; other threads run meanwhile."""
+        thread, is_over = self._caller(), list[bool]()
+        thread.raise_if_unwinding()
+        thread.waits_for = _Wait(lambda: bool(is_over), lambda: what, is_outside=True)
+        self._states[thread.rank] = ProcessState(self._generators)
+        self._pass_on(thread)
+        try:
+            return call()
+        finally:
+            is_over.append(True)
+            self.notice()
+            thread.turn.acquire()
+            thread.waits_for = None
+            if thread.ended:
+                self._here.thread = None  # An outsider from now on.
+            else:
+                self._states[thread.rank].restore()
+                thread.raise_if_unwinding()
+
+    def notice(self) -> None:
+        """Notice that a wait may be over; called by any thread."""
+        if self.is_idle:
+            self._tell()
 
     def let_others_run(self, *, always: bool = True) -> None:
         """Give the turn to another thread that can go on, if there is one: always, or if the seed says so."""
@@ -199,6 +268,8 @@ class TurnScheduler:
 
     def end(self, thread: RankThread, how: str) -> None:
         """End ``thread``: pass its turn on for the last time."""
+        if thread.ended:
+            return
         self._states[thread.rank] = ProcessState(self._generators)
         thread.ended = how
         self._here.thread = None
@@ -208,6 +279,10 @@ class TurnScheduler:
         """End every thread at its next call or wait."""
         for thread in self.threads:
             thread.is_unwinding = True
+
+    def doing(self) -> str:
+        """Return a line for each thread: what it waits for, or how it has ended."""
+        return "\n".join(f"    {_doing(thread)}" for thread in self.threads if not (thread.name and thread.ended))
 
     def _caller(self) -> RankThread:
         thread: RankThread = self._here.thread  # called only by threads that take turns
@@ -231,15 +306,50 @@ class TurnScheduler:
             self._late.sort(key=lambda late: late[0])
             self._late.pop(0)[1]()
             following = self._next_after(thread)
+        following = following or self._next_or_end(thread)
         if following is None:
+            self.is_idle = True
+            self._tell()
+        elif following is not thread:
+            self._let_run(following)
+        return following
+
+    def _let_run(self, thread: RankThread | None) -> None:
+        if thread is not None:
+            self.is_idle, self.holder = False, thread
+            thread.turn.release()
+
+    def _next_or_end(self, thread: RankThread) -> RankThread | None:
+        """Return the thread that runs next, if there is one; if none ever will, waits end."""
+        following = self._next_after(thread)
+        if following is None and not self._may_be_woken():
             self._nobody_can_go_on()
             following = self._next_after(thread)
-        if following is None:
-            self.all_ended.release()
-        elif following is not thread:
-            self.holder = following
-            following.turn.release()
         return following
+
+    def _may_be_woken(self) -> bool:
+        """Say whether an outsider, or the end of a wait outside, may let a thread go on.
+
+        Some do not count, as they may never end: waits without a timeout of threads that a rank has started, such as
+        idle workers, and those for a rank that has raised.
+        """
+        waits = [(thread, thread.waits_for) for thread in self.threads if not thread.ended and thread.waits_for]
+        has_raised = any(thread.has_raised for thread in self.threads)
+        if any(wait.is_outside and not (thread.name and has_raised) for thread, wait in waits):
+            return not all(thread.name for thread, _ in waits)
+        if not any(
+            wait.ends_at is not None and (wait.ends_at < inf or not (thread.name or has_raised))
+            for thread, wait in waits
+        ):
+            return False
+        # A thread that Python has not started may have ended, and is still listed.
+        others = [one for one in threading.enumerate() if not isinstance(one, threading._DummyThread)]
+        return not {self._callers_thread, *(one.thread for one in self.threads)}.issuperset(others)
+
+    def _tell(self) -> None:
+        """Let ``all_have_ended`` look again."""
+        with suppress(RuntimeError):  # It will.
+            self._news.release()
 
     def _next_after(self, thread: RankThread) -> RankThread | None:
         """Return the thread that runs next; ``thread`` itself only if no other can."""
@@ -255,12 +365,15 @@ class TurnScheduler:
             return
         if any(thread.has_raised for thread in self.threads) or all(thread.name for thread in waiting):
             for thread in waiting:
+                if thread.waits_for is not None and thread.waits_for.is_outside:
+                    thread.ended = LEFT
+                    thread.turn.release()
                 thread.is_unwinding = True
             return
-        lines = [f"    {_doing(thread)}" for thread in self.threads if not (thread.name and thread.ended)]
+        doing = self.doing()
         for thread in waiting:
             thread.error = DesyncError(
-                "\n".join(["every rank that is left waits for another one", *lines]),
+                f"every rank that is left waits for another one\n{doing}",
                 at=f"rank {thread.rank}",
                 fix="make groups, and call the collectives of each, in the same order on all its ranks",
             )
@@ -322,33 +435,58 @@ def taking_turns(
 
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
         added = next((one for one in turns.threads if one.thread is thread), None)
-        if added is not None and turns.thread_here() is not None:
+        if turns.thread_here() is None:
+            own_join(thread, timeout)
+        elif added is None:
+            turns.wait_outside(partial(own_join, thread, timeout), f"the end of thread {thread.name!r}")
+        else:
             turns.wait(lambda: bool(added.ended), lambda: f"the end of thread {added.name!r}")
-        own_join(thread, timeout)
+            own_join(thread, timeout)
 
     def wait(condition: Any, timeout: float | None = None) -> bool:
         asks_only = timeout is not None and timeout <= 0
         if asks_only or turns.thread_here() is None or getattr(starting, "is_native", False):
             return own_wait(condition, timeout)
         # As in Condition.wait, with turns in place of blocking. If no thread can go on, the timeout has passed.
-        lock, passed = threading.Lock(), list[float]()
-        lock.acquire()
-        condition._waiters.append(lock)
+        woken, passed = list[bool](), list[float]()
+
+        def release() -> None:
+            woken.append(True)
+            turns.notice()
 
         def give_up() -> bool:
             if timeout is not None:
                 passed.append(timeout)
             return bool(passed)
 
+        # Stands for the lock that whoever notifies releases.
+        waiter = SimpleNamespace(release=release)
+        condition._waiters.append(waiter)
         saved = condition._release_save()
+        ends_at = inf if timeout is None else time.monotonic() + timeout
         try:
-            turns.wait(lambda: bool(passed) or not lock.locked(), lambda: "another thread of its own", give_up)
+            turns.wait(lambda: bool(woken or passed), lambda: "another thread of its own", give_up, ends_at)
         finally:
             condition._acquire_restore(saved)
-            if lock in condition._waiters:
-                condition._waiters.remove(lock)
-        return not passed
+            if waiter in condition._waiters:
+                condition._waiters.remove(waiter)
+        return bool(woken)
 
+    def in_turns(own_select: Callable[..., Any]) -> Callable[..., Any]:
+        def select(selector: Any, timeout: float | None = None) -> Any:
+            if turns.thread_here() is None or (timeout is not None and timeout <= 0):
+                return own_select(selector, timeout)
+            return turns.wait_outside(partial(own_select, selector, timeout), "input, or its event loop")
+
+        return select
+
+    own_selects: dict[Any, Any] = {
+        kind: kind.select
+        for kind in vars(selectors).values()
+        if isinstance(kind, type) and issubclass(kind, selectors.BaseSelector) and "select" in vars(kind)
+    }
+    for kind, own_select in own_selects.items():
+        kind.select = in_turns(own_select)
     changed.Thread.start, changed.Thread.join, changed.Condition.wait = start, join, wait
     # The queue written in C blocks without passing the turn on.
     queue.SimpleQueue = getattr(queue, "_PySimpleQueue", own_queue)  # type: ignore[misc]
@@ -356,4 +494,6 @@ def taking_turns(
         yield
     finally:
         changed.Thread.start, changed.Thread.join, changed.Condition.wait = own_start, own_join, own_wait
+        for kind, own_select in own_selects.items():
+            kind.select = own_select
         queue.SimpleQueue = own_queue  # type: ignore[misc]
