@@ -94,6 +94,17 @@ def test_the_folder_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     run_threads(load_what_lacks_a_rank, 2, merge(tmp_path))
 
 
+def save_often(root: Path) -> None:
+    own, (model, _) = root / f"host-{dist.get_rank()}", make(1)
+    for step in range(4):
+        save_checkpoint(own, step, model, keep=1, per_rank=True)
+    assert sorted(os.listdir(own)) == [f"step-00000{step}" for step in range(4)]
+
+
+def test_nothing_is_removed_from_the_folders_of_ranks(tmp_path: Path) -> None:
+    run_threads(save_often, 2, tmp_path)
+
+
 def fail(root: Path) -> None:
     own = root / f"host-{dist.get_rank()}"
     model, optimizer = make(1)
