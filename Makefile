@@ -65,7 +65,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),{ sed -E '/^(torch|torchvision|setuptools)==/d' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	python -m pip install --quiet -c $(CONSTRAINTS) $(if $(TORCH),torch 'setuptools>=77',setuptools) wheel
-	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,examples,clients]'
+	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,examples,clients,storage]'
 	touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

@@ -33,7 +33,7 @@ def test_another_torch_gets_an_environment_of_its_own() -> None:
         assert [command for command in commands if not command.startswith("{ sed")] == [
             f"python3 -m venv {venv}",
             f"python -m pip install --quiet -c {pins} {packages} wheel",
-            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples,clients]'",
+            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples,clients,storage]'",
             f"touch {venv}/installed",
             "python -m tests.side_by_side --tier first -k layout",
         ]

@@ -64,21 +64,16 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.fixture(params=["memory", "shelf", "s3"])
-def place(request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture(params=["memory", "shelf"])
+def place(request: pytest.FixtureRequest) -> Any:
     """A new place for a run, or for weights."""
     name = f"run-{next(NUMBERS)}"
-    if request.param == "memory":
-        yield f"memory://{name}"
-    elif request.param == "shelf":
-        yield Shelf(name)
-    else:
-        yield f"{request.getfixturevalue('bucket')}/{name}"
+    return f"memory://{name}" if request.param == "memory" else Shelf(name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of a bucket of an S3 server on this machine."""
+    """The URL of a bucket of an S3 server on this machine. No thread of it, or of its client, is left."""
     server_of = pytest.importorskip("moto.server", reason="needs moto, of the extra `storage`")
     pytest.importorskip("s3fs", reason="needs s3fs, of the extra `storage`")
     server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -92,6 +87,12 @@ def bucket() -> Iterator[str]:
             yield "s3://models"
     finally:
         server.stop()
+        (loop,), (thread,) = fsspec.asyn.loop, fsspec.asyn.iothread
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            fsspec.asyn.reset_lock()
+            fsspec.asyn.loop[0] = fsspec.asyn.iothread[0] = None
 
 
 def listed(place: Any) -> set[str]:
@@ -136,6 +137,10 @@ def test_a_run_is_saved_and_loaded(world_size: int, place: Any) -> None:
     run_threads(save_and_load, world_size, place)
 
 
+def test_a_run_in_a_bucket_is_saved_and_loaded(bucket: str) -> None:
+    run_threads(save_and_load, 3, f"{bucket}/run-{next(NUMBERS)}")
+
+
 def test_torch_alone_reads_what_is_at_a_url_and_a_copy_on_a_disk(tmp_path: Path) -> None:
     run, model = f"memory://run-{next(NUMBERS)}", make_model(1)
     path = str(save_checkpoint(run, 4, model, extra=1).wait())
@@ -171,7 +176,7 @@ def write_weights(place: str) -> None:
 # -- what is removed, and what is not
 
 
-def test_saves_of_one_step_replace_each_other_and_older_ones_go(place: Any) -> None:
+def replace_saves(place: Any) -> None:
     models = [make_model(seed) for seed in range(4)]
     for model in models[:3]:
         save_checkpoint(place, 7, model)
@@ -185,6 +190,14 @@ def test_saves_of_one_step_replace_each_other_and_older_ones_go(place: Any) -> N
     assert [name[5:11] for name in folders(place)] == ["000008", "000009", "000010"]
     with pytest.raises(ConfigError, match=r"holds checkpoints of later steps than 9: step-000010-1-"):
         save_checkpoint(place, 9, models[3])
+
+
+def test_saves_of_one_step_replace_each_other_and_older_ones_go(place: Any) -> None:
+    replace_saves(place)
+
+
+def test_in_a_bucket_they_do(bucket: str) -> None:
+    replace_saves(f"{bucket}/run-{next(NUMBERS)}")
 
 
 def test_what_others_wrote_stays() -> None:
@@ -406,3 +419,8 @@ def exchange_weights(place: Any, *, max_shard_bytes: int) -> None:
 def test_weights_are_written_and_read(max_shard_bytes: int, place: Any) -> None:
     pytest.importorskip("safetensors")
     run_threads(exchange_weights, 2, place, max_shard_bytes=max_shard_bytes)
+
+
+def test_weights_are_written_to_a_bucket_and_read(bucket: str) -> None:
+    pytest.importorskip("safetensors")
+    run_threads(exchange_weights, 2, f"{bucket}/run-{next(NUMBERS)}", max_shard_bytes=40)
