@@ -23,5 +23,13 @@ from composable.comm.own_groups import (
     transport_of,
 )
 from composable.comm.rank_status import AnnotationStatus, Started, Tree, described, notice_tree
-from composable.comm.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_hook, wait_for_work
+from composable.comm.ranks import (
+    Ranks,
+    all_reduce_in,
+    as_told,
+    compare_in_each,
+    reduce_scatter_in,
+    wait_for_hook,
+    wait_for_work,
+)
 from composable.comm.transport import Pending, Transport, transport_class

@@ -191,7 +191,7 @@ class Ranks:
         if not is_tracing():
             call = call or call_around(sys._getframe(1))
             if not self.are_alike(f"{call}\n{'a failure' if failure is not None else f'text {text}'}"):
-                told = self.objects((call, _as_told(failure), shown if isinstance(shown, str) else shown()))
+                told = self.objects((call, as_told(failure), shown if isinstance(shown, str) else shown()))
                 calls, failures, texts = (list(column) for column in zip(*told, strict=True))
                 if len(set(calls)) > 1:
                     what, fix, failure = "the ranks are in different calls", _ONE_CALL, None
@@ -261,26 +261,36 @@ class Ranks:
         if self.is_alone:
             return [value] * self.size
         with without_modes():
-            sent = self._as_written(value)
+            sent = self._filled(repr(value))
             got = list(sent.new_empty(self.size, sent.numel()).unbind())
             with meeting(self.group, "objects"):
                 dist.all_gather(got, sent, group=self.group)
-            return [_as_read(one) for one in got]
+            return [literal_eval(_text_in(one)) for one in got]
+
+    def texts_on_first(self, text: str) -> list[str]:
+        """Return on the first rank the texts of all ranks, in rank order, some with spaces added; else no text."""
+        if self.is_alone:
+            return [text]
+        sent = self._filled(text)
+        got = list(sent.new_empty(self.size, sent.numel()).unbind()) if self.rank == 0 else None
+        with meeting(self.group, "texts"):
+            dist.gather(sent, got, group=self.group, group_dst=0)
+        return [_text_in(one) for one in got or ()]
 
     def object_of(self, source: int, value: _T | None) -> _T:
         """Return on every rank the value, as for ``objects``, that ``source``, a rank within the group, has."""
         if self.is_alone:
             return value  # type: ignore[return-value]  # the source gives one
         with without_modes():
-            sent = self._as_written(value if self.rank == source else None)
+            sent = self._filled(repr(value if self.rank == source else None))
             self.broadcast(sent, source)
-            return _as_read(sent)  # type: ignore[no-any-return]  # what the source gave
+            return literal_eval(_text_in(sent))  # type: ignore[no-any-return]  # what the source gave
 
-    def _as_written(self, value: object) -> torch.Tensor:
-        """Return ``value`` as text [n] uint8, filled up with spaces to the longest text of any rank. Collective."""
-        text = repr(value).encode()
-        (length,) = self.largest([len(text)])
-        return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(self.device)
+    def _filled(self, text: str) -> torch.Tensor:
+        """Return ``text`` as [n] uint8, filled up with spaces to the longest text of any rank. Collective."""
+        content = text.encode()
+        (length,) = self.largest([len(content)])
+        return torch.frombuffer(bytearray(content.ljust(length)), dtype=torch.uint8).to(self.device)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' numbers at each place. Collective: as many numbers on every rank."""
@@ -372,12 +382,12 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
     return "    (the texts are equal, but the model, mesh or options differ)"
 
 
-def _as_read(written: torch.Tensor) -> Any:
-    held = written.cpu()
-    return literal_eval(string_at(held.data_ptr(), held.numel()).decode())
+def _text_in(filled: torch.Tensor) -> str:
+    held = filled.cpu()
+    return string_at(held.data_ptr(), held.numel()).decode()
 
 
-def _as_told(failure: Exception | None) -> tuple[str, str, str, str | None] | None:
+def as_told(failure: BaseException | None) -> tuple[str, str, str, str | None] | None:
     """Return the class, text, place and fix of the error that the other ranks raise: the same failure."""
     if failure is None:
         return None

@@ -93,6 +93,7 @@ class RaggedLayout:
         local_shape: Shape of this rank's piece.
         is_stored: Checkpoints take this rank's piece. False where another rank stores a copy of the block: it may be
             cut at other bounds, and the pieces of both would overlap.
+        stored_among: The ranks along each dim of which one stores its copy.
         label: Label of the parameter that was cut first; its gradient and the optimizer's state have its layout.
         specs: The specs with this layout, by dtype.
     """
@@ -120,6 +121,7 @@ class RaggedLayout:
         self.block_offsets, self.block_shape = self.block_at([split.rank for split in splits])
         self.local_shape = local_shape(self.block_shape, bounds, rank, order)
         self.is_stored = True
+        self.stored_among: tuple[tuple[int, ...], ...] = ()
         self.label: Label | None = None
         others = {split.mesh_dim: Shard(split.dim) for split in splits}
         cut = RaggedShard(bounds, order)
@@ -406,7 +408,7 @@ def chunks_of(layout: RaggedLayout) -> "list[ChunkStorageMetadata]":
 def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> "list[WriteItem]":
     """Return one write item for each box of ``local`` [local_shape].
 
-    All replicas with the same cut offer their items; the planner drops duplicates.
+    All replicas with the same cut offer their items; whoever saves shares them out.
 
     Raises:
         UsageError: ``local`` is on the meta device, and has no values to write.

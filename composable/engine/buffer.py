@@ -449,7 +449,7 @@ def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
 def _choose_stored(params: Sequence[ShardedParam]) -> None:
     """Choose the ranks that checkpoints read, where ranks along a dim of tensor parallelism cut copies differently.
 
-    Blocks of other shapes move the cuts of all parameters in the buffer. With equal blocks, checkpoints choose.
+    Blocks of other shapes move the cuts of all parameters in the buffer. With equal blocks, all copies may be stored.
     """
     if all(param.layout.is_even for param in params):
         return
@@ -463,8 +463,8 @@ def _choose_stored(params: Sequence[ShardedParam]) -> None:
     for param in params:
         own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
         # A parameter that is split over some of these ranks has no copies along the dim.
-        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
-        param.layout.is_stored = not any(copies)
+        copies = {numbers: rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2}
+        param.layout.is_stored, param.layout.stored_among = not any(copies.values()), tuple(copies)
 
 
 def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:

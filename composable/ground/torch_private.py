@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from types import CodeType, FunctionType
@@ -240,18 +241,18 @@ def loading_of_torch() -> tuple[Any, Any]:
     return state_dict, _state_dict_utils
 
 
-def save_state_dict(*args: Any, **kwargs: Any) -> Any:
-    """Save as torch's ``save``, which warns where there is no group."""
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+def place_in_file(name: str, start: int, length: int) -> Any:
+    """Return the place of a value in a checkpoint, as torch's description of one has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    return _save_state_dict(*args, **kwargs)
+    return _StorageInfo(name, start, length)
 
 
-def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-    """Load as torch's ``load``, which warns where there is no group."""
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+def plan_for_rank(plan: Any, rank: int) -> Any:
+    """Return a plan whose file has the name that torch gives to this rank."""
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-    return _load_state_dict(*args, **kwargs)
+    return replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
 
 def flatten_state_dict(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:

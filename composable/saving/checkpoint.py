@@ -7,14 +7,16 @@ verifies first and then reads in place: beside the model's own tensors it needs 
 """
 
 import atexit
+import json
 import logging
 import os
 import pickle
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from os import PathLike
 from pathlib import Path
 from threading import Thread
@@ -23,19 +25,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from composable.comm import Ranks, call_before_destroy, explain_waits, make_host_ranks
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
+from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.names import check_bool, check_module, described
-from composable.ground.torch_private import load_state_dict, save_state_dict
 from composable.saving import contents, run_folder
-from composable.saving.entries import Names, names_on_all
+from composable.saving.entries import Names, NamesOnAll, names_on_all
 from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
+from composable.saving.shares import SharePlanner, describe_all
 from composable.saving.storage import Storage, StoredFolder, folder_at
 from composable.saving.stored_run import StoredRun, find_stored
 
@@ -223,7 +221,7 @@ def save_checkpoint(
     def write() -> Path | str:
         try:
             with _named(this):
-                return _write(writers, run, partial, state, publish)
+                return _write(writers, run, partial, state, every, publish)
         except BaseException as error:
             if ranks.rank == 0:
                 # After an error no rank writes any more: all ranks have reported.
@@ -312,8 +310,10 @@ def load_checkpoint(
         manifest = run_folder.read_manifest(folder, content)
     # All files are read, each on one rank.
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    damage = ranks.objects(run_folder.find_damage(folder, mine))
-    _check_undamaged(folder, [line for lines in damage for line in lines])
+    damage = run_folder.find_damage(folder, mine)
+    if not ranks.are_alike(repr(damage)):
+        damage = [line for lines in ranks.objects(damage) for line in lines]
+    _check_undamaged(folder, damage)
     failure = f"{folder} was not loaded to its end"
     every = names_on_all(ranks, model, optimizers, names)
     with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
@@ -322,15 +322,16 @@ def load_checkpoint(
         contents.check_fit(metadata, manifest.optimizers, model, every, names)
         flat = contents.targets(metadata, model, optimizers, every.picked)
         checkpoint = _read(folder, manifest)
-    with _named(f"the load of {folder}"), _as_ours(failure, _HALF_LOADED_FIX):
-        load_state_dict(flat, reader, no_dist=ranks.group is None, planner=contents.DataPlanner(folder))
-    with ranks.agreed():
-        try:
-            contents.apply(flat, metadata, model, optimizers, every.picked)
-        # Whoever made a checkpoint up may have given the optimizer, or a module's extra state, values of any type.
-        except Exception as error:
-            at = f"{place_of_rank()}: {type(error).__name__}: {error}"
-            raise UsageError(failure, at=at, fix=_HALF_LOADED_FIX) from error
+    with _named(f"the load of {folder}"):
+        with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX, Exception):
+            reader.read_into(flat)
+        with ranks.agreed():
+            try:
+                contents.apply(flat, metadata, model, optimizers, every.picked)
+            # Whoever made a checkpoint up may have given the optimizer, or a module's extra state, values of any type.
+            except Exception as error:
+                at = f"{place_of_rank()}: {type(error).__name__}: {error}"
+                raise UsageError(failure, at=at, fix=_HALF_LOADED_FIX) from error
     return checkpoint
 
 
@@ -395,36 +396,31 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
     return make_host_ranks()
 
 
-class _SummingWriter(FileSystemWriter):
-    """A writer of one rank's files, which keeps their lengths and checksums in ``sums`` and hands them to ``put``."""
+class _SummedFile:
+    """A file with its length and checksum, which are taken while it is written."""
 
-    def __init__(self, folder: Path, put: Callable[[Path], None], *, is_local: bool) -> None:
-        super().__init__(folder, sync_files=is_local)
-        self._put = put
+    def __init__(self, file: Any) -> None:
+        self._file, self.sum = file, FileSum(0, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, content: Any) -> None:
+        self._file.write(content)
+        self.sum = FileSum(self.sum.bytes + len(content), zlib.crc32(content, self.sum.crc32))
+
+
+class _SummedFiles(FileSystem):
+    """The files that a rank writes, with the sum of each by name."""
+
+    def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
-        """Write and sync the values that ``plan`` lists."""
-        try:
-            written = super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch's error is about its archive; the context of the error has the cause, which may be Ctrl-C.
-            cause = error.__context__
-            if cause is not None and isinstance(cause, OSError | KeyboardInterrupt):
-                raise cause from error
-            raise
-        for name in sorted({result.storage_data.relative_path for result in written.value()}):
-            self._take(name)
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the description of all ranks' values, on the first rank."""
-        super().finish(metadata, results)
-        self._take(METADATA)
-
-    def _take(self, name: str) -> None:
-        self.sums[name] = run_folder.sum_file(Path(self.path), name)
-        self._put(Path(self.path) / name)
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            yield (summed := _SummedFile(file))
+        self.sums[Path(path).name] = summed.sum
 
 
 def _write(
@@ -432,22 +428,55 @@ def _write(
     run: FolderRun | StoredRun | RankRun,
     partial: str,
     state: dict[str, Any],
+    every: NamesOnAll,
     publish: Callable[[Path, dict[str, FileSum]], Path | str],
 ) -> Path | str:
-    """Write this rank's part; return when the checkpoint of all ranks is whole. Collective."""
+    """Write this rank's share; return when the checkpoint of all ranks is whole. Collective."""
     what = f"{run.folder(partial)} was not written to its end; earlier checkpoints are as they were"
     is_local = not isinstance(run, StoredRun)
-    with _as_ours(what, _WRITE_FIX), ExitStack() as stack:
-        with ranks.agreed():
+    failure: BaseException | None = None
+    written: dict[str, Any] = {}
+    with ExitStack() as stack:
+        with ranks.agreed(), _as_ours(what, _WRITE_FIX):
             room = stack.enter_context(run.room(partial))
-        writer = _SummingWriter(room, lambda file: run.put(partial, file), is_local=is_local)
-        save_state_dict(state, writer, ranks.group, no_dist=ranks.group is None)
-        mine = [(name, saved.bytes, saved.crc32) for name, saved in writer.sums.items()]
-        sums = {name: FileSum(*saved) for part in ranks.objects(mine) for name, *saved in part}
-        path = _on_first(ranks, lambda: str(publish(room, sums)), what, _WRITE_FIX)
+            planner = SharePlanner(state, every, ranks)
+        plan = planner.share()
+        writer = FileSystemWriter(room, sync_files=is_local)
+        writer.fs = files = _SummedFiles()
+        try:
+            if plan.items:
+                written = planner.report(writer.write_data(plan, planner).value())
+            for name in files.sums:
+                run.put(partial, room / name)
+        # The other ranks wait for word from this one, also after Ctrl-C.
+        except BaseException as error:
+            # An error of torch is about its archive; its context has the cause.
+            cause = error.__context__ if isinstance(error, RuntimeError) else None
+            failure = cause if isinstance(cause, OSError | KeyboardInterrupt) else error
+        sums = {name: astuple(saved) for name, saved in files.sums.items()}
+        told = None if failure is None else as_told(_ours(failure, what, _WRITE_FIX))
+        reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((told, sums, written)))]
+        outcome: Any = next(((rank, told) for rank, (told, *_) in enumerate(reports) if told), None)
+        if reports and outcome is None:
+            try:
+                metadata, places = describe_all({"".join(sums): values for _, sums, values in reports if values})
+                writer.finish(metadata, [places])
+                run.put(partial, room / METADATA)
+                every_sum = {name: FileSum(*saved) for _, sums, _ in reports for name, saved in sums.items()}
+                every_sum[METADATA] = files.sums[f"{METADATA}.tmp"]
+                outcome = str(publish(room, every_sum))
+            except Exception as error:
+                failure, outcome = error, (0, as_told(_ours(error, what, _WRITE_FIX)))
+        outcome = ranks.object_of(0, outcome)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # Ctrl-C
+        if not isinstance(outcome, str):
+            is_own = outcome[0] == ranks.rank
+            ours = _ours(failure, what, _WRITE_FIX) if failure and is_own else error_of(*outcome[1])
+            raise ours from None if ours is failure else failure
     if isinstance(run, RankRun):
         return run.folder(partial)
-    return Path(path) if is_local else path
+    return Path(outcome) if is_local else str(outcome)
 
 
 # -- reading
@@ -471,27 +500,28 @@ def _read(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
 def _named(call: str) -> Iterator[None]:
     """Name ``call`` in the error of a wait for ranks that are gone."""
     try:
-        with explain_waits():
-            yield
+        yield
     except DesyncError as error:
         if not isinstance(error.__cause__, RuntimeError):
             raise
         raise DesyncError(f"{call} has not ended: {error.what}", at=error.at, fix=error.fix) from error.__cause__
 
 
+def _ours(error: BaseException, what: str, fix: str) -> ComposableError:
+    """Return an error of the system, or of torch's writers and readers, as one of this library."""
+    if isinstance(error, ComposableError):
+        return error
+    # torch's text about a pickle is replaced: it advises to trust the file.
+    text = "it holds what is no data" if isinstance(error, pickle.UnpicklingError) else str(error)
+    return UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {text}", fix=fix)
+
+
 @contextmanager
-def _as_ours(what: str, fix: str) -> Iterator[None]:
-    """Turn an error of torch's writers and readers, the same on every rank, into an error of this library."""
+def _as_ours(what: str, fix: str, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Turn an error of this kind into an error of this library."""
     try:
         yield
-    except CheckpointException as error:
-        if (own := error.failures.get(Ranks.of_world().rank)) and not isinstance(own[0], Exception):
-            raise own[0] from None  # Ctrl-C, which torch wraps too.
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, ComposableError):
-            raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
-        # torch's text about a pickle is replaced: it advises to trust the file.
-        text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
-        raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {text}", fix=fix) from cause
-    except OSError as error:
-        raise UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {error}", fix=fix) from error
+    except ComposableError:
+        raise
+    except kind as error:
+        raise _ours(error, what, fix) from error

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -105,7 +105,7 @@ def _without_advice(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-class DataPlanner(DefaultLoadPlanner):
+class _DataPlanner(DefaultLoadPlanner):
     """A planner that reads into the flat names of a checkpoint; values other than tensors are read as data."""
 
     def __init__(self, folder: Path | StoredFolder) -> None:
@@ -142,6 +142,16 @@ class DataReader(FileSystemReader):
                 what = f"{self._folder}/{METADATA} does not describe a checkpoint: {error or type(error).__name__}"
                 raise ConfigError(what, fix=_DISTRUST) from None
         return self._found
+
+    def read_into(self, flat: dict[str, Any]) -> None:
+        """Read values, by flat name, in place: the pieces that this rank has. Not collective."""
+        planner, metadata = _DataPlanner(self._folder), self.read_metadata()
+        planner.set_up_planner(flat, metadata)
+        self.set_up_storage_reader(metadata, is_coordinator=False)
+        items = planner.create_local_plan().items
+        # Values other than tensors come first: all ranks read the same, and raise the same error.
+        for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
+            self.read_data(LoadPlan([item for item in items if item.type is kind]), planner).wait()
 
 
 class _FilesIn(FileSystem):
@@ -206,7 +216,7 @@ def _described_anew(held: Any, files: Mapping[str, FileSum]) -> Metadata:
             size, dtype = _numbers(state["size"]), _state_of(state["properties"], "TensorProperties")[0]
             chunks = [_state_of(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
             boxes = tuple((_numbers(one["offsets"]), _numbers(one["sizes"])) for one in chunks)
-            if not _is_covered(size, boxes) or not isinstance(dtype, torch.dtype):
+            if not is_covered(size, boxes) or not isinstance(dtype, torch.dtype):
                 raise ValueError(f"pieces of {fqn} {list(size)} are missing, doubled or outside of it")
             found[fqn] = TensorStorageMetadata(
                 TensorProperties(dtype), size, [ChunkStorageMetadata(*box) for box in boxes]
@@ -227,7 +237,7 @@ def _described_anew(held: Any, files: Mapping[str, FileSum]) -> Metadata:
 
 
 @lru_cache(2**10)
-def _is_covered(size: torch.Size, boxes: tuple[tuple[torch.Size, torch.Size], ...]) -> bool:
+def is_covered(size: torch.Size, boxes: tuple[tuple[torch.Size, torch.Size], ...]) -> bool:
     """Say whether boxes (offsets, sizes) cover a tensor, each element once.
 
     They do if they hold as many elements, and each corner that is none of the tensor's is one of an even number of

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,11 +70,13 @@ class NamesOnAll:
         optimizers: The optimizers in order, with the parameters of all ranks that are picked.
         elsewhere: Names in the models of other ranks only.
         picked: The names in the models of all ranks that are saved or loaded.
+        homes: The ranks that have each name in their models; empty if all have the same names.
     """
 
     optimizers: tuple[OptimizerNames, ...]
     elsewhere: frozenset[str]
     picked: frozenset[str]
+    homes: Mapping[str, tuple[int, ...]]
 
 
 def names_on_all(
@@ -117,7 +120,9 @@ def names_on_all(
         text = "\n".join(name for name in known if name in picked)
         what, fix = "names picks other entries on other ranks", "pick the same on every rank"
         ranks.compare(text, shown=text, what=what, fix=fix)
-    return NamesOnAll(picked_of(merged, picked.__contains__), frozenset(known) - homes.keys(), picked)
+    apart = () if is_alike else known
+    all_homes = {name: tuple(at for at, (_, of_rank) in enumerate(every) if name in of_rank) for name in apart}
+    return NamesOnAll(picked_of(merged, picked.__contains__), frozenset(known) - homes.keys(), picked, all_homes)
 
 
 def picked_of(optimizers: Iterable[OptimizerNames], is_picked: Callable[[str], object]) -> tuple[OptimizerNames, ...]:
@@ -165,17 +170,19 @@ def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
     # Beside parameters that tensor parallelism has split, plain parameters are the same along its dims.
     joined = {layout.ranks.numbers: layout.mesh for layout in layouts if layout.mesh.ndim > 1}
+    numbers_of = cache(lambda mesh: tuple(sorted(ranks_of_mesh(mesh))))
     found: dict[str, tuple[int, ...]] = {}
     for name, param in named.items():
         ranks = ranks_of_param(param)
         mesh = param.device_mesh if isinstance(param, DTensor) and param.device_mesh.ndim > 1 else None
-        if isinstance(param, RaggedDTensor):
+        if joined and isinstance(param, RaggedDTensor):
             mesh = joined.get(param._spec.layout.ranks.numbers, mesh)
-        whole_mesh = () if mesh is None else tuple(sorted(ranks_of_mesh(mesh)))
-        found[name] = whole_mesh or (() if ranks is None else ranks.numbers)
-    whole = max(map(set, found.values()), key=len, default=set())
+        found[name] = (() if ranks is None else ranks.numbers) if mesh is None else numbers_of(mesh)
+    # Nearly all are one object, which may have thousands of numbers.
+    distinct = {id(home): set(home) for home in found.values()}
+    whole = max(distinct.values(), key=len, default=set())
     # Groups that are all equal may be those that tensor parallelism leaves for data.
-    return homes | {name: home for name, home in found.items() if set(home) < whole}
+    return homes | {name: home for name, home in found.items() if distinct[id(home)] < whole}
 
 
 def _check_one_each(every: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
