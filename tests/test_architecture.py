@@ -329,7 +329,7 @@ def test_the_process_remembers_twelve_things() -> None:
 
 
 # Each is a setting that users choose by itself.
-SETTINGS = {"HandleSettings": 6, "ReplicateArguments": 5}
+SETTINGS = {"HandleSettings": 6, "ReplicateArguments": 5, "Transport": 5}
 
 
 def test_no_class_has_more_than_four_booleans() -> None:

@@ -25,6 +25,7 @@ from composable.comm import (
     notice_tree,
     part_of,
     settle_transport_for,
+    transport_class,
     transport_of,
 )
 from composable.engine import (
@@ -190,6 +191,8 @@ class FullyShardState(AnnotationState):
         transport = transport_of(shard.process_group, name)
         between: Replicas | None = None
         if copies is not None:
+            if transport_class(name).maps_memory:
+                name = settle_transport_for(copies, "auto")  # They may be on other hosts.
             if (copies, name) not in replicas:
                 replicas[copies, name] = Replicas(transport_of(copies.process_group, name))
             between = replicas[copies, name]
@@ -420,7 +423,7 @@ def _make_agreements(
     made: list[Agreement] = []
     for ranks, (name, handles) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
         model = models[ranks]
-        if model.others:
+        if model.others or transport_class(name).maps_memory:
             name = settle_transport_for(model.everyone, "auto")
         ledgers = [ledger for handle in handles if handle in steps for ledger in steps[handle].ledgers]
         made.append(Agreement(model, host_transport_of(model.everyone, name), ledgers, handles))

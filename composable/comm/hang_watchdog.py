@@ -286,6 +286,7 @@ class _Watch:
                 _in_time(partial(thread.words.set, str(thread.rank), described(error)), None)
                 # Not the groups of other threads, such as one that still writes a checkpoint.
                 for transport in transports_of(groups_of_process().values()):
+                    transport.leave()
                     for group in transport.groups:
                         _end_waits(group)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.comm import point_to_point  # noqa: F401  # registers itself
+from composable.comm import point_to_point, shared_memory  # noqa: F401  # register themselves
 from composable.comm.hosts import hosts_of
 from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, default_group, kept_with, make_group

@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 
 from composable.comm.ranks import make_group
-from composable.comm.transport import Messages, Pending, ProcessGroupTransport, register_transport
+from composable.comm.transport import Messages, Pending, ProcessGroupTransport, add_up, register_transport
 
 # Each peer costs the host one send and one receive, 10 us together; gloo's own all-gather
 # costs it 12 us whatever the number of peers.
 MAX_RANKS = 8
 
-_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 _TASKS = Path("/proc/self/task")
 
 
@@ -78,41 +77,9 @@ class _Reduce(_PeerGather):
 
     def finish(self) -> None:
         super().finish()
-        others, shard, lowest, factor = self._others, self._shard, self._lowest, self._factor
-        if not others:
-            return
-        self._others = []
-        if lowest is not shard:
-            if lowest.dtype in _LOW_PRECISION:
-                # This saves a rounding, and the result needs the cast in any case.
-                shard.copy_(lowest)
-            else:
-                _reduce(lowest, others, factor)
-                shard.copy_(lowest)
-                return
-        _reduce(shard, others, factor)
-
-
-def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.Tensor | float | None) -> None:
-    """Add ``others`` to ``shard``, in rank order on every rank, and multiply the sum by ``factor``."""
-    if shard.dtype not in _LOW_PRECISION:
-        for other in others:
-            # Cast first: mixed addition is not vectorised.
-            shard.add_(other if other.dtype is shard.dtype else other.to(shard.dtype))
-        if factor is not None:
-            shard.mul_(factor)
-    elif len(others) == 1:
-        # One rounding where the factor is a power of two, and no overflow on the way.
-        if factor is None:
-            shard.add_(others[0])
-        else:
-            shard.mul_(factor).add_(others[0], alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
-    else:
-        # Every addition would cost a rounding.
-        total = shard.float()
-        for other in others:
-            total.add_(other.float())
-        shard.copy_(total if factor is None else total.mul_(factor))
+        others, self._others = self._others, []
+        if others:
+            add_up(self._shard, [self._lowest, *others], self._factor)
 
 
 def _spares_the_wire(hosts: Sequence[int]) -> bool:

@@ -34,6 +34,8 @@ from composable.ground.torch_private import AllgatherOptions, FakeTensor, all_ga
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
+# Sums of these run in float32.
+_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
 class Pending(Protocol):
@@ -57,6 +59,7 @@ class Transport(ABC):
         cost: Of the transports that fit a group, the one of least cost is taken.
         is_shared: It has connections of its own, so all annotations on a group share one transport.
         asks_hosts: Whether it fits depends on which ranks share a host.
+        maps_memory: Ranks map each other's memory, so they have to be processes that may do so.
         is_direct: Slices go straight to the rank that needs them, which adds them up in float32 at least; otherwise
             they go around a ring. Plans use this to count bytes and buffers.
         rank: This rank within the group.
@@ -74,6 +77,7 @@ class Transport(ABC):
     cost: int = 0
     is_shared: bool = False
     asks_hosts: bool = False
+    maps_memory: bool = False
     is_direct: bool = False
     rank: int
     world_size: int
@@ -148,6 +152,9 @@ class Transport(ABC):
     def give_up(self) -> None:
         """Wait for all collectives in flight, of which nobody reads a result: also if they fail, as ranks have gone."""
 
+    def leave(self) -> None:
+        """End waits of other ranks that process groups do not end: an exception ends this process. Not collective."""
+
 
 # The registered transports
 
@@ -182,7 +189,9 @@ def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
     return _REGISTERED[name]
 
 
-def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name: str = "auto") -> str:
+def choose_transport(
+    device_type: str, backend: str, hosts: Sequence[int], name: str = "auto", *, may_map: bool = True
+) -> str:
     """Return the name of the transport for a shard group: a pure function of values that all its ranks have.
 
     Args:
@@ -190,6 +199,7 @@ def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name:
         backend: Backend of the shard group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         hosts: The number of the host of each of its ranks, as ``hosts_of`` gives them.
         name: The user's choice; ``auto``: of the transports that fit, the one of least cost.
+        may_map: The ranks can map each other's memory, or it is not known yet.
 
     Raises:
         ConfigError: ``name`` is unknown, or does not fit device and backend.
@@ -198,7 +208,7 @@ def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name:
     own_backend = by_device.get(device_type, "") if by_device else backend
     if name == "auto":
         fitting = [one for one in _REGISTERED.values() if one.fits(device_type, own_backend, hosts)]
-        return min(fitting, key=lambda one: one.cost).name
+        return min((one for one in fitting if may_map or not one.maps_memory), key=lambda one: one.cost).name
     chosen = transport_class(name, "auto")
     if not chosen.serves(device_type, own_backend):
         raise ConfigError(
@@ -330,6 +340,36 @@ class _Running(Messages):
     def is_over(self) -> bool:
         # NCCL lets the stream wait, and the thread goes on.
         return (self._result.is_cuda and self.transport.has_nccl) or Messages.is_over(self)
+
+
+def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor], factor: torch.Tensor | float | None) -> None:
+    """Write ``factor`` times the sum of ``parts``, added in their order, to ``result``; all [S], parts of one dtype.
+
+    The sum runs in float32 where the parts have less, and is rounded once.
+    """
+    first, second, *rest = parts
+    dtype = first.dtype
+    if dtype in _LOW_PRECISION:
+        if result.dtype is dtype and not rest:
+            # One rounding where the factor is a power of two, and no overflow on the way.
+            if factor is None:
+                torch.add(first, second, out=result)
+            else:
+                torch.mul(first, factor, out=result).add_(second, alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
+            return
+        total = first.float() if result.dtype is dtype else result.copy_(first)
+        for part in (second, *rest):
+            # Cast first: mixed addition is not vectorised.
+            total.add_(part.to(total.dtype))
+    else:
+        total = result if result.dtype is dtype else torch.empty_like(first)
+        torch.add(first, second, out=total)
+        for part in rest:
+            total.add_(part)
+    if factor is not None:
+        total.mul_(factor)
+    if total is not result:
+        result.copy_(total)
 
 
 @register_transport

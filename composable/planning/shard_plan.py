@@ -379,7 +379,7 @@ class ShardPlan:
         if self._is_direct and ranks > 1:
             slices += ranks - 2
             if low.itemsize < torch.float32.itemsize:
-                # Slices are added up in float32, one after the other: see `comm/point_to_point.py`.
+                # Slices are added up in float32, one after the other: see `add_up` in `comm/transport.py`.
                 scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
         landing, output = slices * numel * low.itemsize, numel * own.itemsize
         if self.offload_policy.is_offloading:

@@ -15,7 +15,7 @@ from composable.comm.transport import choose_transport, transport_class
 from composable.errors import ConfigError, DesyncError
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
-TRANSPORTS = ["process_group", "point_to_point"]
+TRANSPORTS = ["process_group", "point_to_point", "shared_memory"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 # Shards that point_to_point leaves to gloo's collectives, and shards that it moves itself, at every world size.
@@ -211,7 +211,7 @@ def test_groups_that_are_parts_of_the_world(name: str) -> None:
 def test_roots_on_one_group_share_a_transport_that_goes_with_it(name: str) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     transport = weakref.ref(transport_of(group, name))
-    if name == "point_to_point":
+    if transport_class(name).is_shared:
         assert transport() is transport_of(group, name) is not transport_of(dist.group.WORLD, name)
     alive = weakref.ref(group)
     dist.barrier()
@@ -255,9 +255,10 @@ def sum_thirds(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.
     return shard, [whole.chunk(transport.world_size)[transport.rank] for whole in sources]
 
 
+@pytest.mark.parametrize("name", ["point_to_point", "shared_memory"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_point_to_point_adds_in_rank_order_and_rounds_once(dtype: torch.dtype) -> None:
-    for shard, (first, *others) in run_ranks(sum_thirds, 4, "point_to_point", dtype):
+def test_direct_transports_add_in_rank_order_and_round_once(dtype: torch.dtype, name: str) -> None:
+    for shard, (first, *others) in run_ranks(sum_thirds, 4, name, dtype):
         total = first.float()
         for other in others:
             total = total + other.float()
@@ -352,7 +353,7 @@ def test_a_transport_that_is_unknown_or_does_not_fit_is_refused() -> None:
         choose_transport("cuda", "nccl", (0,), "point_to_point")
     with pytest.raises(ConfigError) as caught:
         choose_transport("cpu", "gloo", (0,), "pigeon")
-    fix = "pass one of 'auto', 'process_group', 'point_to_point'"
+    fix = "pass one of 'auto', 'process_group', 'shared_memory', 'point_to_point'"
     assert str(caught.value) == f"transport is 'pigeon'\n  fix: {fix}"
 
 
@@ -375,7 +376,8 @@ def start_in_a_closed_one(name: str) -> str:
 
 @each_transport
 def test_nothing_is_started_once_the_ranks_have_diverged(name: str) -> None:
-    for rank, text in enumerate(run_threads(start_in_a_closed_one, 2, name)):
+    run = run_ranks if transport_class(name).maps_memory else run_threads
+    for rank, text in enumerate(run(start_in_a_closed_one, 2, name)):
         assert "will never come\n    rank 0: is elsewhere\n" in text and f"at:  rank {rank}" in text
 
 

@@ -1,0 +1,171 @@
+"""What only the transport through shared memory does; what all transports do is in ``test_transports.py``."""
+
+import os
+import resource
+import stat
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable.comm import shared_memory
+from composable.comm.mapped_memory import ENTRIES
+from composable.comm.shared_memory import SharedMemoryTransport
+from composable.errors import ConfigError, DesyncError
+from tests.world import on_ranks, run_ranks, run_threads
+
+pytestmark = pytest.mark.skipif(
+    not SharedMemoryTransport.serves("cpu", "gloo"), reason="shared memory is for Linux on x86-64"
+)
+
+
+def make() -> SharedMemoryTransport:
+    assert dist.group.WORLD is not None
+    return SharedMemoryTransport(dist.group.WORLD)
+
+
+def gather(transport: SharedMemoryTransport, key: int, numel: int = 4) -> list[float]:
+    """Return the first element of each rank's shard of ``numel`` elements."""
+    buffer = torch.zeros(transport.world_size * numel)
+    transport.begin_all_gather(buffer, torch.full((numel,), float(transport.rank)), key).finish()
+    return buffer.view(transport.world_size, numel)[:, 0].tolist()
+
+
+def exchange(transport: SharedMemoryTransport, numel: int, in_flight: int) -> None:
+    """Run a few collectives at once, and check them."""
+    size, rank = transport.world_size, transport.rank
+    pendings, pairs = [], []
+    for key in range(in_flight):
+        buffer, result = torch.zeros(size * numel), torch.zeros(numel)
+        pendings.append(transport.begin_all_gather(buffer, torch.full((numel,), rank + 10.0 * key), key))
+        pendings.append(transport.begin_reduce_scatter(torch.full((size * numel,), rank + 1.0), result, key))
+        pairs.append((buffer, result))
+    for pending in pendings[::-1]:
+        pending.finish()
+    for key, (buffer, result) in enumerate(pairs):
+        assert buffer[::numel].tolist() == [peer + 10.0 * key for peer in range(size)]
+        assert result.unique().tolist() == [size * (size + 1) / 2]
+
+
+@on_ranks(3, run=run_ranks)
+def test_the_memory_does_not_grow_with_the_number_of_steps() -> None:
+    transport = make()
+    sizes = []
+    for _ in range(60):
+        for numel in (5000, 5001, 40_000):
+            exchange(transport, numel, 2)
+            dist.barrier()
+        sizes.append(transport.memory.size)
+    # At most the messages of two exchanges: those of a peer that has not read the last ones, and the next ones.
+    assert sizes[-1] == sizes[2] < 2 * 2 * 4 * (2 * 2 * 5001 + 3 * 40_000)
+
+
+@on_ranks(2, run=run_ranks)
+def test_the_ring_of_entries_may_wrap_while_many_are_in_flight() -> None:
+    transport = make()
+    for _ in range(6):
+        exchange(transport, 1, ENTRIES // 5)
+    assert transport.memory.words[0] > 2 * ENTRIES
+    assert not transport.in_flight
+
+
+@on_ranks(2, run=run_ranks)
+def test_a_sum_stays_until_this_rank_has_read_it_too() -> None:
+    transport = make()
+    for _ in range(50):
+        first, second = (torch.full((1000,), transport.rank + one) for one in (1.0, 5.0))
+        one = transport.begin_all_reduce(first, 0)
+        if transport.rank:
+            # The first sum is sent, and the peer is done with it, before the second one needs a block.
+            while not one.is_over():
+                pass
+            dist.barrier()
+        else:
+            one.finish()
+            dist.barrier()
+        other = transport.begin_all_reduce(second, 1)
+        one.finish()
+        other.finish()
+        assert first.unique().tolist() == [3.0]
+        assert second.unique().tolist() == [11.0]
+
+
+@on_ranks(2, run=run_ranks)
+def test_the_memory_has_no_name_and_is_for_its_user_alone() -> None:
+    transport = make()
+    found = os.fstat(transport.memory.fd)
+    assert found.st_nlink == 0
+    assert stat.S_IMODE(found.st_mode) == 0o600
+
+
+@on_ranks(2, run=run_ranks)
+def test_a_peer_that_drops_its_transport_ends_the_wait_for_it() -> None:
+    transport = make()
+    assert gather(transport, 0) == [0.0, 1.0]
+    if transport.rank:
+        del transport
+        return
+    with pytest.raises(DesyncError, match="rank 1 has closed its shared memory"):
+        gather(transport, 0)
+
+
+@on_ranks(2, run=run_ranks)
+def test_a_fork_that_ends_does_not_end_the_transport_of_its_parent() -> None:
+    transport = make()
+    if transport.rank:
+        process = os.fork()
+        if not process:
+            try:
+                transport.memory.leave(os.getppid())
+            finally:
+                os._exit(0)
+        os.waitpid(process, 0)
+    dist.barrier()
+    assert gather(transport, 0) == [0.0, 1.0]
+
+
+def tell_another_process() -> str:
+    if dist.get_rank() == 1:
+        # As in a container of its own, where other processes have other numbers.
+        shared_memory.os = SimpleNamespace(getpid=os.getppid)  # type: ignore[assignment]
+    try:
+        with pytest.raises(ConfigError) as caught:
+            make()
+    finally:
+        shared_memory.os = os
+    return str(caught.value)
+
+
+def test_ranks_that_cannot_open_each_others_memory_all_say_so() -> None:
+    for text in run_ranks(tell_another_process, 2):
+        assert "the ranks cannot share memory: rank 0: the memory of rank 1 cannot be opened: " in text
+        assert 'choose transport="point_to_point"' in text
+
+
+@on_ranks(2, run=run_threads)
+def test_ranks_that_are_threads_have_no_memories_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="rank 0: ranks are threads of one process"):
+        make()
+
+
+@on_ranks(2, run=run_ranks)
+def test_messages_of_other_sizes_are_an_error() -> None:
+    transport = make()
+    with pytest.raises(DesyncError, match=r"a message has 1[26] bytes, and 1[26] are due"):
+        gather(transport, 0, 3 + transport.rank)
+
+
+@on_ranks(2, run=run_ranks)
+def test_too_little_memory_is_an_error_with_the_bytes_that_are_needed() -> None:
+    transport = make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"\d{7,} bytes of shared memory are needed beside \d+: File too large"):
+            gather(transport, 0, 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    # What was begun goes on once there is memory.
+    transport.settle()
+    assert gather(transport, 0) == [0.0, 1.0]
