@@ -55,6 +55,11 @@ def test_what_must_pass_runs_each_test_once() -> None:
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
 
 
+def test_some_of_the_launchers_can_be_run() -> None:
+    assert planned("launchers", "LAUNCHERS=a b")[-1] == "python -m pytest a b "
+    assert planned("launchers")[-1] == "python -m pytest tests/launchers "
+
+
 def test_the_pins_of_another_torch_are_all_but_what_goes_with_torch(tmp_path: Path) -> None:
     line = next(line for line in planned("test", "TORCH=2.11.0") if line.startswith("{"))
     written = tmp_path / "constraints.txt"
