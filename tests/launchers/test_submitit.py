@@ -1,6 +1,9 @@
 """submitit: two ranks train until they are preempted, are queued again, and go on from their latest checkpoint."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,7 @@ class Train:
     def __call__(self) -> int:
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         dist.init_process_group("gloo")
+        (self.run / f"process{dist.get_rank()}").write_text(str(os.getpid()))
         model, optimizer = model_and_optimizer()
         done = load_checkpoint(self.run, model, optimizer).step if self.is_again else 0
         last = done + _MORE if self.is_again else 10**9
@@ -72,12 +76,18 @@ def test_a_preempted_job_goes_on_from_its_latest_checkpoint(tmp_path: Path) -> N
     run = tmp_path / "run"
     run.mkdir()
     executor = submitit.LocalExecutor(tmp_path / "jobs")
-    # Half a minute after its start it is told that its time is over.
-    executor.update_parameters(tasks_per_node=2, timeout_min=2, signal_delay_s=90)
+    executor.update_parameters(tasks_per_node=2, timeout_min=30)
     job = executor.submit(Train(run))
+    log = run / "losses.jsonl"
+    while not (log.exists() and log.read_text().count("\n") > _MORE):
+        assert not job.done(), job.stderr()
+        time.sleep(0.05)
+    # The signal with which Slurm preempts a job of submitit.
+    for rank in range(2):
+        os.kill(int((run / f"process{rank}").read_text()), signal.SIGUSR2)
     done = job.results()
     assert done[0] == done[1] == find_checkpoint(run).step
-    losses = dict(map(json.loads, (run / "losses.jsonl").read_text().splitlines()))
+    losses = dict(map(json.loads, log.read_text().splitlines()))
     assert list(losses) == [*range(1, done[0] + 1)]
     model, optimizer = model_and_optimizer()
     expected = {number: step_of(model, optimizer, number) for number in range(1, done[0] + 1)}
