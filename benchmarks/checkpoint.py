@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --config 128/24/2/64 --rounds 20 --folder /dev/shm
+    python benchmarks/checkpoint.py --background --world-size 1
 
 Model and AdamW state after one step are saved and loaded with torch.distributed.checkpoint; the model is
 exported to a full state dict on the first rank's host and loaded from one. Ours does the latter two with
@@ -12,6 +13,9 @@ Wall time is what a user waits for, the longest of all ranks; CPU time (all thre
 summed over ranks) is what stays meaningful when other jobs run on the machine. Memory is the growth of the
 resident set while one operation runs, of each engine in processes of its own: of the rank that grows most, less
 the result where there is one. In handles: over the bytes of the largest block.
+
+``--background`` measures an asynchronous save instead: how long the call keeps the rank, over plain copies of its
+shards, and a training step while the checkpoint is written, over one without: wall, and CPU of the training thread.
 """
 
 import argparse
@@ -42,7 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from composable import full_state_dict, load_full_state_dict
+from composable import full_state_dict, load_full_state_dict, save_checkpoint
 
 ENGINES = ("fsdp2", "fully_shard")
 OPERATIONS = ("save", "load", "export", "full_load")
@@ -50,6 +54,8 @@ OPERATIONS = ("save", "load", "export", "full_load")
 # small ones travel together.
 TIME_TARGET = 1.0
 HANDLES_TARGET = 2.0
+# Of an asynchronous save: the call over a copy of the shards, a step beside the write over one without.
+BACKGROUND_TARGETS = {"call": 1.1, "step": 1.1, "step_cpu": 1.1}
 SMALL_HANDLE_BYTES = 2**20
 
 
@@ -146,6 +152,57 @@ def measure_memory(rank: int, config: Config, engine: str, folder: str) -> dict[
     return growth
 
 
+def measure_background(rank: int, config: Config, rounds: int, folder: str) -> dict[str, list[float]]:
+    """Return for each round the milliseconds of a copy, of the call, and of the median step beside a write and not."""
+    run = Run(config, "fully_shard", Path(folder))
+    save_checkpoint(folder, 0, run.model, run.optimizer, asynchronous=True).wait()
+    tensors = [*run.model.parameters(), *(one for each in run.optimizer.state.values() for one in each.values())]
+    shards = [getattr(one, "_local_tensor", one).detach() for one in tensors]
+    times: dict[str, list[float]] = {name: [] for name in ("copy", "call", "step", "step_cpu", "beside", "beside_cpu")}
+    for index in range(1 + rounds):
+        dist.barrier()
+        at = time.perf_counter()
+        copies = [one.clone() for one in shards]
+        copy = time.perf_counter() - at
+        del copies
+        dist.barrier()
+        at = time.perf_counter()
+        handle = save_checkpoint(folder, index + 1, run.model, run.optimizer, asynchronous=True)
+        call = time.perf_counter() - at
+        beside = []
+        is_writing = torch.tensor(1)
+        while is_writing:
+            beside.append(_step_times(run, config))
+            is_writing = torch.tensor(int(not handle.is_done()))
+            dist.all_reduce(is_writing, dist.ReduceOp.MIN)
+        handle.wait()
+        alone = [_step_times(run, config) for _ in beside]
+        medians = [sorted(column)[len(column) // 2] for steps in (alone, beside) for column in zip(*steps)]
+        for name, value in zip(times, (copy, call, *medians), strict=True):
+            if index:
+                times[name].append(value * 1e3)
+    return times
+
+
+def _step_times(run: Run, config: Config) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.thread_time()
+    train_step(run.model, run.optimizer, make_batch(config, seed=0))
+    return time.perf_counter() - wall, time.thread_time() - cpu
+
+
+def report_background(per_rank: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Print medians of all rounds and ranks, and return the ratios."""
+    every = {name: sorted(value for times in per_rank for value in times[name]) for name in per_rank[0]}
+    median = {name: values[len(values) // 2] for name, values in every.items()}
+    print(", ".join(f"{name} {value:.1f} ms" for name, value in median.items()))
+    pairs = {"call": ("call", "copy"), "step": ("beside", "step"), "step_cpu": ("beside_cpu", "step_cpu")}
+    ratios = {name: median[one] / median[other] for name, (one, other) in pairs.items()}
+    for name, ratio in ratios.items():
+        verdict = "met" if ratio <= BACKGROUND_TARGETS[name] else "MISSED"
+        print(f"{name:10}{ratio:8.2f}  target {BACKGROUND_TARGETS[name]:.2f} {verdict}")
+    return {**median, **{f"{name}_ratio": ratio for name, ratio in ratios.items()}}
+
+
 def _resident_bytes(key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
     assert found, "this benchmark needs Linux"
@@ -195,7 +252,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each part (default: 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as a line of JSON")
+    parser.add_argument("--background", action="store_true", help="measure an asynchronous save instead")
     args = parser.parse_args()
+    if args.background:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            measured = run_ranks(
+                measure_background, args.world_size, args.config, args.rounds, folder, timeout_s=args.timeout
+            )
+        print(f"width/layers/batch/context {args.config}, {args.world_size} ranks, an asynchronous save")
+        line = {"benchmark": "checkpoint --background", "config": str(args.config), "world_size": args.world_size}
+        append(args.json, {**line, **report_background(measured), **environment()})
+        return
     handle_bytes = sum(param.numel() * param.itemsize for param in GPTBlock(args.config.width).parameters())
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         per_rank = run_ranks(
@@ -213,20 +280,24 @@ def main() -> None:
     }
     print(f"width/layers/batch/context {args.config}, {args.world_size} ranks, ms; memory of the rank that grows most")
     ratios = report(times, memory, handle_bytes)
-    if args.json:
-        line = {
-            "benchmark": "checkpoint",
-            "config": str(args.config),
-            "world_size": args.world_size,
-            "rounds": args.rounds,
-            "handle_bytes": handle_bytes,
-            "times": times,
-            "extra_bytes": memory,
-            "ratios": ratios,
-            **environment(),
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
+    line = {
+        "benchmark": "checkpoint",
+        "config": str(args.config),
+        "world_size": args.world_size,
+        "rounds": args.rounds,
+        "handle_bytes": handle_bytes,
+        "times": times,
+        "extra_bytes": memory,
+        "ratios": ratios,
+    }
+    append(args.json, {**line, **environment()})
+
+
+def append(path: Path | None, line: dict[str, Any]) -> None:
+    """Append a line of JSON to a file, if there is one."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
