@@ -40,7 +40,11 @@ LONG = frozenset(
         *proved("fuzz/test_soak.py", "test_nothing_grows"),
         *proved("runtime/test_hidden_losses.py", "test_a_hidden_loss_has_the_gradients_of_one_process_or_an_error"),
         *proved("runtime/test_reading_threads.py", "test_threads_that_read_a_model_in_training_see_its_shards"),
-        *proved("collectives/test_uncaught.py", "test_an_exception_that_ends_a_rank_is_told_at_once"),
+        *proved(
+            "collectives/test_uncaught.py",
+            "test_an_exception_that_ends_a_rank_is_told_at_once",
+            "test_the_ranks_that_wait_for_one_that_leaves_are_told_at_once",
+        ),
         *proved(
             "fuzz/test_random_trees.py",
             "test_random_trees_train_as_one_process_does",

@@ -64,6 +64,7 @@ _MAX_PAUSE_S = 3.0
 _PATIENCE_LOOKS = 5
 _MIN_PATIENCE_S = 2.0
 _LONGEST_WORD = 300
+_LEFT = "sys.exit, or at the end of its program"
 # The tag of the message that nobody sends.
 _NO_TAG = 2**31 - 1
 _FIX = (
@@ -167,7 +168,8 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
         words: dict[int, str] = {}
         if thread is not None:
             words = _in_time(partial(_words_of, thread.words, others), words)
-        for rank, word in words.items():
+        # An exception, if there is one: the others may have left because of it.
+        for rank, word in sorted(words.items(), key=lambda told: told[1] != _LEFT):
             fix = f"rank {rank} has ended by {word[:_LONGEST_WORD]}; start again from a checkpoint"
     first_line = str(error).partition("\n")[0]
     return DesyncError(
@@ -178,7 +180,7 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
 
 
 def _words_of(words: Store, ranks: Sequence[int]) -> dict[int, str]:
-    """Return what the store knows of exceptions that have ended ``ranks``."""
+    """Return what the store knows of what has ended ``ranks``."""
     return {one: words.get(str(one)).decode(errors="replace") for one in ranks if words.check([str(one)])}
 
 
@@ -284,15 +286,13 @@ class _Watch:
             thread, goes_on = self.thread, hasattr(sys, "ps1") or sys.flags.interactive
             if thread is not None and thread.is_alive() and is_training_thread() and not goes_on:
                 _in_time(partial(thread.words.set, str(thread.rank), described(error)), None)
-                # Not the groups of other threads, such as one that still writes a checkpoint.
-                for transport in transports_of(groups_of_process().values()):
-                    transport.leave()
-                    for group in transport.groups:
-                        _end_waits(group)
+                _end_all_waits()
 
     def end(self) -> None:
-        if self.thread is not None:
-            self.thread.end()
+        """End the thread with the process, and the waits of other ranks for it: what follows takes a second."""
+        if self.thread is not None and self.thread.is_alive():
+            self.thread.end(_LEFT)
+            _end_all_waits()
 
 
 @dataclass
@@ -327,13 +327,15 @@ class _Thread(threading.Thread):
         self._patience_s = max(_PATIENCE_LOOKS * self._pause_s, _MIN_PATIENCE_S)
         self._question = 0
         self._ended = threading.Event()
+        self._last_word = ""
         self._looking = threading.Lock()
         self._has_caught_up = False
         self._seen: _Seen | None = None
         self._told: set[str] = set()
 
-    def end(self) -> None:
-        """End the thread, and wait a short time for its end."""
+    def end(self, word: str = "") -> None:
+        """End the thread, and wait a short time for its end; ``word``: what ends the process, told to other ranks."""
+        self._last_word = word
         self._ended.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout=_MIN_PATIENCE_S)
@@ -354,6 +356,9 @@ class _Thread(threading.Thread):
             # The store ends with the rank or the launcher that holds it, often just before this rank ends.
             if not self._ended.wait(self._pause_s) and failure is not None and not self._is_over():
                 self._warn("the store of the process group has failed", f"{type(failure).__name__}: {failure}")
+        if self._last_word and not self._is_over():
+            with suppress(RuntimeError):
+                self.words.compare_set(str(self.rank), "", self._last_word)
 
     def _is_over(self) -> bool:
         """Say whether the process group was destroyed."""
@@ -454,6 +459,17 @@ class _Thread(threading.Thread):
         for transport in transports_of(groups.values()):
             transport.closed_because = diagnosis.lines
         for group in groups.values():
+            _end_waits(group)
+
+
+def _end_all_waits() -> None:
+    """End the waits for this rank in the groups of annotations.
+
+    Not in the groups of other threads, such as one that still writes a checkpoint.
+    """
+    for transport in transports_of(groups_of_process().values()):
+        transport.leave()
+        for group in transport.groups:
             _end_waits(group)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from composable.comm.hang_watchdog import explained
 from composable.comm.ranks import make_group
 from composable.comm.transport import Messages, Pending, ProcessGroupTransport, add_up, register_transport
 
@@ -165,7 +166,10 @@ class PointToPointTransport(ProcessGroupTransport):
         calls = [map(recv, [[landing[peer]] for peer in peers], at, tags) for recv, peers, at in self._receives]
         calls += [map(send, [[sent[peer]] for peer in peers], at, tags) for send, peers, at in self._sends]
         # `finish` waits for sends too: once it returns, the caller may write the shard and free the buffer.
-        messages.works.extend(chain(*calls))
+        try:
+            messages.works.extend(chain(*calls))
+        except RuntimeError as error:  # A peer had ended before.
+            raise explained(error, messages) from error
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         if self.world_size == 1 or not shard.numel():

@@ -1,4 +1,4 @@
-"""An exception that ends a rank is told to the ranks that wait for it at once, not when the process has ended."""
+"""The end of a rank is told to the ranks that wait for it at once, not when the process has ended."""
 
 import subprocess
 import sys
@@ -11,14 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
-# Rank 1 stays alive after its exception, in a thread: what the others hear cannot come from the end of the process.
+# Rank 1 stays alive, in a thread or in what Python calls at exit: what others hear cannot come from the end of a process.
 RANK = """
-    import sys, threading
+    import atexit, sys, threading
     import torch, torch.distributed as dist
     from torch import nn
     from composable import ComposableError, fully_shard, replicate, save_checkpoint
 
     rank, store, call, place = int(sys.argv[1]), *sys.argv[2:]
+    if rank == 1 and place in ("exit", "end"):
+        atexit.register(sys.stdin.readline)
 
     def reached(here):
         if (rank, here) != (1, place):
@@ -38,6 +40,8 @@ RANK = """
         if step == 3:
             reached("between")
             reached("exit")
+            if place == "all" or (rank, place) == (1, "end"):
+                break
         try:
             model(torch.ones(2, 4)).sum().backward()
             if step == 2:
@@ -79,10 +83,20 @@ def test_an_exception_that_ends_a_rank_is_told_at_once(call: str, place: str, tm
         assert [first.returncode, second.returncode] == [1, 1]
 
 
+@pytest.mark.parametrize(("place", "code"), [("exit", 3), ("end", 0)])
 @pytest.mark.parametrize("call", ["fully_shard", "replicate"])
-def test_the_ranks_that_wait_for_one_that_exits_end_too(call: str, tmp_path: Path) -> None:
-    with two_ranks(tmp_path, call, "exit") as (first, second):
+def test_the_ranks_that_wait_for_one_that_leaves_are_told_at_once(
+    call: str, place: str, code: int, tmp_path: Path
+) -> None:
+    with two_ranks(tmp_path, call, place) as (first, second):
         told, _ = first.communicate(timeout=120)
-        second.communicate(timeout=120)
-        assert "rank 0, waiting for rank 1; " in told
-        assert [first.returncode, second.returncode] == [1, 3]
+        assert "rank 0, waiting for rank 1; rank 1 has ended by sys.exit, or at the end of its program; " in told
+        assert second.poll() is None
+        assert second.communicate("\n", timeout=120) == ("", "")
+        assert [first.returncode, second.returncode] == [1, code]
+
+
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+def test_ranks_that_end_together_say_nothing(call: str, tmp_path: Path) -> None:
+    with two_ranks(tmp_path, call, "all") as ranks:
+        assert [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks] == [("", "", 0)] * 2
