@@ -337,7 +337,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
         if self.world_size == 1 or not shard.numel():
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
         bounds = range(0, source.numel() + 1, shard.numel())
-        return _Reduction(self, 2 * key + 1, source, bounds, shard, self._factor(scale))
+        return _Reduction(self, 2 * key + 1, source, bounds, shard, self._factor(scale, source.dtype))
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
         if self.world_size == 1 or not tensor.numel() or not tensor.is_contiguous():
@@ -348,7 +348,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
         numel = parts.numel()
         step = -(-numel // self.world_size)
         bounds = [min(rank * step, numel) for rank in range(self.world_size + 1)]
-        return _Sum(self, 2 * key, parts.view(-1), bounds, None, self._factor(scale))
+        return _Sum(self, 2 * key, parts.view(-1), bounds, None, self._factor(scale, tensor.dtype))
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         return super().begin_broadcast(tensor, self._addresses[source_rank], key)
