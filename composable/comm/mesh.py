@@ -24,7 +24,7 @@ from composable.comm.ranks import (
 )
 from composable.errors import ComposableError, ConfigError, UsageError, warn_once
 from composable.ground.names import count_text, described
-from composable.ground.torch_private import flattened_mesh, joined_meshes, ranks_of_mesh, root_mesh, without_modes
+from composable.ground.torch_private import flattened_mesh, joined_meshes, ranks_of_mesh, root_mesh, with_values
 
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -289,7 +289,7 @@ def _of_mesh(
 def _check_order(mesh: DeviceMesh, *dims: int) -> None:
     """Refuse a mesh whose ranks along ``dims`` are not in ascending order, as they are in their process group."""
     last = [*range(-len(dims), 0)]
-    with without_modes():
+    with with_values():
         rows = mesh.mesh.movedim(dims, last).reshape(-1, math.prod(mesh.shape[dim] for dim in dims)).tolist()
     mixed = [row for row in rows if row != sorted(row)]
     if mixed:
@@ -322,7 +322,7 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     def make() -> DeviceMesh:
         # By the hosts of ranks, not by their numbers: a launcher may count across hosts.
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
-        with without_modes():
+        with with_values():
             return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
 
     return kept_with(world, ("mesh of hosts", kind), make)
@@ -492,7 +492,7 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
     """Return the user's mesh of one dim, checked, or else a mesh over all ranks. Raises as ``resolve_grid``."""
     if mesh is None:
         world, kind = default_group(), _default_type(params)
-        with without_modes():
+        with with_values():
             # One for all annotations: torch makes one in a time that grows with the ranks.
             return kept_with(world, ("mesh", kind), lambda: init_device_mesh(kind, (world.size(),)))
     if not isinstance(mesh, DeviceMesh):

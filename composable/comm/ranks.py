@@ -44,7 +44,7 @@ from composable.ground.torch_private import (
     store_of_default_group,
     timeout_of,
     traceable_collectives,
-    without_modes,
+    with_values,
 )
 
 _T = TypeVar("_T")
@@ -219,7 +219,7 @@ class Ranks:
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
         # On the host, if the group can send host tensors: reading a number from a device waits for all of its work.
         is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
-        with without_modes():
+        with with_values():
             # The largest number and, as its negative, the least: both are the same if all numbers are equal.
             extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
             step = 1
@@ -260,7 +260,7 @@ class Ranks:
         """
         if self.is_alone:
             return [value] * self.size
-        with without_modes():
+        with with_values():
             sent = self._filled(repr(value))
             got = list(sent.new_empty(self.size, sent.numel()).unbind())
             with meeting(self.group, "objects"):
@@ -281,7 +281,7 @@ class Ranks:
         """Return on every rank the value, as for ``objects``, that ``source``, a rank within the group, has."""
         if self.is_alone:
             return value  # type: ignore[return-value]  # the source gives one
-        with without_modes():
+        with with_values():
             sent = self._filled(repr(value if self.rank == source else None))
             self.broadcast(sent, source)
             return literal_eval(_text_in(sent))  # type: ignore[no-any-return]  # what the source gave
@@ -296,7 +296,7 @@ class Ranks:
         """Return the largest of all ranks' numbers at each place. Collective: as many numbers on every rank."""
         if self.is_alone:
             return list(numbers)
-        with torch.inference_mode(mode=False), without_modes():
+        with torch.inference_mode(mode=False), with_values():
             heard: list[int] = self.reduce(torch.tensor(numbers, dtype=torch.int32), dist.ReduceOp.MAX).tolist()
         return heard
 

@@ -79,6 +79,7 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        unset_fake_temporarily,
     )
 
     from torch._C._distributed_c10d import HashStore  # what a group of one process wants
@@ -471,9 +472,14 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
+def with_values() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have values, also where the caller makes fake ones; other modes see them."""
+    return unset_fake_temporarily() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
-    """Return the numbers in a mesh, in its order: torch computes them anew, where a mode would see it."""
-    with without_modes():
+    """Return the numbers in a mesh, in its order: torch computes them anew, so they would be fake in such a mode."""
+    with with_values():
         numbers: list[int] = mesh.mesh.flatten().tolist()
     return numbers
 

@@ -22,7 +22,7 @@ from composable.comm import Grid, Pending, Transport, wait_for_hook
 from composable.engine import Listeners, Registration, Work, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import count_text, described, list_text, ranks_text
-from composable.ground.torch_private import FakeTensor, autograd_profiler, without_modes
+from composable.ground.torch_private import FakeTensor, autograd_profiler, with_values
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.rounds import Round, StaticGraph, Stopwatch
 from composable.replication.sparse import SparseGradients
@@ -466,7 +466,7 @@ class BucketExchange:
         order = list(dict.fromkeys([*self._round.order, *range(len(self._params))]))
         if self.transport.world_size == 1:
             return order
-        with without_modes():
+        with with_values():
             sent = torch.tensor(order, device=self.flags.device)
             self.transport.begin_broadcast(sent, 0, self._order_key).finish()
             agreed: list[int] = sent.tolist()

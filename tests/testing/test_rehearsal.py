@@ -26,7 +26,7 @@ from composable import (
     replicate,
     timeline,
 )
-from composable.ground.torch_private import without_modes
+from composable.ground.torch_private import with_values
 from composable.testing.rehearsal import StepMemory, rehearse
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.world import on_ranks, run_threads
@@ -44,7 +44,7 @@ def shard(model: nn.Module, **options: Any) -> None:
 
 
 def shard_hybrid(model: nn.Module) -> None:
-    with without_modes():  # torch would make a mesh of fake numbers.
+    with with_values():  # torch would make a mesh of fake numbers.
         mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     shard(model, mesh=mesh, strategy="HYBRID_SHARD")
 
