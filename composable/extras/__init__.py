@@ -2,6 +2,7 @@
 
 from composable.extras.flat_step import accelerate_optimizer
 from composable.extras.matrix_step import MatrixOptimizer
+from composable.extras.row_shards import as_torch_shards
 from composable.extras.safetensors import load_safetensors, save_safetensors
 from composable.extras.signals import SaveNotice, save_on_signal
 from composable.extras.step_times import Timeline, TimelineEvent, timeline
