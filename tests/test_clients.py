@@ -4,6 +4,7 @@ The other clients run by ``examples/clients/compare.py``, where their packages a
 """
 
 import json
+import math
 import subprocess
 import sys
 import traceback
@@ -19,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from composable import fully_shard, load_full_state_dict, replicate
-from tests.parity import full, mean_over_ranks
+from composable import DataParallelMeshDims, fully_shard, load_full_state_dict, replicate
+from tests.parity import Run, assert_equal_runs, full, mean_over_ranks, train_annotated, train_reference
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
@@ -151,6 +152,29 @@ def test_adapters_on_a_base_of_bytes_train_as_in_one_process() -> None:
                 assert torch.equal(found[name], value)
             else:
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+MESHES: dict[str, tuple[dict[str, int], str | None, str | tuple[str, ...]]] = {
+    "copies of shards": ({"dp_replicate_size": 2, "dp_shard_size": 2}, "dp_replicate", "dp_shard"),
+    "context parallelism": ({"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 2}, None, ("dp_shard", "cp")),
+    "all": ({"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, "dp_replicate", ("dp_shard", "cp")),
+}
+
+
+def train_on_accelerates_mesh(kind: str) -> Run:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    sizes, copies, shards = MESHES[kind]
+    mesh, dims = ParallelismConfig(**sizes).build_device_mesh("cpu"), DataParallelMeshDims(shards, copies)
+    return train_annotated("tied_across", lambda model: fully_shard(model, mesh=mesh, dp_mesh_dims=dims))
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_on_a_mesh_of_accelerate_a_model_trains_as_in_one_process(kind: str) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate, of the extra `clients`")
+    ranks = math.prod(MESHES[kind][0].values())
+    runs = run_threads(train_on_accelerates_mesh, ranks, kind)
+    assert_equal_runs(runs, train_reference("tied_across", ranks))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
