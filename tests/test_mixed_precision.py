@@ -118,8 +118,8 @@ def test_no_pass_over_parameters_or_whole_gradients_is_added() -> None:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(None, BF16), MixedPrecisionPolicy(BF16, FP32))
     )
     assert low == plain
-    # What was reduced, a half on each of two ranks, is cast: twice, and no pass over the whole.
-    assert full - plain <= 2 * (64 * 64 + 64)
+    # What was reduced, a half on each of two ranks, is cast twice, and scaled by a factor of another dtype.
+    assert full - plain <= 3 * (64 * 64 + 64)
 
 
 def ops_of_a_step(policy: MixedPrecisionPolicy) -> tuple[dict[str, int], list[float]]:

@@ -295,4 +295,4 @@ def show_on_the_first_rank() -> tuple[int, int]:
 
 def test_ranks_that_show_nothing_allocate_nothing_large() -> None:
     (_, shown), (largest, held) = run_threads(show_on_the_first_rank, 2)
-    assert held <= largest // 2 < shown
+    assert held <= largest // 2 + 64 < shown
