@@ -222,12 +222,10 @@ class Ranks:
         with with_values():
             # The largest number and, as its negative, the least: both are the same if all numbers are equal.
             extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
-            step = 1
-            while step < self.size:
+            for step in (1 << bit for bit in range((self.size - 1).bit_length())):
                 got = torch.empty_like(extremes)
                 self._swap(extremes, (self.rank + step) % self.size, got, (self.rank - step) % self.size)
                 extremes = torch.maximum(extremes, got)
-                step *= 2
             largest, least = extremes.tolist()
         return bool(largest == -least)
 
@@ -243,11 +241,7 @@ class Ranks:
                 work.wait()
 
     def check_member(self, name: str, rank: int) -> None:
-        """Raise unless ``rank`` is a rank within the group. Not collective.
-
-        Raises:
-            ConfigError: ``rank`` is not a number from 0 to ``size - 1``.
-        """
+        """Raise ``ConfigError`` unless ``rank`` is a number from 0 to ``size - 1``. Not collective."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ConfigError(f"{name} is {rank!r}", fix=f"pass a rank of the model, 0 to {self.size - 1}")
 
@@ -376,9 +370,8 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
     for index in range(max(len(own) for own in lines)):
         at_index = [own[index] if index < len(own) else "(nothing more)" for own in lines]
         if len(set(at_index)) > 1:
-            return "\n".join(
-                f"    rank {number}: {line.strip()}" for number, line in zip(numbers, at_index, strict=True)
-            )
+            rows = zip(numbers, at_index, strict=True)
+            return "\n".join(f"    rank {number}: {line.strip()}" for number, line in rows)
     return "    (the texts are equal, but the model, mesh or options differ)"
 
 
