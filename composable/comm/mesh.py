@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -492,9 +493,13 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
     """Return the user's mesh of one dim, checked, or else a mesh over all ranks. Raises as ``resolve_grid``."""
     if mesh is None:
         world, kind = default_group(), _default_type(params)
-        with with_values():
-            # One for all annotations: torch makes one in a time that grows with the ranks.
-            return kept_with(world, ("mesh", kind), lambda: init_device_mesh(kind, (world.size(),)))
+        # One for all annotations: torch makes one in a time that grows with the ranks. It holds the group.
+        meshes = kept_with(world, "meshes", WeakValueDictionary[str, DeviceMesh])
+        found = meshes.get(kind)
+        if found is None:
+            with with_values():
+                found = meshes[kind] = init_device_mesh(kind, (world.size(),))
+        return found
     if not isinstance(mesh, DeviceMesh):
         raise _refusal(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", "pass init_device_mesh(...)")
     if mesh.ndim != 1:

@@ -1,5 +1,6 @@
 """What every transport does, each rule over both transports and several numbers of ranks."""
 
+import gc
 import itertools
 import os
 import random
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from composable import fully_shard, replicate
 from composable.comm import Pending, Transport, transport_of
 from composable.comm.transport import choose_transport, transport_class
 from composable.errors import ConfigError, DesyncError
@@ -403,3 +406,33 @@ def test_collectives_run_on_the_stream_of_the_caller(nccl: Transport) -> None:
         nccl.begin_reduce_scatter(buffer, result, 0, scale=0.5).finish()
     torch.cuda.current_stream().wait_stream(stream)
     assert result.unique().tolist() == [1.5]
+
+
+def groups_that_stay(annotate: str) -> list[bool]:
+    """Return, of each of four worlds one after the other, whether its group is alive in the end."""
+    store, groups = dist.PrefixStore("worlds", dist.distributed_c10d._get_default_store()), []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    for number in range(4):
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world_size)
+        groups.append(weakref.ref(dist.group.WORLD))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if annotate == "replicate":
+            replicate(model)
+        elif annotate == "by hand":
+            fully_shard(model[0])
+            fully_shard(model)
+        else:
+            fully_shard(model, policy={nn.Linear}, strategy=annotate)
+        model(torch.ones(2, 4)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group()
+    del model
+    gc.collect()
+    return [group() is not None for group in groups]
+
+
+@pytest.mark.parametrize("annotate", ["replicate", "by hand", "FULL_SHARD", "SHARD_GRAD_OP"])
+def test_annotations_keep_no_group_of_a_world_that_is_gone(annotate: str) -> None:
+    # torch itself may keep the last one. The mesh of hosts, which ranks make together, stays with its world.
+    assert [found[:-1] for found in run_ranks(groups_that_stay, 2, annotate)] == [[False] * 3] * 2
