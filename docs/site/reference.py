@@ -404,6 +404,13 @@ GROUPS: tuple[Group, ...] = (
                     "Difference": "The largest difference of one kind that `check_parity` found.",
                 },
             ),
+            Topic(
+                "rehearse",
+                {
+                    "rehearse": "Runs a function as one rank of many, on tensors without values, and counts its memory.",
+                    "Rehearsal": "The peak of that memory: what it is made of, and where.",
+                },
+            ),
         ),
         module="composable.testing",
     ),
