@@ -407,7 +407,7 @@ GROUPS: tuple[Group, ...] = (
             Topic(
                 "rehearse",
                 {
-                    "rehearse": "Runs a function as one rank of many, on tensors without values, and counts its memory.",
+                    "rehearse": "Runs a function as one rank of many, on fake tensors, and counts its memory.",
                     "Rehearsal": "The peak of that memory: what it is made of, and where.",
                 },
             ),
