@@ -40,7 +40,10 @@ def options_of(host: Host) -> list[str]:
 def test_one_host_goes_and_the_other_goes_on(how: str, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     script, run = tmp_path / "train.py", tmp_path / "run"
     step = "    loss.backward()\n"
-    source = exact(longer(ON_A_CLUSTER)).replace(step, f"{step}    print(f'rank {{rank}} of {{ranks}} at {{step}}')\n")
+    # The end of the line in one piece with it: ranks write to one log.
+    source = exact(longer(ON_A_CLUSTER)).replace(
+        step, f"{step}    print(f'rank {{rank}} of {{ranks}} at {{step}}\\n', end='')\n"
+    )
     script.write_text(source)
     # Without it torch's ranks of a restart find addresses of the world before in the store, and wait for them.
     variables = {"RUN": str(run), "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
