@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 import weakref
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -60,13 +61,13 @@ class _Exchange(Messages):
         """Say that ``wait`` does no harm: it goes on where an exception cut it short."""
         return False
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait for the messages of all peers, and use them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self) -> None:
         """Send this rank's message, unless it was sent."""
-        raise NotImplementedError
 
 
 class _SharedGather(_Exchange):
@@ -203,7 +204,6 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
     Args:
         group: The shard group; its backend for CPU tensors is gloo.
-        is_own: Nothing else uses the group, whose ranks are sorted: no other one is made.
 
     Raises:
         ConfigError: The ranks cannot share memory: they are on several hosts, in containers of their own, or threads.
@@ -213,7 +213,6 @@ class SharedMemoryTransport(ProcessGroupTransport):
     moves = "CPU tensors over gloo, between ranks on one host with an x86-64 processor"
     cost = 5
     is_shared = True
-    asks_hosts = True
     maps_memory = True
     is_direct = True
 
@@ -226,10 +225,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
         return False  # Where a user asks for it.
 
-    def __init__(self, group: dist.ProcessGroup, *, is_own: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         numbers = dist.get_process_group_ranks(group)
         order = sorted(numbers)
-        super().__init__(group if is_own else make_group(order, group, backend="gloo"))
+        super().__init__(make_group(order, group, backend="gloo"))
         self.begun: defaultdict[int, int] = defaultdict(int)
         # The new group has its ranks sorted; slices are in the order of `group`.
         self.rank = group.rank()

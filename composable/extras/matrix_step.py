@@ -235,12 +235,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         defaults: The options of groups that have no others, as torch's base class takes them.
 
     Raises:
-        ConfigError: Tensor parallelism has split a parameter.
+        ConfigError: Tensor parallelism has split a parameter, or the subclass has no ``update``.
     """
 
     _owners: Owners | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if type(self).update is MatrixOptimizer.update:
+            # Not in a step, where only owners would raise.
+            raise ConfigError(f"{type(self).__name__} has no update", fix="define update(matrix, grad, state, group)")
         super().__init__(params, defaults)
         for group in self.param_groups:
             check_matrices(group["params"])
@@ -259,7 +262,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         ``state`` has the tensors that ``init_state`` has made, and ``group`` the options. It may not communicate.
         """
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

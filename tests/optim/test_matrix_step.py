@@ -381,6 +381,9 @@ def test_what_has_no_whole_matrix_is_refused() -> None:
         def init_state(self, matrix: torch.Tensor, group: Any) -> Any:
             return {"step": 0}
 
+    with pytest.raises(ConfigError, match="Counted has no update"):
+        Counted([other.weight], {})
+    Counted.update = lambda self, *_: None  # type: ignore[assignment,method-assign]
     counted = Counted([other.weight], {})
     other(torch.ones(1, 8)).sum().backward()
     with pytest.raises(ConfigError, match="init_state of Counted returned 0"):
