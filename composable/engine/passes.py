@@ -133,7 +133,7 @@ class Backwards:
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """Return the error for a backward that met freed parameters; ``None``: it did not, or not of this root."""
-        return freed_parameter_read(error, [own.handle for own in self._completion.waiting])
+        return freed_parameter_read(error, list(self._step.steps))
 
     # Begin
 

@@ -183,3 +183,61 @@ def test_a_hidden_loss_has_the_gradients_of_one_process_or_an_error(world_size: 
         told[results[0]] += 1
     assert told.keys() <= {"right", "backward reads a parameter whose memory "}, told
     assert told["right"] >= 0.9 * told.total(), told
+
+
+class Force(nn.Module):
+    """Returns a derivative: a later backward goes through nodes that are no part of any output's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(DIM, DIM), nn.Parameter(torch.linspace(0.5, 1.5, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = x * self.gain
+        (slope,) = torch.autograd.grad(torch.tanh(self.linear(at)).square().sum(), at, create_graph=True)
+        return x + torch.tanh(slope)
+
+
+class Stem(nn.Module):
+    """A trunk and a head, each of which may be called alone."""
+
+    def __init__(self, *, is_force: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.trunk = Force() if is_force else nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+
+    def forward(self, x: torch.Tensor, *, is_head: bool) -> torch.Tensor:
+        return self.head(x) if is_head else self.trunk(self.inp(x))
+
+
+def run_again(names: list[str], *, is_force: bool) -> str:
+    """Run the graph of one forward with a backward of its own, and again in that of the next forward."""
+    model, twin = Stem(is_force=is_force), Stem(is_force=is_force)
+    for name in names:
+        fully_shard(model.get_submodule(name))
+    fully_shard(model)
+    for one in (model, twin):
+        trunk = one(batch(0, 0, 0), is_head=False)
+        trunk.sum().backward(retain_graph=True)
+        try:
+            one(trunk, is_head=True).sum().backward()
+        except UsageError as error:
+            return error.what[:40]
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)  # type: ignore[union-attr]
+    return "right"
+
+
+@pytest.mark.parametrize("inner", ["trunk.linear", "trunk.0"])
+def test_a_graph_that_runs_again_is_right_or_told(inner: str) -> None:
+    parts = [inner, "inp", "trunk", "head"]
+    told: Counter[str] = Counter()
+    for number in range(2 ** len(parts)):
+        names = [name for bit, name in enumerate(parts) if number >> bit & 1]
+        results = run_threads(run_again, 2, names, is_force=inner == "trunk.linear")
+        assert len(set(results)) == 1, names
+        told[results[0]] += 1
+    # Nothing gathers the inner part for nodes that lie outside of its forward.
+    refused = {"backward reads a parameter whose memory "} if inner == "trunk.linear" else set()
+    assert told.keys() == {"right", *refused}, told

@@ -186,7 +186,8 @@ class _Ran:
     is_trunk: bool
 
 
-@program("any order", shares_features=True)
+# A graph of derivatives that runs again is refused: nothing gathers for its nodes.
+@program("any order", excludes="force", shares_features=True)
 def any_order(step: Step, *, is_direct: bool = False, has_no_sync: bool = False) -> None:
     """Run parts on samples or on what others gave out, and backward of what waits, as the generator has it."""
     rng, ran, waiting, freed, left = step.rng, [], [], frozenset[int](), 9
@@ -233,12 +234,12 @@ def _run_a_part(step: Step, number: int, source: _Ran | None, *, is_direct: bool
     return _Ran(output, call, graph | {number}, part == "trunk")
 
 
-@program("any order, with no_sync", is_of_one_root=True, shares_features=True)
+@program("any order, with no_sync", excludes="force", is_of_one_root=True, shares_features=True)
 def any_order_with_no_sync(step: Step) -> None:
     any_order(step, has_no_sync=True)
 
 
-@program("any order of parts as they are", needs=("trunk", "heads"), shares_features=True)
+@program("any order of parts as they are", excludes="force", needs=("trunk", "heads"), shares_features=True)
 def any_order_of_parts(step: Step) -> None:
     any_order(step, is_direct=True)
 
