@@ -315,18 +315,22 @@ def _as_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
     return DataParallelMeshDims(dims.shard, dims.replicate)
 
 
+# Of each rank of this process, and each type of device.
+_MESHES_OF_HOSTS: dict[tuple[int, str], tuple["weakref.ref[dist.ProcessGroup]", DeviceMesh]] = {}
+
+
 def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     """Return a mesh with a replica on each host, the same for all annotations. The first call is collective."""
-    world = default_group()
-    kind = _default_type(params)
-
-    def make() -> DeviceMesh:
+    world, kind = default_group(), _default_type(params)
+    # It may hold its group, and ranks make it together, so it does not end with its users: the next world's ends it.
+    made_for, mesh = _MESHES_OF_HOSTS.get((world.rank(), kind), (None, None))
+    if mesh is None or made_for is None or made_for() is not world:
         # By the hosts of ranks, not by their numbers: a launcher may count across hosts.
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
         with with_values():
-            return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
-
-    return kept_with(world, ("mesh of hosts", kind), make)
+            mesh = DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
+        _MESHES_OF_HOSTS[world.rank(), kind] = weakref.ref(world), mesh
+    return mesh
 
 
 def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:

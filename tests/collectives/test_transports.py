@@ -432,7 +432,7 @@ def groups_that_stay(annotate: str) -> list[bool]:
     return [group() is not None for group in groups]
 
 
-@pytest.mark.parametrize("annotate", ["replicate", "by hand", "FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("annotate", ["replicate", "by hand", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_annotations_keep_no_group_of_a_world_that_is_gone(annotate: str) -> None:
-    # torch itself may keep the last one. The mesh of hosts, which ranks make together, stays with its world.
+    # torch itself may keep the last one, and so does the mesh of hosts.
     assert [found[:-1] for found in run_ranks(groups_that_stay, 2, annotate)] == [[False] * 3] * 2
