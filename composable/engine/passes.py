@@ -23,7 +23,8 @@ An exception may end this at any line: what comes next calls ``Backwards.tidy_up
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -72,6 +73,8 @@ class Backwards:
         # Of the backward that is about to run: the number before it, and whether it reads more than outputs show.
         self._seen, self._is_beside = 0, False
         self._thread = get_ident()
+        # The thread that shows unsharded parameters to itself, between two steps.
+        self._shown_in: int | None = None
         self._watchers: WeakSet[Any] | None = None
         # Returns an object that autograd holds during the running backward; ``None``: it was freed.
         self._end: Callable[[], object] = lambda: None
@@ -91,7 +94,16 @@ class Backwards:
     @property
     def is_elsewhere(self) -> bool:
         """Another thread runs the steps, and frees unsharded parameters at any time: this one only reads."""
-        return get_ident() != self._thread and current_graph_task_id() == -1
+        return get_ident() not in (self._thread, self._shown_in) and current_graph_task_id() == -1
+
+    @contextmanager
+    def shown_here(self) -> Iterator[None]:
+        """Show unsharded parameters to this thread too, which has asked for them."""
+        before, self._shown_in = self._shown_in, get_ident()
+        try:
+            yield
+        finally:
+            self._shown_in = before
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""

@@ -81,6 +81,8 @@ def unshard_params(
                 agreeing.enter_context(model.everyone.agreed())
             for one in shown:
                 one.show()
+            for scheduler in {one.scheduler for one in shown}:
+                agreeing.enter_context(scheduler.backwards.shown_here())
             yield
             for one in shown if writeback else ():
                 one.check()

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from composable import MixedPrecisionPolicy, UsageError, replicate
+from composable import MixedPrecisionPolicy, UsageError, fully_shard, replicate, unshard_params
+from composable.dtensor import RaggedDTensor
 from tests.world import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -70,3 +73,32 @@ def test_a_thread_that_reads_copies_in_low_precision_is_refused() -> None:
     assert torch.equal(model(torch.ones(2, 4)), alone)
     assert "while another thread runs the module" in str(watched.seen[-1])
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True}, {"offload_to_cpu": True}], ids=str)
+@on_ranks(2, run=run_ranks)
+def test_the_thread_that_unshards_sees_whole_parameters_wherever_steps_run(options: dict[str, bool]) -> None:
+    """What it writes stays. Other threads that read see shards, if these are the parameters' own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, policy={nn.Linear})
+
+    def train() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    def kinds() -> list[bool]:
+        tensors = [*model.parameters(), *model.state_dict(keep_vars=True).values()]
+        return [isinstance(one, RaggedDTensor) for one in tensors]
+
+    trainer, reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    trainer.submit(train).result()
+    before = [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+    is_shown = dist.get_rank() == 0 or "rank0_only" not in options
+    with unshard_params(model, **options), torch.no_grad():
+        assert kinds() == [not is_shown] * 8
+        assert options or reader.submit(kinds).result() == [True] * 8
+        for param in model.parameters() if is_shown else ():
+            param.mul_(2)
+    assert kinds() == [True] * 8
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), 2 * old)  # type: ignore[attr-defined]
+    trainer.submit(train).result()
