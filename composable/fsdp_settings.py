@@ -275,13 +275,17 @@ class ReductionSettings(AnnotatedModule):
                 next forward or backward is an error.
 
         Raises:
-            UsageError: The module is not the root; a forward or backward is running; the last call was not waited for;
-                or an error that the end of a backward raises.
+            UsageError: The module is not the root; a forward or backward is running, or an exception stopped the last
+                one; the last call was not waited for; or an error that the end of a backward raises.
         """
         check_bool("async_op", async_op)
         state = _idle_root_state(self, "finalize_backward")
         scheduler = None if state.root is None else state.root.scheduler
         if scheduler is not None:
+            if scheduler.step.is_backward:
+                what = "finalize_backward after a backward that an exception stopped: its gradients are incomplete"
+                fix = "call reset_iter_state() and zero_grad() on every rank, and run the backwards of this step again"
+                raise UsageError(what, at=describe_module(self), fix=fix)
             scheduler.finalize()
         handle = GradientReductionHandle(scheduler)
         if async_op:

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -562,6 +563,28 @@ def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> No
     assert unsharded_bytes(model) == 0
     model.zero_grad()
     loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+
+
+@pytest.mark.parametrize(*pairs_of(mode=["by hand", "is_last"], before=["nothing", "a backward", "no_sync"]))
+@on_ranks(2)
+def test_a_backward_that_was_stopped_is_not_finalized(mode: str, before: str) -> None:
+    model = sharded()
+    model.set_manual_backward_finalization(mode == "by hand")
+    model.set_is_last_backward(False)
+    if before != "nothing":
+        with no_sync(model) if before == "no_sync" else nullcontext():
+            loss(model, own_seed(8)).backward()
+    with pytest.raises(BrokenError):
+        backward_that_raises(model)
+    for is_async in (False, True):
+        with pytest.raises(UsageError, match="after a backward that an exception stopped") as caught:
+            model.finalize_backward(async_op=is_async)
+    assert "reset_iter_state()" in str(caught.value)
+    model.reset_iter_state()
+    model.zero_grad()
+    loss(model, own_seed(0)).backward()
+    model.finalize_backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
 
 
