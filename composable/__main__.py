@@ -27,7 +27,26 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "check": Command(
+        "say whether a checkpoint is whole, and what is in it",
+        ("check runs/gpt", "check s3://bucket/run/step-000300 --json"),
+    ),
+    "convert": Command(
+        "turn a checkpoint into safetensors or back, or merge the folders of all ranks",
+        (
+            "convert runs/gpt/step-000300 weights",
+            "convert model.safetensors runs/start",
+            "convert parts/rank0 parts/rank1 runs/merged",
+        ),
+    ),
     "info": Command("print versions, devices and transports: what a bug report needs", ("info", "info --json")),
+    "plan": Command(
+        "print what fully_shard would do with a model",
+        (
+            "plan train:make_model --ranks 8 --policy-class Block",
+            "plan train:make_model --ranks 64 --per-host 8 --json",
+        ),
+    ),
 }
 _PROGRAM = "python -m composable"
 

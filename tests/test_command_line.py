@@ -54,7 +54,7 @@ def test_a_process_without_ranks_runs_it_and_loads_no_command_that_it_does_not_n
         [sys.executable, "-c", program.format("info")], cwd=ROOT, capture_output=True, text=True, check=True
     )
     found = {name for name in loaded.stdout.split() if name.startswith("composable.commands.")}
-    assert found == {"composable.commands.info"}
+    assert found == {"composable.commands.info", "composable.commands.output"}
 
 
 def test_info_has_versions_transports_and_no_secret(
@@ -82,4 +82,4 @@ def test_info_says_why_a_transport_or_a_training_does_not_run_here(
     assert main(["info"]) == 1
     text = capsys.readouterr().out
     assert "shared_memory not here: it moves CPU tensors over gloo, between ranks on one host with an x86-64" in text
-    assert text.endswith("self test        ZeroDivisionError: division by zero\n")
+    assert text.endswith("self test         ZeroDivisionError: division by zero\n")

@@ -2,10 +2,8 @@
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 
 from composable import __version__, fully_shard
 from composable.comm import transport_class, transport_names
+from composable.commands.output import show
 from composable.ground.names import bytes_text
 from composable.testing import check_parity
 
@@ -36,19 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the environment; 1 if two simulated ranks cannot train here."""
     found = environment()
-    print(json.dumps(found, indent=2) if args.json else "\n".join(_lines(found)))
+    show(found, as_json=args.json)
     return int(found["self test"] != "ok")
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    for name, value in found.items():
-        texts = [f"{key} {one}" for key, one in value.items()] if isinstance(value, dict) else value
-        texts = [texts] if isinstance(texts, str) else texts or ["none"]
-        yield from (f"{'' if i else name:17}{text}" for i, text in enumerate(texts))
-
-
 def environment() -> dict[str, Any]:
-    """Return what there is, by name: texts, lists of texts, and dicts of texts."""
+    """Return what there is, by name."""
     kinds = [("cpu", "gloo"), *([("cuda", "nccl")] if torch.cuda.is_available() else [])]
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi", "xccl") if dist.is_backend_available(name)]
     pairs = [(kind, backend) for kind, backend in kinds if backend in backends]

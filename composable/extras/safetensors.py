@@ -43,6 +43,7 @@ from composable.saving import (
     write_summed,
 )
 
+MAX_SHARD_BYTES = 5_000_000_000
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -69,7 +70,7 @@ def save_safetensors(
     model: nn.Module,
     path: str | os.PathLike[str] | Storage,
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
     names: Names | None = None,
 ) -> None:
@@ -106,25 +107,11 @@ def save_safetensors(
     aliases = {key: first[id(one)] for key, one in entries.tensors().items() if key not in values}
     cpu = torch.device("cpu")
     with ExitStack() as stack:
-        writer: _Writer | None = None
-        storage: StoredFolder | None = None
+        writer: WeightsWriter | None = None
         with ranks.agreed():
-            fit = {key for key, tensor in entries.tensors().items() if cast_dtype(tensor, dtype) in _DTYPES}
-            if unfit := [key for key in entries.values if key not in fit]:
-                raise ConfigError(
-                    f"values that safetensors cannot hold, by type or dtype: {list_text(unfit)}",
-                    fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
-                )
+            check_types(entries.values, dtype)
             if ranks.rank == 0:
-                place = folder_at("path", path)
-                if isinstance(place, StoredFolder):
-                    storage, target = place, _room_for(place, stack)
-                else:
-                    target = place
-                limit = math.inf if target.suffix == ".safetensors" else max_shard_bytes
-                writer = _Writer(target, _plan_files(values, aliases, dtype, limit))
-                stack.callback(writer.close)
-                writer.begin()
+                writer = open_writer(folder_at("path", path), values, stack, aliases, dtype, max_shard_bytes)
         for batch in batches(values.items(), entries.batch_bytes()):
             fulls = gather_values([tensor for _, tensor in batch], model_ranks, 0, dtype=dtype, device=cpu)
             with ranks.agreed():
@@ -135,10 +122,6 @@ def save_safetensors(
         with ranks.agreed():
             if writer is not None:
                 writer.publish()
-            if storage is not None:
-                # The index comes last, as by name.
-                for file in sorted(target.iterdir() if target.is_dir() else [target]):
-                    storage.storage.write(storage.of(file.name if target.is_dir() else ""), file)
 
 
 @torch.no_grad()
@@ -168,14 +151,14 @@ def load_safetensors(
         DesyncError: The ranks made different calls, or ``names`` picks other entries on other ranks.
     """
     ranks = ranks_of(model, names).everyone
-    files: _Files | None = None
+    files: WeightsFiles | None = None
     with ExitStack() as stack:
         with ranks.agreed():
             check_bool("strict", strict)
             if ranks.rank == 0:
-                entries, place = entries_now(model).picked(names), folder_at("path", path)
-                local = _fetch(place, stack) if isinstance(place, StoredFolder) else place
-                files = _open_files(local, stack, entries)
+                entries = entries_now(model).picked(names)
+                files = open_files(folder_at("path", path), stack)
+                files.add_ties(entries)
         return load_full_state_dict(model, files, strict=strict, names=names)
 
 
@@ -190,6 +173,36 @@ class _File:
     starts: dict[str, int]
     nbytes: int
     header: bytes
+
+
+def check_types(values: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+    """Raise unless the format can hold each value [any shape], cast to ``dtype`` if it has floating-point elements."""
+    fit = {key for key, one in values.items() if isinstance(one, torch.Tensor) and cast_dtype(one, dtype) in _DTYPES}
+    if unfit := [key for key in values if key not in fit]:
+        raise ConfigError(
+            f"values that safetensors cannot hold, by type or dtype: {list_text(unfit)}",
+            fix="cast them, leave them out by names=, or use full_state_dict and torch.save",
+        )
+
+
+def open_writer(
+    place: Path | StoredFolder,
+    values: Mapping[str, torch.Tensor],
+    stack: ExitStack,
+    aliases: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+) -> "WeightsWriter":
+    """Return a writer of ``values`` [any shapes, also on the meta device] to ``place``, as for ``save_safetensors``.
+
+    When ``stack`` ends, what was not published is removed.
+    """
+    target = _room_for(place, stack) if isinstance(place, StoredFolder) else place
+    limit = math.inf if target.suffix == ".safetensors" else max_shard_bytes
+    writer = WeightsWriter(target, _plan_files(values, aliases or {}, dtype, limit), place)
+    stack.callback(writer.close)
+    writer.begin()
+    return writer
 
 
 def _plan_files(
@@ -216,6 +229,17 @@ def _plan_files(
     return files
 
 
+def holds_weights(place: Path | StoredFolder) -> bool:
+    """Say whether a place is a file of this format, or a folder with such files."""
+    if str(place).endswith(".safetensors"):
+        return True
+    return (
+        any((place / name).is_file() for name in (_SINGLE, _INDEX))
+        if isinstance(place, Path)
+        else bool(_weights_in(place))
+    )
+
+
 def _weights_in(place: StoredFolder) -> list[str]:
     """Return the names of the weights in a folder of a storage."""
     return sorted(name for name in place.list() if name.startswith("model") and ".safetensors" in name)
@@ -229,11 +253,12 @@ def _room_for(place: StoredFolder, stack: ExitStack) -> Path:
     return Path(stack.enter_context(tempfile.TemporaryDirectory()), name)
 
 
-class _Writer:
+class WeightsWriter:
     """A writer of values into files of a hidden folder, which get their final names at the end."""
 
-    def __init__(self, target: Path, files: list[_File]) -> None:
+    def __init__(self, target: Path, files: list[_File], place: Path | StoredFolder) -> None:
         self._target = target
+        self._place = place
         self._folder = target.with_name(f".partial-{target.name}")
         self._files = files
         self._opened: dict[str, BinaryIO] = {}
@@ -254,7 +279,7 @@ class _Writer:
                 self._opened[file.name].write(file.header)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write values, which are on the host, to their places in the files."""
+        """Write values [the shapes of the plan], which are on the host, to their places in the files."""
         for file in self._files:
             for key in file.starts.keys() & values.keys():
                 # The format has no strides. By address: numpy, torch's other way to the bytes, may be missing.
@@ -275,7 +300,14 @@ class _Writer:
             raise
 
     def publish(self) -> None:
-        """Make the files durable, then visible under their names."""
+        """Make the files durable, then visible under their names, and copy them to a storage."""
+        self._show()
+        if isinstance(self._place, StoredFolder):
+            # The index comes last, as by name.
+            for file in sorted(self._target.iterdir() if self._target.is_dir() else [self._target]):
+                self._place.storage.write(self._place.of(file.name if self._target.is_dir() else ""), file)
+
+    def _show(self) -> None:
         for name, file in self._opened.items():
             with self._told(name):
                 file.flush()
@@ -309,7 +341,7 @@ class _Writer:
 # -- reading
 
 
-class _Files(dict[str, Any]):
+class WeightsFiles(dict[str, Any]):
     """The values of one or several files, read on demand.
 
     Holds for each key the path, the open file, and the name in it, which may be another name of a tied tensor.
@@ -326,6 +358,19 @@ class _Files(dict[str, Any]):
             value: torch.Tensor = file.get_tensor(name)
         return value
 
+    def aliases(self) -> dict[str, str]:
+        """Return other names of values, as the files list them, each with the name that its value has here."""
+        listed = {id(file): file.metadata() or {} for _, file, _ in self.values()}
+        found = {alias: key for one in listed.values() for alias, key in one.items()}
+        return {alias: key for alias, key in found.items() if key in self and alias not in self}
+
+    def add_ties(self, entries: Entries) -> None:
+        """Let tied ``entries`` find their value under any of their names."""
+        held = {id(tensor): key for key, tensor in reversed(entries.tensors().items()) if key in self}
+        for key, tensor in entries.tensors().items():
+            if key not in self and id(tensor) in held:
+                self[key] = super().__getitem__(held[id(tensor)])
+
 
 def _fetch(place: StoredFolder, stack: ExitStack) -> Path:
     """Copy weights from a storage into a local folder, which is removed when ``stack`` ends; return their path."""
@@ -338,8 +383,9 @@ def _fetch(place: StoredFolder, stack: ExitStack) -> Path:
     return local / last
 
 
-def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
-    """Open the files at ``path`` until ``stack`` ends; tied ``entries`` find their value under any of their names."""
+def open_files(place: Path | StoredFolder, stack: ExitStack) -> WeightsFiles:
+    """Open the files at ``place``, in a storage copies of them, until ``stack`` ends."""
+    path = _fetch(place, stack) if isinstance(place, StoredFolder) else place
     try:
         library: Any = importlib.import_module("safetensors")
     except ImportError as error:
@@ -359,11 +405,7 @@ def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
                 raise ValueError("it is a pipe, a device or a folder")
             file = stack.enter_context(library.safe_open(str(one), framework="pt", device="cpu"))
             places |= {key: (one, file, key) for key in file.keys()}  # noqa: SIM118  # no mapping
-    held = {id(tensor): key for key, tensor in reversed(entries.tensors().items()) if key in places}
-    for key, tensor in entries.tensors().items():
-        if key not in places and id(tensor) in held:
-            places[key] = places[held[id(tensor)]]
-    return _Files(places)
+    return WeightsFiles(places)
 
 
 @contextmanager

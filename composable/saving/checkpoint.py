@@ -192,10 +192,10 @@ def save_checkpoint(
     ranks = Ranks.of_world()
     with ranks.agreed():
         place, optimizers = checked_run("folder", folder, model, optimizer, keep)
-        _check_number("step", step, 0)
+        check_least("step", step, 0)
         check_bool("asynchronous", asynchronous)
         check_bool("per_rank", per_rank)
-        run = _run_at(place, step, per_rank=per_rank)
+        run = run_at(place, step, per_rank=per_rank)
         previous = _settle(model)
     shown = str(run if isinstance(folder, Storage) else folder)
     common = "one for each rank" if per_rank else shown
@@ -221,7 +221,7 @@ def save_checkpoint(
     def write() -> Path | str:
         try:
             with _named(this):
-                return _write(writers, run, partial, state, every, publish)
+                return write_shares(writers, run, partial, state, every, publish)
         except BaseException as error:
             if ranks.rank == 0:
                 # After an error no rank writes any more: all ranks have reported.
@@ -252,9 +252,9 @@ def find_checkpoint(path: str | PathLike[str] | Storage) -> SavedCheckpoint:
         ConfigError: There is no checkpoint, its description cannot be read, or ``extra`` is damaged or no data.
         OSError: The disk or the storage cannot be read.
     """
-    folder = _find(path)
+    folder = locate(path)
     manifest = run_folder.read_manifest(folder)
-    _check_undamaged(
+    check_undamaged(
         folder, run_folder.find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
     )
     return _read(folder, manifest)
@@ -297,7 +297,7 @@ def load_checkpoint(
         _settle(model)
 
     def find() -> tuple[str, bool, bytes]:
-        found = _find(path)
+        found = locate(path)
         text = str(found) if isinstance(found, Path) else found.path
         return text, isinstance(path, Storage), run_folder.read_manifest(found).as_bytes()
 
@@ -313,7 +313,7 @@ def load_checkpoint(
     damage = run_folder.find_damage(folder, mine)
     if not ranks.are_alike(repr(damage)):
         damage = [line for lines in ranks.objects(damage) for line in lines]
-    _check_undamaged(folder, damage)
+    check_undamaged(folder, damage)
     failure = f"{folder} was not loaded to its end"
     every = names_on_all(ranks, model, optimizers, names)
     with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
@@ -335,7 +335,8 @@ def load_checkpoint(
     return checkpoint
 
 
-def _run_at(place: Path | StoredFolder, step: int, *, per_rank: bool) -> FolderRun | StoredRun | RankRun:
+def run_at(place: Path | StoredFolder, step: int, *, per_rank: bool = False) -> FolderRun | StoredRun | RankRun:
+    """Return the folder of a run, in which a checkpoint of ``step`` is to be saved."""
     if isinstance(place, Path):
         return RankRun(place, step) if per_rank else FolderRun(place)
     if per_rank:
@@ -344,7 +345,8 @@ def _run_at(place: Path | StoredFolder, step: int, *, per_rank: bool) -> FolderR
     return StoredRun(place)
 
 
-def _find(path: object) -> Path | StoredFolder:
+def locate(path: object) -> Path | StoredFolder:
+    """Return the folder of the checkpoint that ``find_checkpoint`` finds."""
     place = folder_at("path", path)
     return run_folder.find_folder(place.absolute()) if isinstance(place, Path) else find_stored(place)
 
@@ -355,11 +357,11 @@ def checked_run(
     """Check what saves of a run have in common; return the folder, which is the argument ``name``, and optimizers."""
     optimizers = _checked(model, optimizer)
     place = folder_at(name, folder)
-    _check_number("keep", keep, 1)
+    check_least("keep", keep, 1)
     return place, optimizers
 
 
-def _check_number(name: str, value: object, least: int) -> None:
+def check_least(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
 
@@ -423,7 +425,7 @@ class _SummedFiles(FileSystem):
         self.sums[Path(path).name] = summed.sum
 
 
-def _write(
+def write_shares(
     ranks: Ranks,
     run: FolderRun | StoredRun | RankRun,
     partial: str,
@@ -482,7 +484,8 @@ def _write(
 # -- reading
 
 
-def _check_undamaged(folder: object, damage: list[str]) -> None:
+def check_undamaged(folder: object, damage: list[str]) -> None:
+    """Raise if there are lines in ``damage``, such as those of ``find_damage``."""
     if damage:
         fix = "load an older checkpoint of the run, or restore this one from a copy"
         raise ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)

@@ -47,7 +47,7 @@ _HOLDER = re.compile(r"process \d+ on \S*( [0-9a-f]{16})?")
 _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
 
 # The files of a rank, as torch names them.
-_RANK = re.compile(r"__(\d+)_")
+RANK = re.compile(r"__(\d+)_")
 
 
 # -- files
@@ -123,7 +123,7 @@ def find_damage(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> li
         try:
             found = sum_file(folder, name, saved.bytes)
         except OSError as error:
-            rank = _RANK.match(name)
+            rank = RANK.match(name)
             writer = f"; rank {rank[1]} wrote it" if rank else ""
             lines.append(f"{path} cannot be read: {error.strerror or error}{writer}")
             continue
