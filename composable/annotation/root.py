@@ -192,7 +192,7 @@ class FullyShardState(AnnotationState):
         between: Replicas | None = None
         if copies is not None:
             if transport_class(name).maps_memory:
-                name = settle_transport_for(copies, "auto")  # They may be on other hosts.
+                name = settle_transport_for(copies)  # They may be on other hosts.
             if (copies, name) not in replicas:
                 replicas[copies, name] = Replicas(transport_of(copies.process_group, name))
             between = replicas[copies, name]
@@ -424,7 +424,7 @@ def _make_agreements(
     for ranks, (name, handles) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
         model = models[ranks]
         if model.others or transport_class(name).maps_memory:
-            name = settle_transport_for(model.everyone, "auto")
+            name = settle_transport_for(model.everyone)
         ledgers = [ledger for handle in handles if handle in steps for ledger in steps[handle].ledgers]
         made.append(Agreement(model, host_transport_of(model.everyone, name), ledgers, handles))
     return made

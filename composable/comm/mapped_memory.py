@@ -97,7 +97,8 @@ class Block:
         if view is None:
             if len(self._views) > ENTRIES:
                 self._views.clear()
-            view = self._data[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)
+            with torch.inference_mode(mode=False):
+                view = self._data[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)
             self._views[key] = view
         return view
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.comm import point_to_point, shared_memory  # noqa: F401  # register themselves
+from composable.comm import point_to_point  # noqa: F401  # registers itself
 from composable.comm.hosts import hosts_of
 from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, default_group, kept_with, make_group
+from composable.comm.shared_memory import SharedMemoryTransport, meet
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
-from composable.errors import warn_once
-from composable.ground.torch_private import replace_body
+from composable.errors import ConfigError, warn_once
+from composable.ground.torch_private import real_backend, replace_body
 
 # So many groups of the same ranks are worth a warning: gloo takes three threads and five files for each.
 _MANY = 16
@@ -32,11 +33,13 @@ def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
     Raises:
         ConfigError: As ``choose_transport``.
     """
-    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), (0,) * ranks.size, name)
+    return _choose(ranks, (0,) * ranks.size, name)
 
 
-def settle_transport_for(ranks: Ranks, name: str) -> str:
+def settle_transport_for(ranks: Ranks, name: str = "auto") -> str:
     """Return the name of the transport for these ranks on their actual hosts. Collective if hosts make a difference.
+
+    If some ranks cannot map the memory of others, all ranks log it, and take the next transport.
 
     Call it after the ranks have compared their calls. Before, the exchange of hosts may run against a collective of
     another size on another rank, which ends the process.
@@ -48,7 +51,30 @@ def settle_transport_for(ranks: Ranks, name: str) -> str:
     on_one_host = choose_transport_for(ranks, name)
     if name != "auto" or not transport_class(on_one_host).asks_hosts:
         return on_one_host
-    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), hosts_of(ranks), name)
+    hosts = hosts_of(ranks)
+    chosen = _choose(ranks, hosts, name)
+    return _choose(ranks, hosts, name, may_map=_can_map(ranks)) if transport_class(chosen).maps_memory else chosen
+
+
+def _choose(ranks: Ranks, hosts: Sequence[int], name: str, *, may_map: bool = True) -> str:
+    group = ranks.process_group
+    # Ranks of a simulation are threads.
+    may_map = may_map and bool(real_backend(group))
+    return choose_transport(ranks.device.type, dist.get_backend(group), hosts, name, may_map=may_map)
+
+
+def _can_map(ranks: Ranks) -> bool:
+    """Say whether these ranks, on one host, can map each other's memory. Collective at first use."""
+
+    def ask() -> bool:
+        try:
+            meet(ranks)
+        except ConfigError as error:  # on every rank
+            warn_once(f"{error.what}; they use another transport, which is slower")
+            return False
+        return True
+
+    return kept_with(ranks.process_group, "can map", ask)
 
 
 def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
@@ -82,10 +108,8 @@ def host_transport_of(ranks: Ranks, name: str) -> Transport:
     return kept_with(group, "host", lambda: ProcessGroupTransport(make_group(numbers, group, backend=backend)))
 
 
-class OwnTransport(ProcessGroupTransport):
+class OwnTransport(Transport):
     """A transport in a group of its own, which is made when the first collective needs it.
-
-    A reduce-scatter does not make the group, since copies of a whole model need none.
 
     Args:
         ranks: The ranks of the transport. The new group has them in the order of their global ranks.
@@ -95,41 +119,50 @@ class OwnTransport(ProcessGroupTransport):
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
         self.world_size = ranks.size
-        self.in_flight = {}
+        self._inner: ProcessGroupTransport | None = None
         self._finalize: Callable[[], object] | None = None
 
-    # Needs no group: keys are taken before there is one, and nothing else uses it.
-    allocate_key = Transport.allocate_key
-
-    def connect(self) -> None:
-        """Make the group, unless it exists. Collective."""
+    def connect(self) -> ProcessGroupTransport:
+        """Return the transport that does the work, which is made with its group unless it exists. Collective."""
         self.ranks.check_process()
-        if self._finalize is None:
+        if self._inner is None:
             number, group = _take(self.ranks)
-            super().__init__(group)
+            # torch's debug level DETAIL wraps a new group: it is none of a real backend then.
+            maps_memory = bool(real_backend(group)) and transport_class(settle_transport_for(self.ranks)).maps_memory
+            inner = SharedMemoryTransport(group, is_own=True) if maps_memory else ProcessGroupTransport(group)
+            self.groups = inner.groups
             # A replicated model that is dropped leaves its group to the next one.
-            finalizer = weakref.finalize(self, _leave, _idle_of(self.ranks), number, group, self.in_flight)
+            finalizer = weakref.finalize(self, _leave, _idle_of(self.ranks), number, group, inner.in_flight)
             finalizer.atexit = False
             self._finalize = finalizer
+            self._inner = inner  # Last: a call that was cut short is done again.
+        return self._inner
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        self.connect()
-        return super().begin_all_gather(buffer, shard, key)
+        return self.connect().begin_all_gather(buffer, shard, key)
+
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        return self.connect().begin_reduce_scatter(source, shard, key, scale=scale)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
-        self.connect()
-        return super().begin_all_reduce(tensor, key, scale=scale)
+        return self.connect().begin_all_reduce(tensor, key, scale=scale)
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        self.connect()
-        return super().begin_broadcast(tensor, source_rank, key)
+        return self.connect().begin_broadcast(tensor, source_rank, key)
+
+    def settle(self) -> None:
+        if self._inner is not None:
+            self._inner.settle()
 
     def close(self) -> None:
         """Offer the group for reuse, unless a collective is in flight. Collective: makes the group if there is none."""
         self.connect()
         if self._finalize is not None:
             self._finalize()
-        self._finalize, self.groups, self.closed_because = None, (), ()
+        self._finalize = self._inner = None
+        self.groups = ()
 
 
 def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:

@@ -28,6 +28,9 @@ from composable.comm.transport import Messages, Pending, ProcessGroupTransport, 
 from composable.errors import ConfigError
 from composable.ground.torch_private import real_backend, timeout_of
 
+# A rank handles the message of each peer by itself: beyond so many, that takes longer than a ring of gloo.
+MAX_RANKS = 16
+
 # How often a rank looks before it sleeps.
 _SPINS = 20
 
@@ -204,6 +207,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
     Args:
         group: The shard group; its backend for CPU tensors is gloo.
+        is_own: Nothing else uses the group, whose ranks are sorted: no other one is made.
 
     Raises:
         ConfigError: The ranks cannot share memory: they are on several hosts, in containers of their own, or threads.
@@ -211,8 +215,9 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
     name = "shared_memory"
     moves = "CPU tensors over gloo, between ranks on one host with an x86-64 processor"
-    cost = 5
+    cost = 0
     is_shared = True
+    asks_hosts = True
     maps_memory = True
     is_direct = True
 
@@ -223,12 +228,12 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
     @classmethod
     def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
-        return False  # Where a user asks for it.
+        return cls.serves(device_type, backend) and 2 <= len(hosts) <= MAX_RANKS and len(set(hosts)) == 1
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, is_own: bool = False) -> None:
         numbers = dist.get_process_group_ranks(group)
         order = sorted(numbers)
-        super().__init__(make_group(order, group, backend="gloo"))
+        super().__init__(group if is_own else make_group(order, group, backend="gloo"))
         self.begun: defaultdict[int, int] = defaultdict(int)
         # The new group has its ranks sorted; slices are in the order of `group`.
         self.rank = group.rank()
@@ -236,36 +241,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
         # Nearest last: it is read first, so that not all ranks read the memory of one at once.
         self.peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
         self._numbers = numbers
-        self._memories: dict[int, PeerMemory] = {}
         if self.world_size > 1:
-            self._meet(Ranks.of(self._group, torch.device("cpu")))
-
-    def _meet(self, ranks: Ranks) -> None:
-        """Make this rank's memory, and map the memories of the peers. Collective."""
-        why, told = "", (0, 0, b"")
-        try:
-            if not real_backend(self._group):
-                raise OSError("ranks are threads of one process")
-            self.memory = OwnMemory(self.rank, self.world_size)
-            told = os.getpid(), self.memory.fd, self.memory.token
-        except (OSError, AttributeError) as error:
-            why = str(error)
-        everyone = ranks.objects(told)
-        if not why:
+            self.memory, memories = meet(Ranks.of(self._group, torch.device("cpu")))
+            self._memories = {peer: memories[self._addresses[peer]] for peer in self.peers}
             weakref.finalize(self, self.memory.leave, os.getpid())
-        if all(token for *_, token in everyone):
-            try:
-                for peer in self.peers:
-                    process, fd, token = everyone[self._addresses[peer]]
-                    self._memories[peer] = PeerMemory(process, fd, token, self.rank, self.world_size)
-            except (OSError, AttributeError) as error:
-                why = f"the memory of rank {self._numbers[peer]} cannot be opened: {error}"
-        for number, reason in zip(ranks.numbers, ranks.objects(why), strict=True):
-            if reason:
-                raise ConfigError(
-                    f"the ranks cannot share memory: rank {number}: {reason}",
-                    fix='choose transport="point_to_point"',
-                )
 
     def publish(self, exchange: _Exchange, tag: int, block: Block) -> Block:
         """Let peers read a message of ``exchange`` in ``block``, which is returned."""
@@ -357,5 +336,36 @@ class SharedMemoryTransport(ProcessGroupTransport):
         self.in_flight.clear()
 
     def leave(self) -> None:
-        if self.world_size > 1:
+        if hasattr(self, "memory"):  # It has met its peers, if there are any.
             self.memory.leave(os.getpid())
+
+
+def meet(ranks: Ranks) -> tuple[OwnMemory, dict[int, PeerMemory]]:
+    """Make this rank's memory, and map the memory of each other rank, by its rank within ``ranks``. Collective.
+
+    Raises:
+        ConfigError: As ``SharedMemoryTransport``, on every rank.
+    """
+    why, told, memories = "", (0, 0, b""), {}
+    try:
+        if not real_backend(ranks.process_group):
+            raise OSError("ranks are threads of one process")
+        memory = OwnMemory(ranks.rank, ranks.size)
+        told = os.getpid(), memory.fd, memory.token
+    except (OSError, AttributeError) as error:
+        why = str(error)
+    everyone = ranks.objects(told)
+    if all(token for *_, token in everyone):
+        try:
+            for peer, (process, fd, token) in enumerate(everyone):
+                if peer != ranks.rank:
+                    memories[peer] = PeerMemory(process, fd, token, ranks.rank, ranks.size)
+        except (OSError, AttributeError) as error:
+            why = f"the memory of rank {ranks.numbers[peer]} cannot be opened: {error}"
+    for number, reason in zip(ranks.numbers, ranks.objects(why), strict=True):
+        if reason:
+            raise ConfigError(
+                f"the ranks cannot share memory: rank {number}: {reason}",
+                fix='choose transport="point_to_point"',
+            )
+    return memory, memories

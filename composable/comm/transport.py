@@ -189,7 +189,9 @@ def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
     return _REGISTERED[name]
 
 
-def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name: str = "auto") -> str:
+def choose_transport(
+    device_type: str, backend: str, hosts: Sequence[int], name: str = "auto", *, may_map: bool = True
+) -> str:
     """Return the name of the transport for a shard group: a pure function of values that all its ranks have.
 
     Args:
@@ -197,6 +199,7 @@ def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name:
         backend: Backend of the shard group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         hosts: The number of the host of each of its ranks, as ``hosts_of`` gives them.
         name: The user's choice; ``auto``: of the transports that fit, the one of least cost.
+        may_map: The ranks can map each other's memory, or it is not known yet.
 
     Raises:
         ConfigError: ``name`` is unknown, or does not fit device and backend.
@@ -205,7 +208,7 @@ def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name:
     own_backend = by_device.get(device_type, "") if by_device else backend
     if name == "auto":
         fitting = [one for one in _REGISTERED.values() if one.fits(device_type, own_backend, hosts)]
-        return min(fitting, key=lambda one: one.cost).name
+        return min((one for one in fitting if may_map or not one.maps_memory), key=lambda one: one.cost).name
     chosen = transport_class(name, "auto")
     if not chosen.serves(device_type, own_backend):
         raise ConfigError(

@@ -1,19 +1,25 @@
 """What only the transport through shared memory does; what all transports do is in ``test_transports.py``."""
 
+import logging
 import os
 import resource
+import signal
 import stat
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from composable import fully_shard, replicate
 from composable.comm import shared_memory
 from composable.comm.mapped_memory import ENTRIES
 from composable.comm.shared_memory import SharedMemoryTransport
 from composable.errors import ConfigError, DesyncError
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 pytestmark = pytest.mark.skipif(
     not SharedMemoryTransport.serves("cpu", "gloo"), reason="shared memory is for Linux on x86-64"
@@ -89,6 +95,14 @@ def test_a_sum_stays_until_this_rank_has_read_it_too() -> None:
         other.finish()
         assert first.unique().tolist() == [3.0]
         assert second.unique().tolist() == [11.0]
+
+
+@on_ranks(2, run=run_ranks)
+def test_memory_that_was_used_in_inference_mode_is_written_outside_of_it_too() -> None:
+    transport = make()
+    with torch.inference_mode():
+        first = gather(transport, 0)
+    assert gather(transport, 0) == first == [0.0, 1.0]
 
 
 @on_ranks(2, run=run_ranks)
@@ -169,3 +183,87 @@ def test_too_little_memory_is_an_error_with_the_bytes_that_are_needed() -> None:
     # What was begun goes on once there is memory.
     transport.settle()
     assert gather(transport, 0) == [0.0, 1.0]
+
+
+def train_where_one_rank_has_no_memory() -> tuple[str, list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("composable").addHandler(handler)
+    own = os.memfd_create
+    if dist.get_rank() == 1:
+        os.memfd_create = refuse  # type: ignore[assignment]
+    try:
+        model = fully_shard(nn.Linear(4, 4))
+        averaged = replicate(nn.Linear(4, 4))
+        for one in (model, averaged):
+            one(torch.full((2, 4), dist.get_rank() + 1.0)).sum().backward()
+        assert averaged.weight.grad is not None
+        assert averaged.weight.grad.unique().tolist() == [3.0]
+    finally:
+        os.memfd_create = own
+        logging.getLogger("composable").removeHandler(handler)
+    return fully_shard.state(model).plan.transport, told
+
+
+def refuse(*_: object) -> int:
+    raise OSError("there are no files in memory")
+
+
+def test_where_a_rank_cannot_map_memory_all_log_it_and_take_the_next_transport() -> None:
+    for name, told in run_ranks(train_where_one_rank_has_no_memory, 2):
+        assert name == "point_to_point"
+        why = "the ranks cannot share memory: rank 1: there are no files in memory; they use another transport"
+        assert [text for text in told if "memory" in text] == [f"{why}, which is slower"]
+
+
+@on_ranks(2, run=run_ranks)
+def test_nothing_of_the_memory_is_left_once_the_transport_is_gone() -> None:
+    before = mapped()
+    transport = make()
+    exchange(transport, 1000, 2)
+    dist.barrier()
+    assert len(mapped()) > len(before)
+    del transport
+    assert mapped() == before
+
+
+def mapped() -> list[str]:
+    """Return the open files, and the parts of the address space, that are shared memory."""
+    places = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    places += Path("/proc/self/maps").read_text().splitlines()
+    return [place for place in places if "memfd:composable" in place]
+
+
+def train_until_one_is_killed(annotate: Callable[[nn.Module], nn.Module], phase: str) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    annotate(model)
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 1:
+        if phase == "idle":
+            end()
+        elif phase == "forward":
+            model[1].register_forward_hook(end)
+        else:
+            model[1].register_full_backward_hook(end)
+    with pytest.raises(DesyncError, match=r"rank 1 has closed its shared memory: process \d+ has ended"):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def end(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shard_layers(model: nn.Module) -> nn.Module:
+    return fully_shard(model, policy={nn.Linear})
+
+
+@pytest.mark.parametrize("annotate", [shard_layers, replicate])
+@pytest.mark.parametrize("phase", ["idle", "forward", "backward"])
+def test_a_rank_that_is_killed_is_an_error_on_every_other_one(
+    annotate: Callable[[nn.Module], nn.Module], phase: str
+) -> None:
+    """In a gather, a reduce-scatter, an all-reduce, or between steps."""
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(train_until_one_is_killed, 3, annotate, phase)
+    assert [*caught.value.errors] == [1]

@@ -327,10 +327,10 @@ def test_a_peer_that_dies_is_an_error_and_no_hang(name: str) -> None:
     ("device_type", "backend", "hosts", "expected"),
     [
         ("cpu", "gloo", (0,) * 1, "process_group"),
-        ("cpu", "gloo", (0,) * 2, "point_to_point"),
-        ("cpu", "gloo", (0,) * 8, "point_to_point"),
-        ("cpu", "gloo", (0,) * 9, "process_group"),
-        ("cpu", "cpu:gloo,cuda:nccl", (0,) * 2, "point_to_point"),
+        ("cpu", "gloo", (0,) * 2, "shared_memory"),
+        ("cpu", "gloo", (0,) * 16, "shared_memory"),
+        ("cpu", "gloo", (0,) * 17, "process_group"),
+        ("cpu", "cpu:gloo,cuda:nccl", (0,) * 2, "shared_memory"),
         ("cpu", "cpu:mpi,cuda:gloo", (0,) * 2, "process_group"),
         ("cpu", "mpi", (0,) * 2, "process_group"),
         ("cpu", "fake", (0,) * 2, "process_group"),
@@ -345,10 +345,24 @@ def test_a_peer_that_dies_is_an_error_and_no_hang(name: str) -> None:
         ("cpu", "gloo", (0, 1, 0, 1, 0, 1), "point_to_point"),
     ],
 )
-def test_the_transport_follows_device_backend_and_hosts(
-    device_type: str, backend: str, hosts: tuple[int, ...], expected: str
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_transport_follows_device_backend_hosts_and_processor(
+    device_type: str,
+    backend: str,
+    hosts: tuple[int, ...],
+    expected: str,
+    machine: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("sys.platform", "linux")
+    without = "point_to_point" if len(hosts) <= 8 else "process_group"
+    if machine != "x86_64" and expected == "shared_memory":
+        expected = without
     assert choose_transport(device_type, backend, hosts) == expected
+    # Ranks that are threads, or that have found that they cannot map each other's memory.
+    chosen = choose_transport(device_type, backend, hosts, may_map=False)
+    assert chosen == (without if expected == "shared_memory" else expected)
 
 
 def test_a_transport_that_is_unknown_or_does_not_fit_is_refused() -> None:
@@ -356,7 +370,7 @@ def test_a_transport_that_is_unknown_or_does_not_fit_is_refused() -> None:
         choose_transport("cuda", "nccl", (0,), "point_to_point")
     with pytest.raises(ConfigError) as caught:
         choose_transport("cpu", "gloo", (0,), "pigeon")
-    fix = "pass one of 'auto', 'process_group', 'shared_memory', 'point_to_point'"
+    fix = "pass one of 'auto', 'process_group', 'point_to_point', 'shared_memory'"
     assert str(caught.value) == f"transport is 'pigeon'\n  fix: {fix}"
 
 

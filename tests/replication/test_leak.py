@@ -90,7 +90,7 @@ def test_a_group_in_which_something_never_ended_is_not_used_again() -> None:
     transport = replicate.state(model).transport
     group = transport.groups[0]
     if dist.get_rank() == 1:
-        pending = transport.begin_all_reduce(torch.ones(2), 0)
+        pending = transport.begin_broadcast(torch.ones(2), 0, 0)
     del model, transport
     gc.collect()
     for _ in range(2):
@@ -104,4 +104,4 @@ def test_a_group_in_which_something_never_ended_is_not_used_again() -> None:
     if dist.get_rank() == 1:
         pending.finish()
     else:
-        dist.all_reduce(torch.ones(2), group=group)
+        dist.broadcast(torch.ones(2), group=group, group_src=0)
