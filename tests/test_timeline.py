@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -337,12 +338,36 @@ def test_a_picture_of_many_handles_shows_the_first_and_the_last_and_escapes_name
     ]
 
 
+@on_ranks(2)
+def test_a_step_is_one_line_of_text_whose_times_are_those_of_its_events() -> None:
+    with timeline(model := sharded()) as times:
+        train(model, 2)
+    pattern = r"Step 1 of rank [01]: (.*) ms, (\d+)% exposed communication; forward (.*) ms, "
+    pattern += r"backward (.*) ms, gather (.*) ms, reduce (.*) ms; longest waits: (\S+) (\S+) ms, (\S+) (\S+) ms, (\S+) (\S+) ms"
+    found = re.fullmatch(pattern, times.summary())
+    assert found
+    step, exposed, forward, backward, _, _, *longest = found.groups()
+    events = [one for one in times.events if one.step == 1]
+    last = max(one.stop_ms for one in events)
+    assert float(step) == pytest.approx(last - events[0].start_ms, rel=0.01)
+    assert float(exposed) == pytest.approx(100 * times.exposed_ratio(), abs=0.51)
+    for kind, told in (("forward", forward), ("backward", backward)):
+        ((start, stop),) = spans(events, "(root)", kind)  # The others are inside.
+        assert float(told) == pytest.approx(stop - start, rel=0.01)
+    waits = {row: sum(stop - start for start, stop in spans(events, row, "wait")) for row in ("(root)", "0", "1", "2")}
+    rows = sorted(waits, key=lambda row: -waits[row])[:3]
+    assert longest[::2] == rows and [float(one) for one in longest[1::2]] == pytest.approx(
+        [waits[row] for row in rows], rel=0.01
+    )
+    assert times.summary(0).startswith("Step 0 of rank ")
+
+
 @on_ranks(1)
 def test_what_cannot_be_drawn_is_an_error_that_says_so() -> None:
     with pytest.raises(UsageError, match="timeline found no annotated module"), timeline(nn.Linear(2, 2)):
         pass
     with timeline(both()) as times:
-        for read in (times.draw, times.exposed_ratio):
+        for read in (times.draw, times.exposed_ratio, times.summary):
             with pytest.raises(UsageError, match="no step") as caught:
                 read()
             assert caught.value.fix

@@ -191,6 +191,23 @@ _LOOKS = {
 _MOST_ROWS, _LEFT, _WIDTH, _TOP, _ROW = 24, 190, 740, 78, 24
 
 
+def _merged(events: list[TimelineEvent], kind: str, row: str | None = None) -> list[tuple[float, float]]:
+    """Return the (start, stop) of all events of a kind, in order of their start; those that overlap are one."""
+    found: list[tuple[float, float]] = []
+    for one in [one for one in events if one.kind == kind and row in (None, one.row)]:
+        start_ms, stop_ms = found.pop() if found and one.start_ms <= found[-1][1] else (one.start_ms, 0.0)
+        found.append((start_ms, max(stop_ms, one.stop_ms)))
+    return found
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def _ms(length_ms: float) -> str:
+    return f"{float(f'{length_ms:.3g}'):g} ms"
+
+
 class Timeline:
     """The events of a model inside of ``timeline`` on this rank, with their times: the last 16 steps."""
 
@@ -255,7 +272,25 @@ class Timeline:
             UsageError: There is no step at all.
         """
         _, length_ms, waits = self._step(step)
-        return sum(stop - start for start, stop in waits) / length_ms
+        return _length(waits) / length_ms
+
+    def summary(self, step: int = -1) -> str:
+        """Return a step in one line of text: its length, what took how long, and the rows that waited longest.
+
+        Forwards that lie in one another count once, and so do backwards. Argument and errors as in ``exposed_ratio``.
+        """
+        events, _, _ = self._step(step)
+        kinds = [kind for kind in _LOOKS if kind != "wait" and any(one.kind == kind for one in events)]
+        parts = [f"{kind} {_ms(_length(_merged(events, kind)))}" for kind in kinds]
+        by_row = {one.row: _length(_merged(events, "wait", one.row)) for one in events if one.kind == "wait"}
+        longest = sorted(by_row.items(), key=lambda found: -found[1])[:3]
+        waited = ", ".join(f"{row} {_ms(length)}" for row, length in longest)
+        return f"{self._title(step)}; {', '.join(parts)}; longest waits: {waited or 'none'}"
+
+    def _title(self, step: int) -> str:
+        events, length_ms, _ = self._step(step)
+        share = f"{self.exposed_ratio(step):.0%} exposed communication"
+        return f"Step {events[0].step} of rank {self._rank}: {_ms(length_ms)}, {share}"
 
     def draw(self, step: int = -1) -> str:
         """Return a step as an SVG picture; argument and errors as in ``exposed_ratio``.
@@ -270,8 +305,7 @@ class Timeline:
             rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [f"+ {len(rows) - _MOST_ROWS} more"]
         tops = {row: _TOP + _ROW * index for index, row in enumerate(["", *rows])}
         bottom = _TOP + _ROW * len(tops) + 12
-        share = f"{self.exposed_ratio(step):.0%} exposed communication"
-        title = f"Step {events[0].step} of rank {self._rank}: {float(f'{length_ms:.3g}'):g} ms, {share}"
+        title = self._title(step)
         canvas = Canvas(title, "When each module computes, gathers, reduces and waits, on one axis of time.")
         canvas.text(20, 26, title, 15)
         for index, kind in enumerate(kind for kind in _LOOKS if any(one.kind == kind for one in events)):
@@ -324,11 +358,8 @@ class Timeline:
             fix = f"pass 0 to {len(numbers) - 1}, or -1 for the last"
             raise ConfigError(f"step is {described(step)}", fix=fix)
         events = [one for one in events if one.step == numbers[step]]
-        waits: list[tuple[float, float]] = []
-        for one in [one for one in events if one.kind == "wait"]:
-            start_ms, stop_ms = waits.pop() if waits and one.start_ms <= waits[-1][1] else (one.start_ms, 0.0)
-            waits.append((start_ms, max(stop_ms, one.stop_ms)))
-        return events, max(max(one.stop_ms for one in events) - events[0].start_ms, 1e-6), waits
+        length_ms = max(max(one.stop_ms for one in events) - events[0].start_ms, 1e-6)
+        return events, length_ms, _merged(events, "wait")
 
     # The record
 
