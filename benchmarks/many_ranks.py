@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 import zlib
+from ast import literal_eval
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,10 @@ class Others:
             self.said.append(value)
         else:
             value = self.said.pop(0)
-        size = len(repr(value))
+        text = repr(value)
+        size = len(text)
         self.count(*((size, 0) if self.rank == source else (0, size)))
-        return value
+        return literal_eval(text)
 
     def texts_on_first(self, ranks: Ranks, text: str) -> list[str]:
         self.count(8, 8)

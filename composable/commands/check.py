@@ -11,7 +11,7 @@ from composable.commands.output import progress, show
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import count_text
 from composable.saving.checkpoint import locate
-from composable.saving.contents import DataReader
+from composable.saving.contents import DataReader, read_description
 from composable.saving.run_folder import EXTRA, MANIFEST, METADATA, RANK, Manifest, find_damage, read_manifest
 from composable.saving.storage import StoredFolder
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is in the checkpoint and what is wrong; 1 if anything is."""
-    folder, manifest, reader = opened(args.path)
+    folder, manifest = opened(args.path)
     problems = damage_of(folder, manifest)
     names = [path.name for path in folder.iterdir()] if isinstance(folder, Path) else folder.list()
     found: dict[str, Any] = {
@@ -39,21 +39,26 @@ def run(args: argparse.Namespace) -> int:
     # What .metadata describes is read only where it is as it was written.
     if not any(f"/{METADATA} " in line for line in problems):
         try:
-            found |= _values(reader.read_metadata())
+            found |= _values(reader_of(folder, manifest).metadata)
         except ConfigError as error:
             problems.append(error.what)
     show(found | {"problems": problems, "is whole": not problems}, as_json=args.json)
     return int(bool(problems))
 
 
-def opened(path: str) -> tuple[Path | StoredFolder, Manifest, DataReader]:
-    """Return the folder of the checkpoint that ``find_checkpoint`` finds, its manifest, and a reader of its values."""
+def opened(path: str) -> tuple[Path | StoredFolder, Manifest]:
+    """Return the folder of the checkpoint that ``find_checkpoint`` finds, and its manifest."""
     try:
         folder = locate(path)
         manifest = read_manifest(folder)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error}", fix="let this process read there") from error
-    return folder, manifest, DataReader(folder, manifest.files)
+    return folder, manifest
+
+
+def reader_of(folder: Path | StoredFolder, manifest: Manifest) -> DataReader:
+    """Return a reader of the values that ``.metadata`` describes."""
+    return DataReader(folder, manifest.files, read_description(folder, manifest.files))
 
 
 def damage_of(folder: Path | StoredFolder, manifest: Manifest) -> list[str]:

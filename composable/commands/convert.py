@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from composable.comm import Ranks
-from composable.commands.check import damage_of, opened
+from composable.commands.check import damage_of, opened, reader_of
 from composable.commands.output import progress, show
 from composable.errors import ConfigError, UsageError
 from composable.extras.safetensors import check_types, holds_weights, open_files, open_writer
@@ -89,9 +89,10 @@ def _remove(place: Path | StoredFolder) -> None:
 
 
 def _to_safetensors(source: str, place: Path | StoredFolder) -> Path | StoredFolder:
-    folder, manifest, reader = opened(source)
+    folder, manifest = opened(source)
     check_undamaged(folder, damage_of(folder, manifest))
-    metadata = reader.read_metadata()
+    reader = reader_of(folder, manifest)
+    metadata = reader.metadata
     values: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if metadata.planner_data[key][0] == "model":
@@ -106,6 +107,7 @@ def _to_safetensors(source: str, place: Path | StoredFolder) -> Path | StoredFol
         writer = open_writer(place, values, stack)
         for batch in progress([*batches(values.items(), _BATCH_BYTES)], "batches are written"):
             read = {f"model.{name}": torch.empty_like(value, device="cpu") for name, value in batch}
+            check_undamaged(folder, reader.find_faults(read))
             reader.read_into(read)
             writer.write({name: read[f"model.{name}"] for name, _ in batch})
         writer.publish()

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import islice
 from numbers import Real
 from pathlib import Path
@@ -21,6 +22,7 @@ from composable.errors import ConfigError, SignatureError, UsageError
 # The parts that wrappers of torch add to the names of tensors and modules below them; annotations add none.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
+_hints_of = cache(get_type_hints)
 
 
 def join_fqn(fqn: str, name: str) -> str:
@@ -218,7 +220,7 @@ def as_kind(kind: Any, value: Any, name: str) -> Any:
     if type(None) in of:
         return None if value is None else as_kind(of[0], value, name)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints_of(kind)
         if not isinstance(value, dict) or value.keys() != hints.keys():
             raise ValueError(f"{name} is no {{{', '.join(hints)}}}")
         return kind(**{key: as_kind(hint, value[key], f"{name}.{key}") for key, hint in hints.items()})

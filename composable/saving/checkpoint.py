@@ -310,18 +310,17 @@ def load_checkpoint(
         manifest = run_folder.read_manifest(folder, content)
     # All files are read, each on one rank.
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    damage = run_folder.find_damage(folder, mine)
-    if not ranks.are_alike(repr(damage)):
-        damage = [line for lines in ranks.objects(damage) for line in lines]
-    check_undamaged(folder, damage)
+    check_undamaged(folder, _on_any(ranks, run_folder.find_damage(folder, mine)))
     failure = f"{folder} was not loaded to its end"
     every = names_on_all(ranks, model, optimizers, names)
+    description = _on_first(ranks, lambda: contents.read_description(folder, manifest.files), failure, _HALF_LOADED_FIX)
     with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
-        reader = contents.DataReader(folder, manifest.files)
-        metadata = reader.read_metadata()
+        reader = contents.DataReader(folder, manifest.files, description)
+        metadata = reader.metadata
         contents.check_fit(metadata, manifest.optimizers, model, every, names)
         flat = contents.targets(metadata, model, optimizers, every.picked)
         checkpoint = _read(folder, manifest)
+    check_undamaged(folder, _on_any(ranks, reader.find_faults(flat)))
     with _named(f"the load of {folder}"):
         with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX, Exception):
             reader.read_into(flat)
@@ -482,6 +481,13 @@ def write_shares(
 
 
 # -- reading
+
+
+def _on_any(ranks: Ranks, lines: list[str]) -> list[str]:
+    """Return the lines of all ranks, each once. Collective."""
+    if ranks.are_alike(repr(lines)):
+        return lines
+    return [*dict.fromkeys(line for own in ranks.objects(lines) for line in own)]
 
 
 def check_undamaged(folder: object, damage: list[str]) -> None:

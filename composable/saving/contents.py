@@ -6,11 +6,12 @@ Unlike there, an optimizer that has not stepped is saved without state and loade
 and so is a parameter that has had no gradient.
 
 Nothing in a file is trusted, as whoever wrote it may have made it up (docs/security.md). Values other than tensors are
-read as data. The pickle ``.metadata`` of ``torch.distributed.checkpoint`` is read into objects that do nothing, and
-described anew once every piece of every value is found to lie in a file of the checkpoint, once.
+read as data. The pickle ``.metadata`` of ``torch.distributed.checkpoint`` is read into objects that do nothing, on the
+first rank, and sent as text. A value is read once all of its pieces are found to lie in files of the checkpoint, once.
 """
 
 import io
+import json
 import math
 import pickle
 import re
@@ -118,40 +119,135 @@ class _DataPlanner(DefaultLoadPlanner):
         self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}")
 
 
-class DataReader(FileSystemReader):
-    """A reader of the ``files`` of a checkpoint, and of no others."""
+def read_description(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> str:
+    """Return what ``.metadata`` says of all values, as a text for ``DataReader``, which checks it. Not collective.
 
-    def __init__(self, folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> None:
+    It is JSON: for each flat name the path, the dtype and size of a tensor, and a text of its own with numbers: of each
+    piece the place of its file among all, start, length, offsets, sizes. So a rank need not look at pieces of values
+    that it has no part of. Python objects for pieces would cost most of the time, also in garbage collection.
+
+    Raises:
+        ConfigError: ``.metadata`` does not describe values, each of which has a path, and each piece a place.
+    """
+    with _describing(folder):
+        with open_in(folder, METADATA) as file:
+            held = _Unpickler(io.BytesIO(file.read(files[METADATA].bytes))).load()
+        body = _state_of(held, "Metadata")
+        paths, places, values = dict(body["planner_data"]), dict[Any, Any](), dict[str, Any]()
+        numbers = {name: number for number, name in enumerate(sorted(files))}
+        for index, place in body["storage_data"].items():
+            key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
+            name = key["fqn"], key.get("offset")
+            if name in places or info.get("transform_descriptors"):
+                raise ValueError(f"a piece of {key['fqn']} has two places, or was transformed")
+            places[name] = numbers[info["relative_path"]], info["offset"], info["length"]
+        for fqn, entry in body["state_dict_metadata"].items():
+            kind: list[Any] = [None, None]
+            boxes: list[Any] = [(None, ())]
+            if type(entry).__name__ != "BytesStorageMetadata":
+                state = _state_of(entry, "TensorStorageMetadata")
+                kind = [str(_state_of(state["properties"], "TensorProperties")[0])[6:], state["size"]]
+                chunks = (_state_of(chunk, "ChunkStorageMetadata") for chunk in state["chunks"])
+                boxes = [(chunk["offsets"], chunk["sizes"]) for chunk in chunks]
+                if not all(len(offsets) == len(sizes) == len(kind[1]) for offsets, sizes in boxes):
+                    raise ValueError(f"pieces of {fqn} have other dims")
+            pieces = [number for at, sizes in boxes for number in (*places.pop((fqn, at)), *(at or ()), *sizes)]
+            values[fqn] = paths.pop(fqn), *kind, json.dumps(pieces)
+        if places or paths:
+            raise ValueError("a value has no place or path, or two")
+        return json.dumps(values)
+
+
+@contextmanager
+def _describing(folder: Path | StoredFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    # Whoever made a file up may make Python raise errors of any type.
+    except Exception as error:
+        what = f"{folder}/{METADATA} does not describe a checkpoint: {_described(error)}"
+        raise ConfigError(what, fix=_DISTRUST) from None
+
+
+def _described(error: Exception) -> str:
+    return f"{error!s:.200}{' is not there' * isinstance(error, KeyError)}" or type(error).__name__
+
+
+class DataReader(FileSystemReader):
+    """A reader of the ``files`` of a checkpoint, and of no others.
+
+    Attributes:
+        metadata: What ``text``, of ``read_description``, says of all values; with the pieces of those that were found.
+    """
+
+    def __init__(self, folder: Path | StoredFolder, files: Mapping[str, FileSum], text: str) -> None:
         super().__init__(str(folder))
         self.fs = _FilesIn(folder)
         self._folder = folder
-        self._found: Metadata | None = None
-        self._files = files
+        self._files = sorted(files.items())
+        self._texts: dict[str, str] = {}
+        self._pieces: dict[str, list[int]] = {}
+        found, paths, nbytes = dict[str, Any](), dict[str, Any](), 0
+        with _describing(folder):
+            for fqn, (path, dtype, size, self._texts[fqn]) in json.loads(text).items():
+                found[fqn], paths[fqn] = BytesStorageMetadata(), tuple(path)
+                if dtype is not None:
+                    properties = TensorProperties(getattr(torch, dtype))
+                    found[fqn] = TensorStorageMetadata(properties, _numbers(tuple(size)), [])
+                    nbytes += math.prod(size) * properties.dtype.itemsize
+            # Before memory of these sizes is asked for.
+            if nbytes > sum(saved.bytes for saved in files.values()):
+                raise ValueError(f"values of {nbytes:,} bytes are not in its files")
+            _check_paths(paths)
+        self.metadata = Metadata(found, paths, {})
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the names and places of all values, read once; raises if ``.metadata`` does not describe them."""
-        if self._found is None:
-            try:
-                with open_in(self._folder, METADATA) as file:
-                    held = _Unpickler(io.BytesIO(file.read(self._files[METADATA].bytes))).load()
-                self._found = _described_anew(held, self._files)
-            except OSError:
-                raise
-            # A broken pickle makes Python raise errors of any type.
-            except Exception as error:
-                what = f"{self._folder}/{METADATA} does not describe a checkpoint: {error or type(error).__name__}"
-                raise ConfigError(what, fix=_DISTRUST) from None
-        return self._found
+    def find_faults(self, flat: Mapping[str, Any]) -> list[str]:
+        """Find the pieces of values, by flat name, of which this rank has a part; return a line if a piece is wrong.
+
+        All pieces of each value have to be in the files, and to have each of its elements once. Not collective.
+        """
+        for fqn, value in flat.items():
+            local = value._local_tensor if isinstance(value, DTensor) else value
+            if local is None or local.numel() or not value.numel():
+                try:
+                    self._find(fqn)
+                # As above.
+                except Exception as error:
+                    return [f"{METADATA} does not describe {fqn}: {_described(error)}"]
+        return []
+
+    def _find(self, fqn: str) -> None:
+        entry: Any = self.metadata.state_dict_metadata[fqn]
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        size, itemsize = (entry.size, entry.properties.dtype.itemsize) if is_tensor else ((), 0)
+        stop, boxes = 3 + len(size), []
+        self._pieces[fqn] = pieces = json.loads(self._texts[fqn])
+        for piece in zip(*[iter(pieces)] * (stop + len(size)), strict=True):
+            boxes.append((_numbers(piece[3:stop]), _numbers(piece[stop:])))
+            name, saved = self._files[piece[0]]
+            if sum(_numbers(piece[1:3])) > saved.bytes or piece[2] < math.prod(boxes[-1][1]) * itemsize:
+                raise ValueError(f"a piece has no place in {name}, or too small a one")
+        if not (is_covered(size, tuple(boxes)) if is_tensor else len(boxes) == 1):
+            raise ValueError("pieces are missing, doubled or outside of it")
+        if is_tensor:
+            entry.chunks[:] = [ChunkStorageMetadata(*box) for box in boxes]
 
     def read_into(self, flat: dict[str, Any]) -> None:
-        """Read values, by flat name, in place: the pieces that this rank has. Not collective."""
-        planner, metadata = _DataPlanner(self._folder), self.read_metadata()
-        planner.set_up_planner(flat, metadata)
-        self.set_up_storage_reader(metadata, is_coordinator=False)
+        """Read values, by flat name, in place: the pieces that this rank has, which were found. Not collective."""
+        planner = _DataPlanner(self._folder)
+        planner.set_up_planner(flat, self.metadata)
         items = planner.create_local_plan().items
+        self.storage_data = {item.storage_index: self._place_of(item.storage_index) for item in items}
         # Values other than tensors come first: all ranks read the same, and raise the same error.
         for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
             self.read_data(LoadPlan([item for item in items if item.type is kind]), planner).wait()
+
+    def _place_of(self, index: MetadataIndex) -> Any:
+        at = (index.index or 0) * (3 + 2 * len(index.offset or ()))
+        number, start, length = self._pieces[index.fqn][at : at + 3]
+        name = self._files[number][0]
+        return SimpleNamespace(relative_path=name, offset=start, length=length, transform_descriptors=None)
 
 
 class _FilesIn(FileSystem):
@@ -197,43 +293,14 @@ def _numbers(values: Any) -> torch.Size:
     return torch.Size(values)
 
 
-def _described_anew(held: Any, files: Mapping[str, FileSum]) -> Metadata:
-    """Return what ``.metadata`` describes, in torch's classes; raises unless all of it is there, once and inside."""
-    body = _state_of(held, "Metadata")
-    paths, places, found, count = dict(body["planner_data"]), {}, dict[str, Any](), 0
-    for index, place in body["storage_data"].items():
-        key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
-        name, start, length = info["relative_path"], *_numbers((info["offset"], info["length"]))
-        if name not in files or start + length > files[name].bytes or info.get("transform_descriptors"):
-            raise ValueError(f"a piece of {key['fqn']} is not in the checkpoint's files, but in {name!r:.100}")
-        piece = MetadataIndex(key["fqn"], None if key.get("offset") is None else _numbers(key["offset"]))
-        places[piece] = SimpleNamespace(relative_path=name, offset=start, length=length, transform_descriptors=None)
-    for fqn, entry in body["state_dict_metadata"].items():
-        if type(entry).__name__ == "BytesStorageMetadata":
-            found[fqn], needs = BytesStorageMetadata(), {MetadataIndex(fqn): 0}
-        else:
-            state = _state_of(entry, "TensorStorageMetadata")
-            size, dtype = _numbers(state["size"]), _state_of(state["properties"], "TensorProperties")[0]
-            chunks = [_state_of(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
-            boxes = tuple((_numbers(one["offsets"]), _numbers(one["sizes"])) for one in chunks)
-            if not is_covered(size, boxes) or not isinstance(dtype, torch.dtype):
-                raise ValueError(f"pieces of {fqn} {list(size)} are missing, doubled or outside of it")
-            found[fqn] = TensorStorageMetadata(
-                TensorProperties(dtype), size, [ChunkStorageMetadata(*box) for box in boxes]
-            )
-            needs = {MetadataIndex(fqn, offsets): math.prod(sizes) * dtype.itemsize for offsets, sizes in boxes}
-        if not all(piece in places and nbytes <= places[piece].length for piece, nbytes in needs.items()):
-            raise ValueError(f"a piece of {fqn} has no place in a file, or too small a one")
-        count += len(needs)
-    if not count == len(places) == len(body["storage_data"]) or paths.keys() != found.keys():
-        raise ValueError("a value has no place or path, or two")
+def _check_paths(paths: Mapping[str, Any]) -> None:
+    """Raise unless the path of each flat name is one, and all of them make a tree."""
     for key, path in paths.items():
         # A number is an index of a list, which is filled up to it.
-        is_path = type(path) is tuple and all(type(one) is str or one in range(len(paths)) for one in path)
+        is_path = all(type(one) is str or one in range(len(paths)) for one in path)
         if not is_path or key != ".".join(map(str, path)):
             raise ValueError(f"the path of {key!r:.100} is {path!r:.100}")
     unflatten_state_dict(dict.fromkeys(paths), paths)
-    return Metadata(found, paths, places)
 
 
 @lru_cache(2**10)
