@@ -31,10 +31,10 @@ test-all: $(INSTALLED)
 	python -m tests.side_by_side $(ARGS)
 
 # Under Slurm, which this installs as root by apt-get, torchruns on two hosts, and what pip can get: at most 10 minutes.
-# LAUNCHERS takes some of these tests. What cannot be had is skipped.
+# LAUNCHERS takes some of these tests, Slurm only for its own. What cannot be had is skipped.
 launchers: $(INSTALLED)
 	-python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[launchers]'
-	python -m tests.launchers.slurm
+	$(if $(findstring slurm,$(or $(LAUNCHERS),slurm)),python -m tests.launchers.slurm)
 	python -m pytest $(or $(LAUNCHERS),tests/launchers) $(ARGS)
 
 # All that a GPU can show, in six minutes, with the machine's own torch: nothing is installed.

@@ -46,7 +46,11 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> int:
-        return self.process.wait(timeout_s)
+        """Return the exit code; if there is none in time, raise with the end of what was written."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end in {timeout_s:.0f} s; it wrote:\n{self.said()[-5000:]}") from None
 
 
 @dataclass

@@ -50,7 +50,7 @@ def test_only_the_site_needs_the_packages_of_the_site() -> None:
 
 def test_what_must_pass_runs_each_test_once() -> None:
     words = re.findall(r"^make (\S+)", (REPO / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    assert words == ["lint", "test", "docs", "test-rest"]
+    assert words == ["lint", "test", "docs", "test-rest", "launchers"]
     runs = [planned(word)[-1] for word in ("test", "test-rest", "test-all")]
     assert runs == [f"python -m tests.side_by_side {tier}" for tier in ("--tier first ", "--tier rest ", "")]
 
@@ -58,6 +58,16 @@ def test_what_must_pass_runs_each_test_once() -> None:
 def test_some_of_the_launchers_can_be_run() -> None:
     assert planned("launchers", "LAUNCHERS=a b")[-1] == "python -m pytest a b "
     assert planned("launchers")[-1] == "python -m pytest tests/launchers "
+    installs = [planned("launchers", f"LAUNCHERS={one}")[-2] for one in ("", "a b", "a test_slurm.py")]
+    assert [one == "python -m tests.launchers.slurm" for one in installs] == [True, False, True]
+
+
+def test_the_launchers_that_must_pass_are_tests() -> None:
+    script = (REPO / ".ci" / "run").read_text()
+    named = re.findall(r"(tests/launchers/\w+\.py)::(\w+)", script)
+    assert len(named) == 3
+    for file, test in named:
+        assert f"def {test}(" in (REPO / file).read_text()
 
 
 def test_the_pins_of_another_torch_are_all_but_what_goes_with_torch(tmp_path: Path) -> None:
