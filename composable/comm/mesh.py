@@ -480,7 +480,9 @@ def _check_world(caller: str) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
             f"{caller} needs a process group, and none is initialised",
-            fix="call torch.distributed.init_process_group() first, and start the script with torchrun",
+            fix="call torch.distributed.init_process_group() first, and start the script with torchrun; in a notebook: "
+            "composable.testing.simulate(2, fn), or for this process alone "
+            "torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)",
         )
 
 
