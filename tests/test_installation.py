@@ -92,6 +92,45 @@ def test_the_import_waits_with_the_files_of_torch_that_take_as_long_as_itself() 
     assert not checkpoints and int(number) <= 20, done.stdout
 
 
+def test_nothing_needs_numpy() -> None:
+    program = """
+        import sys
+        sys.modules["numpy"] = None  # as if it were not installed
+        import tempfile
+        import torch
+        from torch import nn
+        import composable
+        from composable.testing import simulate
+
+        try:
+            torch.ones(1).numpy()
+        except RuntimeError as error:
+            print(error)
+
+        def train(rank, run):
+            torch.manual_seed(rank)
+            model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 2))
+            composable.replicate(model[0])
+            composable.fully_shard(model, policy={nn.Linear})
+            optimizer = torch.optim.AdamW(model.parameters())
+            with composable.timeline(model):
+                model(torch.randint(16, (2, 5))).sum().backward()
+            composable.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            composable.save_checkpoint(run, 1, model, optimizer, extra={"rank": rank})
+            composable.load_checkpoint(run, model, optimizer)
+            composable.load_full_state_dict(model, composable.full_state_dict(model))
+            composable.save_safetensors(model, f"{run}/weights")
+
+        with tempfile.TemporaryDirectory() as run:
+            simulate(2, train, run)
+        print("done")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["Numpy is not available", "done"]
+
+
 def test_installing_again_changes_nothing() -> None:
     def state() -> list[object]:
         return [
