@@ -1,4 +1,4 @@
-"""The wheel holds all that the README's example needs, and nothing of the checkout."""
+"""The wheel holds all that the README's example needs, and nothing of the checkout; an index can show it."""
 
 import os
 import re
@@ -12,6 +12,7 @@ import pytest
 import composable
 
 pytest.importorskip("build", reason="the wheel is built with the extra `dev`")
+from packaging.metadata import Metadata  # `build` needs it too
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,17 +26,25 @@ def run(command: list[str], **options: object) -> str:
 def test_the_wheel_installs_and_runs_the_readme_example(tmp_path: Path) -> None:
     # A copy, since a build leaves folders behind in its source.
     source = tmp_path / "source"
-    files = ["pyproject.toml", "README.md", "LICENSE", "_traversal_utils.py"]
+    files = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "_traversal_utils.py"]
     for file in [*files, *(str(path.relative_to(ROOT)) for path in (ROOT / "composable").rglob("*.py"))]:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         (source / file).write_bytes((ROOT / file).read_bytes())
     (source / "composable" / "py.typed").touch()
-    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)])
+    # The wheel is made of the source distribution.
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)])
     (wheel,) = (tmp_path / "dist").glob("torch_composable-*.whl")
     assert wheel.name.startswith(f"torch_composable-{composable.__version__}-")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"_traversal_utils.py", "composable/__init__.py", "composable/py.typed"} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
+
+    (described,) = (name for name in names if name.endswith("/METADATA"))
+    metadata = Metadata.from_email(zipfile.ZipFile(wheel).read(described))  # raises what an index would refuse
+    assert metadata.description_content_type == "text/markdown"
+    text = str(metadata.description)
+    assert re.findall(r"\]\((?!https://)[^)]*\)|<!--", text) == []
+    assert "| `fully_shard` | Splits" in text and "[train]" not in text and "the first hour: one script" in text
 
     site = tmp_path / "site"
     options = ["--quiet", "--no-deps", "--no-index", "--target", str(site)]
