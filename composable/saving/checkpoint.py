@@ -104,11 +104,13 @@ class _Saves:
 
     Attributes:
         last: The last save of each model.
+        copies: What it was copied to, whose memory the next one takes.
         open: Saves that are under way, or that have failed without a ``wait`` that raised it.
     """
 
     def __init__(self) -> None:
         self.last: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()
+        self.copies: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
         self.open: set[SaveHandle] = set()
 
 
@@ -173,7 +175,8 @@ def save_checkpoint(
             tuples and dicts of them. The value of rank 0 is saved.
         keep: Number of checkpoints to leave in the folder, with this one.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
-            save of the model waits for this one, and raises its error.
+            save of the model waits for this one, raises its error, and takes the memory of its copy, which is kept
+            until a save that is not asynchronous, or the end of the model.
         names: Save a part of the model, such as adapters, with the state of optimizers for this part: names of the
             state dict, or a function that says of each whether it is wanted; the same on all ranks.
         per_rank: ``folder`` is a local one of each rank's own, or of each host's, where ``step-NNNNNN`` must be new;
@@ -208,7 +211,8 @@ def save_checkpoint(
             state = contents.state_to_save(model, optimizers, every)
             packed = None if extra is None else contents.as_data(extra, "extra")
             if asynchronous:
-                state = contents.staged(state)
+                state = contents.staged(state, _SAVES.copies.pop(model, None))
+                _SAVES.copies[model] = state
         partial = _on_first(ranks, lambda: run.begin(step), f"cannot write to {shown}", _WRITE_FIX)
     writers = _writers(ranks, previous) if asynchronous else ranks
 
@@ -236,6 +240,7 @@ def save_checkpoint(
         # Python waits for such a thread before it ends, and lets it start others. A pool would raise at that time.
         Thread(target=handle._run, args=(write,), name="save_checkpoint", daemon=False).start()
     else:
+        _SAVES.copies.pop(model, None)
         handle._result.set_result(write())
     return handle
 
@@ -317,8 +322,8 @@ def load_checkpoint(
     with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
         reader = contents.DataReader(folder, manifest.files, description)
         metadata = reader.metadata
-        contents.check_fit(metadata, manifest.optimizers, model, every, names)
-        flat = contents.targets(metadata, model, optimizers, every.picked)
+        contents.check_fit(metadata, manifest.optimizers, every, names)
+        flat = contents.targets(metadata, model, optimizers, every)
         checkpoint = _read(folder, manifest)
     check_undamaged(folder, _on_any(ranks, reader.find_faults(flat)))
     with _named(f"the load of {folder}"):

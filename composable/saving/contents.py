@@ -43,10 +43,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.dtensor import write_values
+from composable.dtensor import RaggedDTensor, write_values
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import plain_fqn
-from composable.ground.torch_private import flatten_state_dict, tree_map, unflatten_state_dict
+from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
 from composable.saving.entries import (
     Names,
     NamesOnAll,
@@ -331,8 +331,8 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, every: NamesOnAll) -
     Tensors are the model's and the optimizers' own, sharded as they are, not copies. Raises if a parameter has no
     values yet, or if a value is neither a tensor nor plain data.
     """
-    _check_materialized(model, every.picked)
-    state: dict[str, Any] = {"model": _picked_state(model, every.picked)}
+    _check_materialized(every.values)
+    state: dict[str, Any] = {"model": every.values}
     if optimizers:
         state["optimizer"] = {"state": {}, "param_groups": []}
         names = names_of_params(model)
@@ -384,19 +384,37 @@ def _with_own_keys(value: Any) -> Any:
     }
 
 
-def staged(state: Any) -> Any:
-    """Return a copy of ``state`` on the host that later steps do not change."""
-    return tree_map(
-        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else deepcopy(leaf), state
-    )
+def staged(state: Any, before: Any = None) -> Any:
+    """Return a copy of ``state`` on the host that later steps do not change.
+
+    It takes the memory of ``before``, an earlier copy that nobody reads any more: to get new memory from the system
+    takes longer than to copy.
+    """
+    free: dict[Any, list[torch.Tensor]] = {}
+    for local in map(_plain_local, tree_leaves(before)):
+        if local is not None and local.device.type == "cpu":
+            free.setdefault((local.shape, local.dtype), []).append(local)
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return deepcopy(leaf)
+        local = _plain_local(leaf)
+        if local is None or not (room := free.get((local.shape, local.dtype))):
+            return leaf.detach().to("cpu", copy=True)
+        copy = room.pop().copy_(local)
+        return RaggedDTensor.wrap(copy, leaf._spec) if isinstance(leaf, RaggedDTensor) else copy
+
+    return tree_map(copied, state)
 
 
-def _picked_state(model: nn.Module, picked: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in get_model_state_dict(model).items() if name in picked}
+def _plain_local(leaf: Any) -> torch.Tensor | None:
+    """Return what this rank has of a tensor, if that is a tensor of torch's own class."""
+    local = leaf._local_tensor.detach() if isinstance(leaf, RaggedDTensor) else leaf
+    local = local.detach() if isinstance(local, nn.Parameter) else local
+    return local if type(local) is torch.Tensor else None
 
 
-def _check_materialized(model: nn.Module, picked: Collection[str]) -> None:
-    values = {name: value for name, value in model.state_dict().items() if plain_fqn(name) in picked}
+def _check_materialized(values: Mapping[str, Any]) -> None:
     on_meta = [name for name, value in values.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if on_meta:
         raise UsageError(f"on the meta device: {', '.join(on_meta)}", fix="materialize the model first")
@@ -405,14 +423,12 @@ def _check_materialized(model: nn.Module, picked: Collection[str]) -> None:
 # -- loading
 
 
-def check_fit(
-    metadata: Metadata, saved: Sequence[OptimizerNames], model: nn.Module, every: NamesOnAll, names: Names | None
-) -> None:
+def check_fit(metadata: Metadata, saved: Sequence[OptimizerNames], every: NamesOnAll, names: Names | None) -> None:
     """Raise one error that lists all differences between a checkpoint and the model and optimizers to load.
 
     Without optimizers in ``every`` only the model is checked. ``names`` are those of the call.
     """
-    _check_materialized(model, every.picked)
+    _check_materialized(every.values)
 
     def is_picked(name: str) -> object:
         # A function may pick saved names that the model has not, which is a difference.
@@ -423,8 +439,7 @@ def check_fit(
         entry = metadata.state_dict_metadata[key]
         if path[0] == "model" and is_picked(str(path[1])):
             sizes[path[1]] = entry.size if isinstance(entry, TensorStorageMetadata) and len(path) == 2 else None
-    state = _picked_state(model, every.picked)
-    expected = {name: value if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+    expected = {name: value if isinstance(value, torch.Tensor) else None for name, value in every.values.items()}
     found = find_differences(expected, sizes.keys() - every.elsewhere, sizes.__getitem__)
     current = every.optimizers
     lines = optimizer_differences(picked_of(saved, is_picked), current) if current else []
@@ -435,20 +450,19 @@ def check_fit(
     replace(found, unfit=(*found.unfit, *lines)).check(strict=True, is_checkpoint=True)
 
 
-def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers, picked: Collection[str]) -> dict[str, Any]:
+def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers, every: NamesOnAll) -> dict[str, Any]:
     """Return the tensors that what is picked of a checkpoint is read into, by flat name.
 
     Tensors are the model's own, and new ones for optimizer state, which are cut like their parameters, in the dtypes
     that were saved. ``None``: the value is no tensor. Names that only other ranks have are left out.
     """
-    model_state = _picked_state(model, picked)
-    params = {name: param for param, name in names_of_params(model).items() if name in picked}
+    params = {name: param for param, name in names_of_params(model).items() if name in every.picked}
     flat: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[key]
         match path:
-            case ("model", name, *_) if name in model_state:
-                held = model_state[name]
+            case ("model", name, *_) if name in every.values:
+                held = every.values[name]
                 flat[key] = held if isinstance(held, torch.Tensor) else _room_for(entry, None)
             case ("optimizer", "state", name, *rest) if optimizers and name in params:
                 flat[key] = _room_for(entry, None if rest == ["step"] else params[name])

@@ -71,12 +71,14 @@ class NamesOnAll:
         elsewhere: Names in the models of other ranks only.
         picked: The names in the models of all ranks that are saved or loaded.
         homes: The ranks that have each name in their models; empty if all have the same names.
+        values: What this rank's model has of the names that are picked: its own tensors.
     """
 
     optimizers: tuple[OptimizerNames, ...]
     elsewhere: frozenset[str]
     picked: frozenset[str]
     homes: Mapping[str, tuple[int, ...]]
+    values: Mapping[str, Any]
 
 
 def names_on_all(
@@ -90,9 +92,12 @@ def names_on_all(
 
     Collective. Raises if ranks have different optimizers, ``names`` or ``arguments``, or if a name has several values.
     """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes long to import
+
     with ranks.agreed():
         mine = _describe_optimizers(model, optimizers)
-        homes = _homes(model)
+        values = get_model_state_dict(model)
+        homes = _homes(model, values)
     text = "\n".join([*arguments, *(f"{one.kind} with {len(one.groups)} param groups" for one in mine)])
     ranks.compare(
         text,
@@ -122,7 +127,8 @@ def names_on_all(
         ranks.compare(text, shown=text, what=what, fix=fix)
     apart = () if is_alike else known
     all_homes = {name: tuple(at for at, (_, of_rank) in enumerate(every) if name in of_rank) for name in apart}
-    return NamesOnAll(picked_of(merged, picked.__contains__), frozenset(known) - homes.keys(), picked, all_homes)
+    own = {name: value for name, value in values.items() if name in picked}
+    return NamesOnAll(picked_of(merged, picked.__contains__), frozenset(known) - homes.keys(), picked, all_homes, own)
 
 
 def picked_of(optimizers: Iterable[OptimizerNames], is_picked: Callable[[str], object]) -> tuple[OptimizerNames, ...]:
@@ -161,11 +167,9 @@ def _check_optimized(
         )
 
 
-def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _homes(model: nn.Module, values: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Return for each name in the model the ranks with pieces or copies; empty unless others have more ranks."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes long to import
-
-    homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
+    homes: dict[str, tuple[int, ...]] = dict.fromkeys(values, ())
     named = {name: param for param, name in names_of_params(model).items() if name in homes}
     layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
     # Beside parameters that tensor parallelism has split, plain parameters are the same along its dims.

@@ -1,8 +1,10 @@
 """Checkpoints of whole runs: bit-exact at any number of ranks, checked before use, never half there."""
 
+import gc
 import shutil
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +19,16 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from composable import fully_shard, replicate
+from composable.comm import Ranks
 from composable.dtensor.gather import fallback_counts
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, DesyncError, UsageError
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from composable.saving.contents import staged, state_to_save
+from composable.saving.entries import names_on_all
 from tests.ragged_pairs import from_full
 from tests.world import run_ranks, run_threads, told
 
@@ -355,6 +361,38 @@ def save_while_training(run: Path, parallel: str) -> None:
 @pytest.mark.parametrize(("world_size", "parallel"), [(3, "nested"), (2, "replicate")])
 def test_training_goes_on_while_a_checkpoint_is_written(world_size: int, parallel: str, tmp_path: Path) -> None:
     run_ranks(save_while_training, world_size, tmp_path, parallel)
+
+
+def pieces(model: nn.Module, kind: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    every = names_on_all(Ranks.of_world(), model, kind, None)
+    leaves = tree_leaves(state_to_save(model, kind, every))
+    return [getattr(leaf, "_local_tensor", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def save_twice_in_the_background(run: Path) -> None:
+    model = make("fully_shard")
+    kind = optimizers(model, "adam")
+    train(model, kind, range(1))
+    before = staged(pieces(model, kind))
+    places = sorted(one.data_ptr() for one in before)
+    train(model, kind, range(1, 2))
+    after = staged(pieces(model, kind), before)
+    assert sorted(one.data_ptr() for one in after) == places
+    assert all(torch.equal(copy, own) for copy, own in zip(after, pieces(model, kind), strict=True))
+    # Of other shapes, new memory.
+    assert staged([torch.ones(3, 7)], after)[0].data_ptr() not in places
+    for step in (1, 2):
+        save_checkpoint(run, step, model, kind, asynchronous=True).wait()
+        train(model, kind, range(step + 1, step + 2))
+    # The copy that is kept does not keep the model.
+    gone = weakref.ref(model)
+    del model, kind
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_save_in_the_background_takes_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    run_threads(save_twice_in_the_background, 2, tmp_path)
 
 
 def fail_where_one_rank_waits(run: Path) -> None:
