@@ -120,58 +120,57 @@ class _DataPlanner(DefaultLoadPlanner):
 
 
 def read_description(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> str:
-    """Return what ``.metadata`` says of all values, as a text for ``DataReader``, which checks it. Not collective.
+    """Return what ``.metadata`` says of all values, as a text for ``DataReader``, which checks pieces. Not collective.
 
     It is JSON: for each flat name the path, the dtype and size of a tensor, and a text of its own with numbers: of each
     piece the place of its file among all, start, length, offsets, sizes. So a rank need not look at pieces of values
     that it has no part of. Python objects for pieces would cost most of the time, also in garbage collection.
 
     Raises:
-        ConfigError: ``.metadata`` does not describe values, each of which has a path, and each piece a place.
+        ConfigError: ``.metadata`` does not describe values, each with a path, whose pieces have a place each.
     """
-    with _describing(folder):
-        with open_in(folder, METADATA) as file:
-            held = _Unpickler(io.BytesIO(file.read(files[METADATA].bytes))).load()
-        body = _state_of(held, "Metadata")
-        paths, places, values = dict(body["planner_data"]), dict[Any, Any](), dict[str, Any]()
-        numbers = {name: number for number, name in enumerate(sorted(files))}
-        for index, place in body["storage_data"].items():
-            key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
-            name = key["fqn"], key.get("offset")
-            if name in places or info.get("transform_descriptors"):
-                raise ValueError(f"a piece of {key['fqn']} has two places, or was transformed")
-            places[name] = numbers[info["relative_path"]], info["offset"], info["length"]
-        for fqn, entry in body["state_dict_metadata"].items():
-            kind: list[Any] = [None, None]
-            boxes: list[Any] = [(None, ())]
-            if type(entry).__name__ != "BytesStorageMetadata":
-                state = _state_of(entry, "TensorStorageMetadata")
-                kind = [str(_state_of(state["properties"], "TensorProperties")[0])[6:], state["size"]]
-                chunks = (_state_of(chunk, "ChunkStorageMetadata") for chunk in state["chunks"])
-                boxes = [(chunk["offsets"], chunk["sizes"]) for chunk in chunks]
-                if not all(len(offsets) == len(sizes) == len(kind[1]) for offsets, sizes in boxes):
-                    raise ValueError(f"pieces of {fqn} have other dims")
-            pieces = [number for at, sizes in boxes for number in (*places.pop((fqn, at)), *(at or ()), *sizes)]
-            values[fqn] = paths.pop(fqn), *kind, json.dumps(pieces)
-        if places or paths:
-            raise ValueError("a value has no place or path, or two")
-        return json.dumps(values)
-
-
-@contextmanager
-def _describing(folder: Path | StoredFolder) -> Iterator[None]:
     try:
-        yield
+        with open_in(folder, METADATA) as file:
+            return _description(_Unpickler(io.BytesIO(file.read(files[METADATA].bytes))).load(), files)
     except OSError:
         raise
     # Whoever made a file up may make Python raise errors of any type.
     except Exception as error:
-        what = f"{folder}/{METADATA} does not describe a checkpoint: {_described(error)}"
+        what = f"{folder}/{METADATA} does not describe a checkpoint: {_told(error)}"
         raise ConfigError(what, fix=_DISTRUST) from None
 
 
-def _described(error: Exception) -> str:
+def _told(error: Exception) -> str:
     return f"{error!s:.200}{' is not there' * isinstance(error, KeyError)}" or type(error).__name__
+
+
+def _description(held: Any, files: Mapping[str, FileSum]) -> str:
+    body, numbers = _state_of(held, "Metadata"), {name: number for number, name in enumerate(sorted(files))}
+    paths, places, values, nbytes = dict(body["planner_data"]), dict[Any, Any](), dict[str, Any](), 0
+    _check_paths(paths)
+    for index, place in body["storage_data"].items():
+        key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
+        name = key["fqn"], key.get("offset")
+        if name in places or info.get("transform_descriptors"):
+            raise ValueError(f"a piece of {key['fqn']} has two places, or was transformed")
+        places[name] = numbers[info["relative_path"]], info["offset"], info["length"]
+    for fqn, entry in body["state_dict_metadata"].items():
+        dtype: Any = None
+        size, boxes = torch.Size(()), list[Any]([(None, ())])
+        if type(entry).__name__ != "BytesStorageMetadata":
+            state = _state_of(entry, "TensorStorageMetadata")
+            dtype, size = _state_of(state["properties"], "TensorProperties")[0], _numbers(state["size"])
+            nbytes += math.prod(size) * dtype.itemsize
+            chunks = (_state_of(chunk, "ChunkStorageMetadata") for chunk in state["chunks"])
+            boxes = [(chunk["offsets"], chunk["sizes"]) for chunk in chunks]
+            if not all(len(offsets) == len(sizes) == len(size) for offsets, sizes in boxes):
+                raise ValueError(f"pieces of {fqn} have other dims")
+        pieces = [number for at, sizes in boxes for number in (*places.pop((fqn, at)), *(at or ()), *sizes)]
+        values[fqn] = paths.pop(fqn), dtype and str(dtype)[6:], size, json.dumps(pieces)
+    # Before memory of these sizes is asked for.
+    if places or paths or nbytes > sum(saved.bytes for saved in files.values()):
+        raise ValueError(f"values have no place or path, or two, or {nbytes:,} bytes, more than its files")
+    return json.dumps(values)
 
 
 class DataReader(FileSystemReader):
@@ -188,18 +187,11 @@ class DataReader(FileSystemReader):
         self._files = sorted(files.items())
         self._texts: dict[str, str] = {}
         self._pieces: dict[str, list[int]] = {}
-        found, paths, nbytes = dict[str, Any](), dict[str, Any](), 0
-        with _describing(folder):
-            for fqn, (path, dtype, size, self._texts[fqn]) in json.loads(text).items():
-                found[fqn], paths[fqn] = BytesStorageMetadata(), tuple(path)
-                if dtype is not None:
-                    properties = TensorProperties(getattr(torch, dtype))
-                    found[fqn] = TensorStorageMetadata(properties, _numbers(tuple(size)), [])
-                    nbytes += math.prod(size) * properties.dtype.itemsize
-            # Before memory of these sizes is asked for.
-            if nbytes > sum(saved.bytes for saved in files.values()):
-                raise ValueError(f"values of {nbytes:,} bytes are not in its files")
-            _check_paths(paths)
+        found, paths = dict[str, Any](), dict[str, Any]()
+        for fqn, (path, dtype, size, self._texts[fqn]) in json.loads(text).items():
+            found[fqn], paths[fqn] = BytesStorageMetadata(), tuple(path)
+            if dtype is not None:
+                found[fqn] = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(size), [])
         self.metadata = Metadata(found, paths, {})
 
     def find_faults(self, flat: Mapping[str, Any]) -> list[str]:
@@ -214,7 +206,7 @@ class DataReader(FileSystemReader):
                     self._find(fqn)
                 # As above.
                 except Exception as error:
-                    return [f"{METADATA} does not describe {fqn}: {_described(error)}"]
+                    return [f"{METADATA} does not describe {fqn}: {_told(error)}"]
         return []
 
     def _find(self, fqn: str) -> None:
@@ -297,7 +289,7 @@ def _check_paths(paths: Mapping[str, Any]) -> None:
     """Raise unless the path of each flat name is one, and all of them make a tree."""
     for key, path in paths.items():
         # A number is an index of a list, which is filled up to it.
-        is_path = all(type(one) is str or one in range(len(paths)) for one in path)
+        is_path = type(path) is tuple and all(type(one) is str or one in range(len(paths)) for one in path)
         if not is_path or key != ".".join(map(str, path)):
             raise ValueError(f"the path of {key!r:.100} is {path!r:.100}")
     unflatten_state_dict(dict.fromkeys(paths), paths)
