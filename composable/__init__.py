@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         Timeline,
         TimelineEvent,
         UnevenInputs,
+        Watch,
         accelerate_optimizer,
         as_ddp,
         as_torch_shards,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
         save_on_signal,
         save_safetensors,
         timeline,
+        watch,
     )
     from composable.saving import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
 else:
@@ -129,6 +131,7 @@ __all__ = [
     "UnevenInputs",
     "UnshardHandle",
     "UsageError",
+    "Watch",
     "accelerate_optimizer",
     "allreduce_hook",
     "as_ddp",
@@ -174,6 +177,7 @@ __all__ = [
     "unannotate",
     "unshard_params",
     "update_process_group",
+    "watch",
 ]
 
 __version__ = "0.1.0"

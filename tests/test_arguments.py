@@ -214,6 +214,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "bf16_compress_wrapper": (dict, f"hook: {FUNCTION}"),
     "unannotate": (lambda: {"module": sharded()}, "module: ; recurse: True"),
     "timeline": (lambda: {"model": copied()}, "model:"),
+    "watch": (
+        lambda: {"model": copied()},
+        f"model: ; every done: 3; flops peak_flops writer: None; show: True {FUNCTION}; jsonl: None text",
+    ),
     "unshard_params": (
         lambda: {"module": sharded()},
         "module: plain; recurse writeback rank0_only offload_to_cpu: True",
@@ -263,6 +267,7 @@ SPECIAL = {
     "save_checkpoint": save_anew,
     "no_sync": enter(composable.no_sync),
     "timeline": enter(composable.timeline),
+    "watch": enter(composable.watch),
     "unshard_params": enter(composable.unshard_params),
 }
 
@@ -285,6 +290,7 @@ ELSEWHERE = {
     *("BackwardSteps", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle"),
     *("PlanEstimate", "RaggedDTensor", "ReductionStats", "SaveHandle", "UnevenInputs"),
     *("Timeline", "TimelineEvent"),  # tests/test_timeline.py
+    "Watch",  # tests/test_watched_run.py
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "Storage", "UnshardHandle"),

@@ -99,7 +99,7 @@ def run_blocks(sources: list[str]) -> list[str]:
 PROGRAMS = [
     *("checkpoints", "cluster", "comm_hooks", "experts", "from_fsdp1", "from_fsdp2", "life_of_a_step", "memory"),
     *("meshes", "mixed_precision", "optimizers", "ragged", "recipes", "replicate", "torch", "uneven_inputs"),
-    "works_with",
+    *("watch", "works_with"),
 ]
 ON_FOUR_RANKS = ("experts", "meshes")
 

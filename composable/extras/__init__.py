@@ -7,3 +7,4 @@ from composable.extras.safetensors import load_safetensors, save_safetensors
 from composable.extras.signals import SaveNotice, save_on_signal
 from composable.extras.step_times import Timeline, TimelineEvent, timeline
 from composable.extras.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
+from composable.extras.watched_run import Watch, watch

@@ -13,7 +13,7 @@ __all__ = ["GROUPS", "SHELVES", "Group", "Topic", "pages"]
 # Which pages of docs/ stand in which part of the site, in the order of the navigation.
 SHELVES: dict[str, tuple[str, ...]] = {
     "Train": (
-        *("train", "resume", "cluster", "replicate", "checkpoints", "memory", "mixed_precision", "optimizers"),
+        *("train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision", "optimizers"),
         *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting", "testing"),
     ),
     "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch"),
@@ -116,9 +116,17 @@ GROUPS: tuple[Group, ...] = (
                 "timeline",
                 {
                     "timeline": "A context that records when each handle gathers, waits, computes and reduces.",
-                    "Timeline": "What it recorded: a picture, a trace for Perfetto, and the share of exposed "
-                    "communication.",
+                    "Timeline": "What it recorded: a picture, a trace for Perfetto, a line of text, and the share of "
+                    "exposed communication.",
                     "TimelineEvent": "One bar of it.",
+                },
+            ),
+            Topic(
+                "watch",
+                {
+                    "watch": "A context that tells the figures of a run while it trains: see "
+                    "[watch a run](../docs/watch.md).",
+                    "Watch": "The result of `watch`, to be told the end of each step.",
                 },
             ),
             Topic(
