@@ -39,7 +39,7 @@ from composable.ground.torch_private import (
 )
 
 # What makes tensors, and how a place in it begins.
-_PHASES = {"outside": "what is no forward and no backward", "forward": "forward", "backward": "backward"}
+_PHASES = {"outside": "no forward or backward", "forward": "forward", "backward": "backward"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def rehearse(
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             what = f"a fake tensor has no values, and {error.func} wants one"
             fix = "leave that line out of a rehearsal: read no loss, and let nothing depend on values"
-            raise ConfigError(what, at=_line_of(error), fix=fix) from error
+            raise ConfigError(what, at=line_of_error(error), fix=fix) from error
     return Rehearsal(rank, world_size, memory.peak, memory.peak_at, memory.parts_at_peak)
 
 
@@ -140,7 +140,7 @@ def _as_rank(rank: int, world_size: int, on_host: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _line_of(error: BaseException) -> str:
+def line_of_error(error: BaseException) -> str:
     """Return the innermost line of a trace that belongs neither to torch nor to this library."""
     libraries = tuple(str(Path(str(one.__file__)).parent) for one in (torch, sys.modules["composable"]))
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(libraries)]
@@ -172,7 +172,7 @@ class StepMemory(TorchDispatchMode):
     @property
     def now(self) -> int:
         """The bytes of all storages that are alive."""
-        return sum(self._made.values()) + sum(self._gathered())
+        return sum(self._made[name] for name in _PHASES) + sum(self._gathered())
 
     def _gathered(self) -> Iterator[int]:
         for find in list(self._changing.values()):
@@ -187,15 +187,22 @@ class StepMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         phase = self._phase()
         for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self._follow(leaf.untyped_storage(), phase)
+        self._note_peak()
+        return result
+
+    def _note_peak(self) -> None:
         now = self.now
         if now > self.peak:
-            self.peak = now
-            self.peak_at = f"{_PHASES[phase]}{self._module(phase)}"
+            self.peak, self.peak_at = now, self.place()
             parts = {"gathered": sum(self._gathered()), **{name: self._made[name] for name in _PHASES}}
             self.parts_at_peak = {name: count for name, count in parts.items() if count}
-        return result
+
+    def place(self) -> str:
+        """Return what runs now: the phase, and the module."""
+        phase = self._phase()
+        return f"{_PHASES[phase]}{self._module(phase)}"
 
     def _phase(self) -> str:
         return "backward" if in_backward() else "forward" if self._running else "outside"

@@ -169,6 +169,15 @@ def test_parts_of_the_peak_are_told_with_the_module() -> None:
     assert plain.parts["outside"] >= 3 * 4 * numel and plain.peak_bytes > found.peak_bytes
 
 
+def test_a_model_on_the_meta_device_takes_no_memory() -> None:
+    def build() -> None:
+        with torch.device("meta"):
+            nn.Linear(512, 512)
+        torch.zeros(16)
+
+    assert rehearse(1, build).peak_bytes == 64
+
+
 def test_hosts_are_those_that_are_asked_for() -> None:
     def train() -> None:
         model = make_model("gpt")
