@@ -27,6 +27,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "rehearse": Command(
+        "run a script as one rank of many, without devices: memory, traffic, hangs",
+        ("rehearse train.py --ranks 64 --per-host 8 --device h100-80g --steps 2 -- --lr 3e-4",),
+    ),
     "check": Command(
         "say whether a checkpoint is whole, and what is in it",
         ("check runs/gpt", "check s3://bucket/run/step-000300 --json"),
@@ -78,7 +82,11 @@ def main(words: Sequence[str] | None = None) -> int:
             chosen.add_argument("--json", action="store_true", help="print one JSON value in place of text")
             module.add_arguments(chosen)
             run = module.run
-    args = parser.parse_args(words)
+    at = [*words, "--"].index("--")
+    args = parser.parse_args(words[:at])
+    if words[at + 1 :] and not hasattr(args, "of_script"):
+        parser.error(f"{args.command} runs no script, to which -- could pass arguments")
+    args.of_script = tuple(words[at + 1 :])
     try:
         return int(run(args))
     except ComposableError as error:

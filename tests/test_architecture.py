@@ -58,7 +58,7 @@ ENTRIES: dict[str, set[str]] = {
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
 EDGES["extras"] = set(EDGES)  # what training does not need: it may import everything, and nothing imports it
-EDGES["testing"] = {"", *BASE}  # as users do, from the package itself; the package never imports it
+EDGES["testing"] = {"", "comm", *BASE}  # as users do, from the package; a rehearsal notes what ranks compare
 EDGES[""] = set(EDGES) - {"testing"}  # composable/__init__.py
 # The command line is a program on the package: it may import everything, from any file, a command when it is chosen,
 # and nothing imports it.
@@ -365,6 +365,9 @@ READERS = {
     "composable.saving.contents uses pickle": "the unpickler makes plain values and stand-ins, whatever the file names",
     "composable.saving.contents uses torch.load": "weights_only=True",
     "composable.__main__ uses importlib.import_module": "a command, by its name in a table",
+    "composable.testing.rehearsed_script uses runpy": "the script that the user asks to run",
+    "composable.testing.rehearsed_script uses runpy.run_path": "the same",
+    "composable.testing.surroundings uses pickle": "objects that one rehearsed rank of a script sends to another",
     "composable.commands.plan uses importlib.import_module": "the model's module, which the user of the command names",
     "composable.extras.safetensors uses importlib.import_module": "the name of an extra that may be missing",
     "composable.testing.simulation uses ctypes.py_object": "stops a thread of this process",
@@ -641,8 +644,9 @@ def test_the_traversal_is_imported_as_a_module() -> None:
 
 
 def test_only_the_hooks_file_registers_hooks() -> None:
-    # Those of rehearsals are no module's: they see every forward of the process.
-    without = [name for name in FILES if name not in {*FILES_WITH_HOOKS, "composable.testing.rehearsal"}]
+    # Those of rehearsals are no module's: they see every forward, parameter and step of a process that ends.
+    rehearsals = {f"composable.testing.{name}" for name in ("rehearsal", "rehearsed_script", "surroundings")}
+    without = [name for name in FILES if name not in {*FILES_WITH_HOOKS, *rehearsals}]
     assert found_in(without, hook_registrations) == []
 
 

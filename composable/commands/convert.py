@@ -120,7 +120,7 @@ def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step
         files = open_files(source, stack)
         values = {name: files[name] for name in files}
         values |= {alias: values[name] for alias, name in files.aliases().items()}
-        every = NamesOnAll((), frozenset(), frozenset(values), {})
+        every = NamesOnAll((), frozenset(), frozenset(values), {}, values)
         run = run_at(place, step)
         partial = run.begin(step)
 

@@ -489,6 +489,20 @@ def register_fake_backend() -> None:
     from torch.testing._internal.distributed import fake_pg
 
 
+def import_before_forks() -> None:
+    """Import what fake tensors and scripts of training need, and takes long: once, for processes that are forked."""
+    import torch._dynamo
+    import torch.distributed.checkpoint
+
+
+def let_optimizers_use_lists() -> None:
+    """Let optimizers step on lists of CPU tensors where they are not told, as they do on a device."""
+    # The list of devices is read anew in every step, by the name that each of these files has imported.
+    for module in (sys.modules["torch.optim.optimizer"], sys.modules["torch.utils._foreach_utils"]):
+        known = getattr(module, "_get_foreach_kernels_supported_devices")  # noqa: B009
+        setattr(module, "_get_foreach_kernels_supported_devices", lambda: [*known(), "cpu"])  # noqa: B010, B023
+
+
 def split_backward_code() -> CodeType | None:
     """Return the code in which torch's pipelines compute only gradients of inputs; ``None``: it is not imported."""
     return _code_in("torch.distributed.pipelining._backward", "stage_backward_input")

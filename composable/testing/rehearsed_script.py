@@ -1,0 +1,278 @@
+"""Rehearses a script: it runs, unchanged, as some of many ranks, each in a process of its own, with fake tensors.
+
+A rank's process is a fork of this one. It sees the variables of torchrun, and devices and process groups that are not
+there. It writes its files to a temporary folder.
+"""
+
+import ast
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from composable.errors import ConfigError
+from composable.ground.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    import_before_forks,
+    register_fake_backend,
+)
+from composable.testing.ledger import LedgerLine
+from composable.testing.rehearsal import line_of_error
+from composable.testing.stand_ins import RehearsedRank, ScriptEnds, stand_in_for_devices
+from composable.testing.surroundings import (
+    stand_in_for_data,
+    stand_in_for_files,
+    stand_in_for_groups,
+    stand_in_for_saves,
+)
+
+# The memory of devices in GiB, by name; 0: it is not known.
+_GIB = "cpu 0, cuda 0, a100-40g 40, a100-80g 80, b200-180g 180, h100-80g 80, h200-141g 141, l4-24g 24, l40s-48g 48"
+DEVICES = {name: int(gib) for name, gib in (one.split() for one in _GIB.split(", "))}
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """What to rehearse.
+
+    Attributes:
+        script: The file of the script.
+        arguments: Its arguments.
+        ranks: How many ranks the run has.
+        on_host: How many of them share a host.
+        device: A name of ``DEVICES``.
+        budget: The bytes of a device; 0: that of ``device``, or no limit.
+        steps: After how many optimizer steps the script ends; 0: at its own end.
+        timeout_s: How long a rank may take.
+        is_strict: Refuse to answer for values of fake tensors.
+        rehearsed: The ranks that run; empty: those of ``ranks_to_rehearse``.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    ranks: int = 8
+    on_host: int = 8
+    device: str = "cuda"
+    budget: int = 0
+    steps: int = 0
+    timeout_s: float = 600.0
+    is_strict: bool = False
+    rehearsed: tuple[int, ...] = ()
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device for torch; empty: the memory of the host counts."""
+        return "" if self.device == "cpu" else "cuda"
+
+    @property
+    def limit(self) -> int:
+        """The bytes of a device; 0: no limit."""
+        return self.budget or DEVICES[self.device] * 2**30
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rehearsed rank has done.
+
+    Attributes:
+        rank: The rank.
+        end: "ended", "failed", "late".
+        said: The traceback of a script that has failed, or is late.
+        steps: Optimizer steps.
+        at_rest: Bytes between two steps.
+        peak: The most bytes at one time.
+        peak_at: Where that was.
+        parts: The bytes at the peak, by what made them.
+        overrun: When the budget was first exceeded: bytes, place, line of the script, and its text; or ``None``.
+        notes: What was left out, or answered.
+        lines: The ledger.
+    """
+
+    rank: int
+    end: str
+    said: str = ""
+    steps: int = 0
+    at_rest: int = 0
+    peak: int = 0
+    peak_at: str = ""
+    parts: Mapping[str, int] | None = None
+    overrun: tuple[int, str, str, str] | None = None
+    notes: Mapping[str, int] | None = None
+    lines: tuple[LedgerLine, ...] = ()
+
+
+def ranks_to_rehearse(job: ScriptRun) -> tuple[int, ...]:
+    """Return the first ranks, the last one, the ends of the first and last host, and those that the script names."""
+    first_of_last = (job.ranks - 1) // job.on_host * job.on_host
+    chosen = {0, 1, job.on_host - 1, job.on_host, first_of_last, job.ranks - 1}
+    for node in ast.walk(ast.parse(job.script.read_text())):
+        if isinstance(node, ast.Compare):
+            # A rank that a test names, and its neighbours, may do something else.
+            named = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and type(one.value) is int]
+            chosen |= {one + beside for one in named for beside in (-1, 0, 1)}
+    return tuple(sorted(one for one in chosen if 0 <= one < job.ranks))
+
+
+def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _: None) -> tuple[RankOutcome, ...]:
+    """Run the script as some of its ranks, two processes at a time, and return what each has done.
+
+    Args:
+        job: The script, and how it runs.
+        progress: Called with a text when a rank has ended.
+
+    Raises:
+        ConfigError: The script cannot be read, or this system has no fork.
+    """
+    if not hasattr(os, "fork"):
+        raise ConfigError("this system cannot fork processes", fix="rehearse on Linux or macOS")
+    try:
+        waiting = list(job.rehearsed or ranks_to_rehearse(job))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"the script cannot be read: {error}", fix="pass the path of a Python file") from error
+    import_before_forks()
+    with tempfile.TemporaryDirectory(prefix="rehearsal") as name:
+        folder = Path(name)
+        # The first rank runs alone: others get the objects that it sends.
+        started: dict[int, tuple[int, float]] = {}
+        done: dict[int, RankOutcome] = {}
+        try:
+            while waiting or started:
+                while waiting and len(started) < (2 if done else 1):
+                    rank = waiting.pop(0)
+                    started[rank] = _start(job, rank, folder), time.monotonic() + job.timeout_s
+                for rank, (process, deadline) in list(started.items()):
+                    has_ended = os.waitpid(process, os.WNOHANG)[0] == process
+                    if has_ended or time.monotonic() > deadline:
+                        _kill(started.pop(rank)[0], has_ended=has_ended)
+                        done[rank] = _found_of(rank, folder)
+                        progress(f"rank {rank} has {done[rank].end}, {len(waiting) + len(started)} to go")
+                time.sleep(0.005)
+        finally:
+            for process, _ in started.values():
+                _kill(process, has_ended=False)
+        return tuple(done[rank] for rank in sorted(done))
+
+
+def _start(job: ScriptRun, rank: int, folder: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # The child runs this thread alone, and computes nothing in others.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        os.setsid()
+        said = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY, 0o600)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        found = _Child(job, rank, folder).run()
+        (folder / f"found-{rank}").write_text(json.dumps(found))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _kill(process: int, *, has_ended: bool) -> None:
+    """End a rank's process, and those that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    if not has_ended:
+        # It has no process group of its own in its first moments.
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _found_of(rank: int, folder: Path) -> RankOutcome:
+    file, said = folder / f"found-{rank}", folder / f"said-{rank}"
+    printed = said.read_text(errors="replace")[-8000:] if said.exists() else ""
+    if not file.exists():
+        is_late = (folder / f"late-{rank}").exists() and (folder / f"late-{rank}").stat().st_size
+        stack = (folder / f"late-{rank}").read_text() if is_late else ""
+        return RankOutcome(rank, "late" if is_late else "failed", (stack or printed) or "the process has ended")
+    found = json.loads(file.read_text())
+    found["lines"] = tuple(LedgerLine(**{**one, "ranks": tuple(one["ranks"])}) for one in found["lines"])
+    return RankOutcome(rank, **found)
+
+
+class _Child:
+    """The process of one rank."""
+
+    def __init__(self, job: ScriptRun, rank: int, folder: Path) -> None:
+        self._job, self._rank, self._folder = job, rank, folder
+
+    def run(self) -> dict[str, Any]:
+        """Run the script, and return the values of ``RankOutcome`` but for the rank."""
+        job, number = self._job, self._rank
+        late = (self._folder / f"late-{number}").open("w")
+        faulthandler.dump_traceback_later(0.95 * job.timeout_s, file=late)
+        torch.set_num_threads(1)
+        warnings.simplefilter("default")
+        rank = RehearsedRank(job.device_type, job.limit, job.steps, is_strict=job.is_strict)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        names = stand_in_for_devices(rank, number, job.on_host, job.device)
+        register_fake_backend()
+        stand_in_for_groups(rank, number, job.ranks, self._folder)
+        stand_in_for_data(rank, mode)
+        stand_in_for_saves(rank, job.ranks)
+        register_optimizer_step_pre_hook(rank.step_begins)
+        register_optimizer_step_post_hook(rank.step_ends)
+        os.environ.update(
+            RANK=str(number), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(number % job.on_host),
+            LOCAL_WORLD_SIZE=str(job.on_host), GROUP_RANK=str(number // job.on_host),
+            MASTER_ADDR="localhost", MASTER_PORT="29500",
+        )  # fmt: skip
+        sys.argv = [str(job.script), *job.arguments]
+        sys.path.insert(0, str(job.script.resolve().parent))
+        stand_in_for_files(self._folder)
+        end, said = "ended", ""
+        with rank.modules_named(), mode, rank, names:
+            try:
+                runpy.run_path(str(job.script), run_name="__main__")
+            except ScriptEnds:
+                pass
+            except SystemExit as error:
+                end, said = ("ended", "") if error.code in (None, 0) else ("failed", f"the script exits: {error.code}")
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                what = f"{error.func} gives a shape that depends on values, and fake tensors have none"
+                end, said = "failed", f"{what}\n  at:  {line_of_error(error)}"
+            except BaseException:
+                end, said = "failed", self._traceback()
+        faulthandler.cancel_dump_traceback_later()
+        return {
+            "end": end, "said": said, "steps": rank.steps_done, "at_rest": rank.at_rest, "peak": rank.peak,
+            "peak_at": rank.peak_at, "parts": rank.parts_at_peak, "overrun": rank.overrun, "notes": rank.notes,
+            "lines": [asdict(one) for one in rank.lines],
+        }  # fmt: skip
+
+    def _traceback(self) -> str:
+        """Return the traceback of the running exception, from the script on."""
+        kind, error, trace = sys.exc_info()
+        here = trace
+        while here is not None and here.tb_frame.f_code.co_filename != str(self._job.script):
+            here = here.tb_next
+        return "".join(traceback.format_exception(kind, error, here or trace))

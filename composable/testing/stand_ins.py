@@ -1,0 +1,407 @@
+"""What stands in for a cluster while a script is rehearsed: devices, groups, and values that nobody computes.
+
+Tensors of the device that the script names are fake tensors of the CPU, with a mark: no build of torch for CPUs makes
+fake tensors of CUDA that work. All is done to the process of one rehearsed rank, which ends with it.
+"""
+
+import functools
+import math
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from composable.errors import ConfigError
+from composable.ground.frames import outwards
+from composable.ground.torch_private import FakeTensor, let_optimizers_use_lists, tree_leaves, with_values
+from composable.testing.ledger import LIBRARIES, LedgerLine, line_of, users_line
+from composable.testing.rehearsal import StepMemory
+
+# Above this, the data of a script is fake too, in what it computes of it outside of its model.
+_MOST_REAL_NUMEL = 2**25
+# What a comparison of fake tensors gives: each counts as 1, if it is not itself the result of one.
+_COMPARED: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("isnan", "isinf"), lambda _: False),
+    **dict.fromkeys(("logical_not", "bitwise_not"), lambda a: not a),
+    **dict.fromkeys(("logical_and", "bitwise_and", "mul"), lambda a, b: a and b),
+    **dict.fromkeys(("logical_or", "bitwise_or"), lambda a, b: a or b),
+}
+# These give what they are given.
+_CARRIED = frozenset(
+    "any all max min amax amin sum clone _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
+)
+
+# Functions of torch.cuda and torch.accelerator that nobody misses.
+_DO_NOTHING = """
+    empty_cache init ipc_collect manual_seed manual_seed_all reset_max_memory_allocated reset_peak_memory_stats seed
+    seed_all set_per_process_memory_fraction set_rng_state set_rng_state_all set_stream synchronize
+""".split()
+
+
+class ScriptEnds(BaseException):
+    """Ends a script after the steps that were asked for."""
+
+
+class RehearsedRank(StepMemory):
+    """One rank: the memory of its device, its ledger, and what it answers for the values of fake tensors.
+
+    Attributes:
+        device: The type of the device whose memory counts; empty: that of the host.
+        budget: The bytes of that memory; 0: no limit.
+        steps: After how many optimizer steps the script ends; 0: at its own end.
+        lines: The ledger.
+        notes: What was left out, or answered, and how often.
+        at_rest: The bytes between two steps.
+        overrun: When the budget was first exceeded: bytes, place, the user's line and its text.
+    """
+
+    def __init__(self, device: str, budget: int, steps: int, *, is_strict: bool) -> None:
+        super().__init__()
+        self.device, self.budget, self.steps, self._is_strict = device, budget, steps, is_strict
+        self.lines: list[LedgerLine] = []
+        self.notes: Counter[str] = Counter()
+        self.at_rest = 0
+        self.overrun: tuple[int, str, str, str] | None = None
+        self._making = ""
+        self._stepped: Counter[int] = Counter()
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far; with several optimizers, of the one with most."""
+        return max(self._stepped.values(), default=0)
+
+    def step_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self.steps and self._stepped[id(optimizer)] >= self.steps:
+            raise ScriptEnds
+
+    def step_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._stepped[id(optimizer)] += 1
+
+    def note_call(self, op: str, ranks: Sequence[int], text: str = "") -> None:
+        """Note a call that all ``ranks`` have to make, of which nothing is sent here."""
+        if len(ranks) > 1:
+            place, source = users_line(sys._getframe(1))
+            self.lines.append(LedgerLine(op, tuple(ranks), text, 0, True, place, source, self.place(), self.steps_done))
+
+    # Operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func._overloadpacket.__name__
+        is_collective = func.namespace in {"c10d", "_c10d_functional"}
+        if is_collective:
+            line = line_of(func, args, self.place(), self._phase(), self.steps_done)
+            self.lines += [] if line is None or len(line.ranks) < 2 else [line]
+        elif name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            return self._answer(args[0])
+        elif name in {"equal", "allclose"} and any(isinstance(one, FakeTensor) for one in args):
+            return bool(self._answer(torch.ones((), dtype=torch.bool)))
+        with with_values() if self._has_values(name, args, kwargs, is_collective) else nullcontext():
+            result = func(*args, **kwargs)
+        self._count_on_device(args, kwargs, result, is_collective=is_collective)
+        self._compare(name, args, result)
+        return result
+
+    def _has_values(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_collective: bool) -> bool:
+        """Say whether an operation belongs to the script's data, and is small: then it runs, and gives real tensors."""
+        if self._phase() != "outside" or str(kwargs.get("device")) == "meta":
+            return False
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(isinstance(one, FakeTensor) or one.is_meta or one.requires_grad for one in tensors):
+            return False
+        numel: float = sum(one.numel() for one in tensors)
+        if not tensors:
+            sizes = [float(math.prod(one)) for one in args if isinstance(one, list)]
+            is_index = name in {"randint", "randperm", "arange"}
+            sizes = sizes or [abs(one) for one in args if isinstance(one, int | float)]
+            numel = max(sizes, default=_MOST_REAL_NUMEL)
+            if numel > 1 and not is_index:
+                return False
+        if numel > _MOST_REAL_NUMEL // (1 if tensors else 64):
+            return False
+        files = (one.f_code.co_filename for one in outwards(sys._getframe(1)))
+        first = next((one for one in files if one != __file__ and not one.startswith(LIBRARIES[1])), "")
+        return is_collective or not first.startswith(LIBRARIES[0])
+
+    def _answer(self, tensor: torch.Tensor) -> Any:
+        """Return a number for a fake tensor [1] of any dtype, whose values nobody has computed."""
+        place, source = users_line(sys._getframe(1))
+        if self._is_strict:
+            fix = "leave that line out, or rehearse without --strict"
+            raise ConfigError("a value of a fake tensor is read", at=f"{place}: {source}", fix=fix)
+        number = getattr(tensor, "stand_in", 1)
+        self.notes[f"a value of a tensor is read at {place}, where 1 stands for it: {source}"] += 1
+        if tensor.dtype == torch.bool:
+            return bool(number)
+        return complex(number) if tensor.is_complex() else float(number) if tensor.is_floating_point() else int(number)
+
+    def _compare(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Let comparisons have results that fit together: no NaN, nothing infinite."""
+        if name in _CARRIED:
+            if isinstance(args[0], FakeTensor) and hasattr(args[0], "stand_in"):
+                for one in tree_leaves(result):
+                    if isinstance(one, FakeTensor):
+                        one.stand_in = args[0].stand_in  # type: ignore[attr-defined]  # ours
+        elif name in _COMPARED and isinstance(result, FakeTensor) and result.dtype == torch.bool:
+            try:
+                result.stand_in = _COMPARED[name](*map(_known, args[:2]))  # type: ignore[attr-defined]  # ours
+            except TypeError:  # of one tensor, with an option
+                return
+
+    # Memory of the device
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor [any] lies on the device."""
+        known = self._known.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+        return not self.device or (known is not None and known[1] != "host")
+
+    @contextmanager
+    def making(self, where: str) -> Iterator[None]:
+        """Let what operations make lie on the "device" or the "host"."""
+        before, self._making = self._making, where
+        try:
+            yield
+        finally:
+            self._making = before
+
+    def _count_on_device(self, args: Any, kwargs: Any, result: Any, *, is_collective: bool) -> None:
+        phase = self._phase()
+        used = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and not one.is_meta]
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and not one.is_meta]
+        # Operations have all tensors on one device: what was not moved there by a call is there by the annotation.
+        is_here = not self._making and (is_collective or any(self.is_here(one) for one in used))
+        for one in used:
+            self._follow(one.untyped_storage(), phase if is_here or not self.device else "host")
+            if is_here:
+                self._move_here(one.untyped_storage(), phase)
+        here = is_here or self._making == "device" or not self.device
+        for one in made:
+            self._follow(one.untyped_storage(), phase if here else "host")
+        self._note_peak()
+        if self.budget and self.overrun is None and self.now > self.budget:
+            self.overrun = self.now, self.place(), *users_line(sys._getframe(2))
+
+    def _move_here(self, storage: torch.UntypedStorage, phase: str) -> None:
+        find, kind, count = self._known[storage._cdata]
+        if kind == "host":
+            self._made["host"] -= count
+            self._made[phase] += count
+            self._known[storage._cdata] = find, phase, count
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        is_outermost = not self._running and self._phase() == "outside"
+        super()._enter(module, inputs)
+        if is_outermost and torch.is_grad_enabled():
+            self.at_rest = self.now
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        return getattr(value, "stand_in", 1)
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+class _Names(TorchFunctionMode):
+    """Turns the names of devices in a script's calls into the CPU, and reads fake tensors for NumPy."""
+
+    def __init__(self, rank: RehearsedRank) -> None:
+        super().__init__()
+        self._rank = rank
+        self.default: Any = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is not None and func in _READERS and isinstance(getattr(tensor, "_local_tensor", tensor), FakeTensor):
+            return _READERS[func](self._rank, tensor, *args[1:])
+        if not self._rank.device:
+            return func(*args, **kwargs)
+        if tensor is not None:
+            if func in _MOVES:
+                return self._move(tensor, func, list(args[1:]), kwargs)
+            if func in _LEFT_OUT:
+                return _LEFT_OUT[func](tensor)
+            if func == _IS_CUDA and _asks_for_script():
+                return self._rank.is_here(tensor)
+        if not is_device(kwargs.get("device", self.default if tensor is None else None)):
+            return func(*args, **kwargs)
+        kwargs["device"] = torch.device("cpu")
+        with self._rank.making("device"):
+            return func(*args, **kwargs)
+
+    def _move(self, tensor: torch.Tensor, func: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+        target: Any = {torch.Tensor.cuda: "cuda", torch.Tensor.cpu: "cpu"}.get(func)
+        if target is not None:
+            rest, kwargs = [], {}
+        elif rest and isinstance(rest[0], torch.Tensor):
+            target, rest[0] = ("cuda" if self._rank.is_here(rest[0]) else "cpu"), rest[0].dtype
+        elif rest and (is_device(rest[0]) or isinstance(rest[0], str | torch.device)):
+            target = rest.pop(0)
+        else:
+            target = kwargs.pop("device", None)
+        if target is None or str(target) == "meta":
+            return torch.Tensor.to(tensor, *([target] if target is not None else []), *rest, **kwargs)
+        wants = is_device(target)
+        if tensor.is_meta or wants == self._rank.is_here(tensor):
+            return torch.Tensor.to(tensor, "cpu", *rest, **kwargs)
+        with self._rank.making("device" if wants else "host"):
+            moved = torch.Tensor.to(tensor, "cpu", *rest, **kwargs)
+            # A conversion of the dtype is a copy.
+            return moved.clone() if moved.untyped_storage()._cdata == tensor.untyped_storage()._cdata else moved
+
+
+def is_device(value: object) -> bool:
+    """Say whether a value names a device that is not the host's."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] not in {"cpu", "meta"}
+
+
+def _asks_for_script() -> bool:
+    """Say whether the caller's caller is neither torch nor this package, which are told of the CPU."""
+    return not sys._getframe(2).f_code.co_filename.startswith(LIBRARIES)
+
+
+def _as_numpy(rank: RehearsedRank, tensor: torch.Tensor, *_: Any) -> Any:
+    rank._answer(torch.ones(()))
+    with with_values():
+        return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
+
+
+def _formatted(_: RehearsedRank, tensor: torch.Tensor, text: str = "") -> str:
+    return format(tensor.item() if tensor.ndim == 0 and text else repr(tensor), text)
+
+
+_READERS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.numpy: _as_numpy,
+    torch.Tensor.__array__: _as_numpy,
+    torch.Tensor.__format__: _formatted,
+}
+_IS_CUDA: Any = getattr(torch.Tensor.is_cuda, "__get__")  # noqa: B009  # a property, to types
+_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
+_LEFT_OUT: dict[Any, Callable[[torch.Tensor], Any]] = {
+    torch.Tensor.pin_memory: lambda tensor: tensor,
+    torch.Tensor.is_pinned: lambda _: False,
+    torch.Tensor.record_stream: lambda _: None,
+}
+
+
+class _Moment:
+    """Stands for a stream or an event: all work is done at once."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device_index = 0
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {"query": True, "elapsed_time": 1.0, "record_event": _Moment()} if name[0] != "_" else {}
+        return lambda *_, **__: answers.get(name)
+
+    def __enter__(self) -> "_Moment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def stand_in_for_devices(rank: RehearsedRank, number: int, on_host: int, kind: str) -> _Names:
+    """Let this process see ``on_host`` devices; return the mode in which tensors can be put on them."""
+    names = _Names(rank)
+    if rank.device:
+        _replace_devices(rank, number % on_host, on_host, kind, names)
+    torch.compile = _uncompiled(rank)
+    nn.Module.compile = lambda *_, **__: None  # type: ignore[method-assign]
+    return names
+
+
+def _uncompiled(rank: RehearsedRank) -> Callable[..., Any]:
+    def compiled(model: Any = None, **_: Any) -> Any:
+        rank.notes["torch.compile is left out"] += 1
+        return (lambda one: one) if model is None else model
+
+    return compiled
+
+
+def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, names: _Names) -> None:
+    let_optimizers_use_lists()
+    current, total = [index], rank.budget or 80 * 2**30
+    about = SimpleNamespace(
+        name=kind, total_memory=total, major=9, minor=0, multi_processor_count=132, gcnArchName="", is_integrated=False
+    )
+    device = torch.device(rank.device)
+
+    def set_device(to: Any) -> None:
+        number = to if isinstance(to, int) else torch.device(to).index
+        if number is not None and not 0 <= number < count:
+            raise RuntimeError(f"invalid device ordinal: {to} of {count} devices on this host")
+        current[0] = current[0] if number is None else number
+
+    answers: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "device_count": count, "get_device_name": kind,
+        "get_device_properties": about, "get_device_capability": (9, 0), "is_bf16_supported": True,
+        "mem_get_info": (total, total), "memory_stats": {}, "memory_summary": "", "get_arch_list": [],
+        "stream": nullcontext(), "device": nullcontext(), "current_accelerator": device, "utilization": 0,
+    }  # fmt: skip
+    answers |= dict.fromkeys(_DO_NOTHING)
+    functions: dict[str, Any] = {name: (lambda *_, _value=value, **__: _value) for name, value in answers.items()}
+    functions |= {"set_device": set_device, "set_device_index": set_device, "set_device_idx": set_device}
+    functions |= dict.fromkeys(("current_device", "current_device_index"), lambda: current[0])
+    functions |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: rank.now)
+    functions |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: rank.peak)
+    functions |= dict.fromkeys(("Stream", "Event"), _Moment)
+    functions |= dict.fromkeys(("current_stream", "default_stream"), lambda *_: _Moment())
+    functions |= {
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+    }
+    for module in (torch.cuda, torch.accelerator):
+        for name, function in functions.items():
+            if hasattr(module, name):
+                setattr(module, name, function)
+
+    fake_device: Any = FakeTensor.device
+
+    def device_of(tensor: FakeTensor) -> torch.device:
+        shown: torch.device = fake_device.fget(tensor)
+        is_shown = shown.type == "cpu" and _asks_for_script() and rank.is_here(tensor)
+        return torch.device(rank.device, current[0]) if is_shown else shown
+
+    class HostGenerator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch's stub lacks it
+
+    def set_default(to: Any) -> None:
+        names.default = to
+
+    FakeTensor.device = property(device_of)  # type: ignore[assignment]
+    torch.Generator = HostGenerator  # type: ignore[misc]
+    torch.set_default_device = set_default  # type: ignore[assignment]
+    for owner in (torch.autocast, torch.amp.GradScaler):
+        _name_host(owner)
+
+
+def _name_host(owner: Any) -> None:
+    """Let a class whose first argument is the type of a device take that of the host."""
+    made = owner.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        named = [args[0]] if args else [kwargs.pop(name) for name in ("device_type", "device") if name in kwargs]
+        if owner is torch.autocast and named and is_device(named[0]) and len(args) < 2:
+            kwargs.setdefault("dtype", torch.float16)
+            kwargs["dtype"] = kwargs["dtype"] or torch.float16
+        made(self, "cpu", *args[1:], **kwargs)
+
+    owner.__init__ = init

@@ -1,0 +1,333 @@
+"""What a rehearsed script calls beside its model: process groups, data loaders, saves and files.
+
+All is done to the process of one rehearsed rank, which ends with it.
+"""
+
+import builtins
+import functools
+import hashlib
+import inspect
+import io
+import os
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import composable
+from composable.comm import Ranks
+from composable.ground.torch_private import (
+    DeviceMesh,
+    FakeTensor,
+    FakeTensorMode,
+    HashStore,
+    c10d,
+    with_values,
+)
+from composable.testing.stand_ins import RehearsedRank, is_device
+
+
+def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, folder: Path) -> None:
+    """Let ``init_process_group`` make fake groups, and note what is no operation on tensors."""
+    make: Any = c10d._new_process_group_helper
+    begin, mesh_init = dist.init_process_group, DeviceMesh.__init__
+    places = (dist, c10d, torch.distributed.device_mesh)
+    new_group, init_mesh = dist.new_group, torch.distributed.device_mesh.init_device_mesh
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        with with_values():
+            begin("fake", store=HashStore(), rank=number, world_size=world_size)
+
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        given = {"backend_options": None, "pg_options": None, "device_id": None}
+        kwargs |= {name: value for name, value in given.items() if name in kwargs}
+        return make(*args[:3], c10d.Backend("fake"), *args[4:], **kwargs)
+
+    def new_noted_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(new_group).bind(*args, **kwargs).arguments
+        ranks, everyone = given.get("ranks"), range(world_size)
+        chosen = sorted(everyone if ranks is None else ranks)
+        is_local = given.get("use_local_synchronization", False)
+        rank.note_call("new_group", chosen if is_local else everyone, str(chosen))
+        with with_values():
+            return new_group(**{**given, "backend": None})
+
+    @functools.wraps(mesh_init)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        with with_values():
+            mesh_init(self, "cpu" if is_device(device_type) else device_type, *args, **kwargs)
+
+    def mesh_of(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        with with_values():
+            return init_mesh("cpu" if is_device(device_type) else device_type, *args, **kwargs)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "init_process_group": init_process_group,
+        "_new_process_group_helper": make_group,
+        "new_group": new_noted_group,
+        "init_device_mesh": mesh_of,
+        "monitored_barrier": lambda group=None, *_, **__: dist.barrier(group),
+        **_object_calls(rank, number, folder),
+    }
+    for place in places:
+        for name, function in replaced.items():
+            if hasattr(place, name):
+                setattr(place, name, function)
+    DeviceMesh.__init__ = init  # type: ignore[method-assign]
+    for name in ("__getitem__", "_flatten", "get_local_rank", "get_coordinate", "get_rank", "size", "__repr__"):
+        setattr(DeviceMesh, name, _valued(getattr(DeviceMesh, name)))
+    for name in ("are_alike", "objects", "object_of", "largest", "texts_on_first"):
+        setattr(Ranks, name, _noted(rank, name, getattr(Ranks, name)))
+    for module in [one for name, one in sys.modules.items() if name.startswith("composable.")]:
+        if hasattr(module, "is_tracing"):
+            # torch takes fake tensors for those of a compiler.
+            setattr(module, "is_tracing", lambda: False)  # noqa: B010
+    launcher: Any = torch.multiprocessing
+    launcher.spawn = lambda fn, args=(), nprocs=1, **_: fn(number % max(1, nprocs), *args)
+
+
+def _valued(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def valued(*args: Any, **kwargs: Any) -> Any:
+        with with_values():
+            return call(*args, **kwargs)
+
+    return valued
+
+
+def _noted(rank: RehearsedRank, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Note a small message between the ranks, which the fake backend does not send."""
+
+    @functools.wraps(call)
+    def noted(self: Ranks, *args: Any, **kwargs: Any) -> Any:
+        # Ranks compare texts, which have to be equal.
+        text = hashlib.sha256(args[0].encode()).hexdigest()[:8] if name == "are_alike" else ""
+        rank.note_call({"are_alike": "comparison"}.get(name, name), self.numbers, text)
+        return call(self, *args, **kwargs)
+
+    return noted
+
+
+def _object_calls(rank: RehearsedRank, number: int, folder: Path) -> dict[str, Callable[..., Any]]:
+    """Return torch's calls that send objects: other ranks have the same, but for those that one rank sends to all."""
+    sent: Counter[tuple[int, ...]] = Counter()
+
+    def note(op: str, group: Any, text: str = "") -> tuple[int, ...]:
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        rank.note_call(op, ranks, text)
+        return ranks
+
+    def to_all(found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = [value] * len(note("all_gather_object", group))
+
+    def to_one(value: Any, found: list[Any] | None = None, dst: Any = None, group: Any = None, **_: Any) -> None:
+        count = len(note("gather_object", group, f"root {dst or 0}"))
+        if found is not None:
+            found[:] = [value] * count
+
+    def of_source(op: str, values: Any, src: Any, group: Any, group_src: Any) -> Any:
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        source = ranks[group_src] if group_src is not None else src or 0
+        note(op, group, f"root {source}")
+        sent[ranks] += 1
+        name = hashlib.sha256(repr((ranks, sent[ranks])).encode()).hexdigest()
+        if source == number:
+            (folder / name).write_bytes(pickle.dumps(values))
+        elif (folder / name).exists():
+            return pickle.loads((folder / name).read_bytes())
+        else:
+            rank.notes[f"rank {source} sends objects, and is rehearsed later: its own stand for them"] += 1
+        return values
+
+    def broadcast(
+        values: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        values[:] = of_source("broadcast_object_list", values, src, group, group_src)
+
+    def scatter(
+        found: list[Any], values: Any = None, src: Any = None, group: Any = None, group_src: Any = None
+    ) -> None:
+        every = of_source("scatter_object_list", values, src, group, group_src)
+        found[0] = None if every is None else every[dist.get_rank(group)]
+
+    return {
+        "all_gather_object": to_all,
+        "gather_object": to_one,
+        "broadcast_object_list": broadcast,
+        "scatter_object_list": scatter,
+    }
+
+
+def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
+    """Let data loaders give real tensors, in this process, and models have none."""
+    init, begin, load = DataLoader.__init__, DataLoader.__iter__, torch.load
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in (
+            "prefetch_factor",
+            "multiprocessing_context",
+            "persistent_workers",
+            "timeout",
+            "pin_memory_device",
+        ):
+            kwargs.pop(name, None)
+        kwargs |= {"pin_memory": False} | ({"num_workers": 0} if len(args) < 6 else {})
+        init(self, *args[:5], *([0] if len(args) > 5 else []), *args[6:], **kwargs)
+
+    def batches(self: Any) -> Iterator[Any]:
+        given, end = 0, object()
+        with with_values():
+            source = begin(self)
+        while not (given and rank.steps and rank.steps_done >= rank.steps):
+            with with_values():
+                batch = next(source, end)
+            if batch is end:
+                return
+            given += 1
+            yield batch
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        with with_values():
+            return load(*args[:1], **{**kwargs, "map_location": "cpu"})
+
+    def as_fake(_module: Any, _name: str, tensor: Any) -> Any:
+        if tensor is None or isinstance(tensor, FakeTensor | DTensor) or tensor.is_meta:
+            return None
+        return mode.from_tensor(tensor)
+
+    swap: Any = torch.utils.swap_tensors
+
+    def converted(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        # Conversions of modules swap fake tensors, which is refused where anything has a weak reference to one.
+        if isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            tensor.data = other.data
+        else:
+            swap(tensor, other)
+
+    torch.utils.swap_tensors = converted
+    DataLoader.__init__ = made  # type: ignore[method-assign]
+    DataLoader.__iter__ = batches  # type: ignore[method-assign,assignment]
+    torch.load = loaded
+    nn.modules.module.register_module_parameter_registration_hook(as_fake)
+    nn.modules.module.register_module_buffer_registration_hook(as_fake)
+
+
+class _Saved:
+    """Stands for a save that has ended."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = path
+
+    def is_done(self) -> bool:
+        return True
+
+    done = is_done
+
+    def wait(self, *_: Any) -> Any:
+        return self._path
+
+    result = wait
+
+
+def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
+    """Leave out what writes checkpoints; all ranks have to call it."""
+    find, load = composable.find_checkpoint, composable.load_checkpoint
+
+    def left_out(name: str) -> Callable[..., Any]:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            rank.notes[f"{name} writes nothing"] += 1
+            if name != "torch.save":
+                rank.note_call(name, range(world_size))
+            return _Saved(args[0] if args else kwargs.get("folder"))
+
+        return save
+
+    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
+        rank.note_call("load_checkpoint", range(world_size))
+        rank.notes["load_checkpoint reads no tensors"] += 1
+        return find(path) or load(path, *args, **kwargs)
+
+    torch.save = left_out("torch.save")
+    composable.load_checkpoint = load_checkpoint
+    for name in ("save_checkpoint", "save_safetensors"):
+        setattr(composable, name, left_out(name))
+    import torch.distributed.checkpoint as dcp  # takes as long to import as the rest
+
+    for name in ("save", "async_save", "load"):
+        setattr(dcp, name, left_out(f"torch.distributed.checkpoint.{name}"))
+
+
+def stand_in_for_files(folder: Path) -> None:
+    """Let this process write below ``folder`` only: what it opens for writing elsewhere is a copy there."""
+    real_open, stat = builtins.open, os.stat
+
+    def copy_of(path: Any) -> Path:
+        return folder / "files" / os.path.abspath(os.fsdecode(path)).lstrip(os.sep)  # resolves no links
+
+    def there(path: Any) -> bool:
+        return isinstance(path, str | bytes | os.PathLike) and not os.fsdecode(path).startswith(("/dev/", str(folder)))
+
+    def is_copied(path: Any) -> bool:
+        try:
+            stat(copy_of(path))
+        except OSError:
+            return False
+        return True
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if there(file):
+            target, writes = copy_of(file), bool(set(mode) & set("wax+"))
+            if writes and not is_copied(file):
+                make_folder(target.parent)
+                if not set(mode) & set("wx") and os.path.isfile(file):
+                    target.write_bytes(Path(file).read_bytes())
+            file = target if writes or is_copied(file) else file
+        return real_open(file, mode, *args, **kwargs)
+
+    def make_folder(path: Path) -> None:
+        if not os.path.isdir(path):
+            make_folder(path.parent)
+            make(path)
+
+    make = os.mkdir
+
+    def mkdir(path: Any, mode: int = 0o777, **_: Any) -> None:
+        if not there(path):
+            make(path, mode)
+            return
+        if os.path.exists(path):
+            raise FileExistsError(17, "File exists", os.fsdecode(path))
+        make_folder(copy_of(path))
+
+    def reading(call: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            return call(copy_of(path) if there(path) and is_copied(path) else path, *args, **kwargs)
+
+        return read
+
+    def writing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*paths: Any, **kwargs: Any) -> Any:
+            copies = [copy_of(one) if there(one) else one for one in paths]
+            # What is not among the copies was there before, and stays.
+            if is_copied(paths[0]) or not there(paths[0]):
+                make_folder(Path(copies[-1]).parent)
+                return call(*copies, **kwargs)
+            return None
+
+        return write
+
+    builtins.open = io.open = opened
+    os.mkdir = mkdir
+    for name in ("stat", "listdir", "scandir"):
+        setattr(os, name, reading(getattr(os, name)))
+    for name in ("replace", "rename", "remove", "unlink", "rmdir"):
+        setattr(os, name, writing(getattr(os, name)))
