@@ -6,8 +6,9 @@ Memory: of a checkpoint one batch of values is read at a time; safetensors are m
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,20 @@ from composable.ground.names import list_text
 from composable.saving.checkpoint import check_least, check_undamaged, run_at, write_shares
 from composable.saving.entries import NamesOnAll, batches
 from composable.saving.run_folder import (
+    LOCK,
     MANIFEST,
     FileSum,
+    FolderRun,
     Manifest,
+    RankRun,
     find_damage,
     find_folder,
     open_regular,
     read_manifest,
+    sync_folder,
 )
 from composable.saving.storage import StoredFolder, folder_at
+from composable.saving.stored_run import StoredRun
 
 _BATCH_BYTES = 2**28
 
@@ -51,22 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was made."""
     place, sources = folder_at("target", args.target), [folder_at("source", one) for one in args.source]
+    _check_new(place)
     try:
-        _check_new(place)
-        try:
+        with _room(place) as room:
             if len(sources) > 1:
-                made = _merge(sources, place)
+                name = _merge(sources, room)
             elif holds_weights(sources[0]):
-                made = _to_checkpoint(sources[0], place, args.step)
+                name = _to_checkpoint(sources[0], room, args.step)
             else:
-                made = str(_to_safetensors(args.source[0], place))
-        except BaseException:
-            _remove(place)
-            raise
+                name = _to_safetensors(args.source[0], room)
     except OSError as error:
         what, fix = f"{place} was not written: {error}", "make room, and let this process read and write there"
         raise UsageError(what, fix=fix) from error
-    show({"path": str(made)}, as_json=args.json)
+    show({"path": str(place / name if name else place)}, as_json=args.json)
     return 0
 
 
@@ -79,16 +82,38 @@ def _check_new(place: Path | StoredFolder) -> None:
         raise ConfigError(f"{place} exists already", fix="pass the name of a new folder or file")
 
 
-def _remove(place: Path | StoredFolder) -> None:
-    """Remove what a conversion that failed has left at a place where nothing was before."""
-    if isinstance(place, Path):
-        shutil.rmtree(place, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            place.storage.remove(place.name)
+@contextmanager
+def _room(place: Path | StoredFolder) -> Iterator[Path | StoredFolder]:
+    """Yield where to write: beside a local place, which gets all of it at the end; in a storage the place itself."""
+    if isinstance(place, StoredFolder):
+        try:
+            yield place
+        except BaseException:
+            with suppress(OSError):
+                place.storage.remove(place.of(LOCK))
+            raise
+        return
+    place = place.absolute()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=place.parent) as room:
+        yield Path(room, place.name)
+        # The system refuses to replace a folder that holds something by now.
+        Path(room, place.name).rename(place)
+        sync_folder(place.parent)
 
 
-def _to_safetensors(source: str, place: Path | StoredFolder) -> Path | StoredFolder:
+@contextmanager
+def _begun(run: FolderRun | StoredRun | RankRun, step: int) -> Iterator[str]:
+    """Begin a checkpoint, and remove it if what follows fails."""
+    partial = run.begin(step)
+    try:
+        yield partial
+    except BaseException:
+        run.abandon(partial, remove=True)
+        raise
+
+
+def _to_safetensors(source: str, place: Path | StoredFolder) -> str:
     folder, manifest = opened(source)
     check_undamaged(folder, damage_of(folder, manifest))
     reader = reader_of(folder, manifest)
@@ -111,10 +136,10 @@ def _to_safetensors(source: str, place: Path | StoredFolder) -> Path | StoredFol
             reader.read_into(read)
             writer.write({name: read[f"model.{name}"] for name, _ in batch})
         writer.publish()
-    return place
+    return ""
 
 
-def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step: int) -> Path | str:
+def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step: int) -> str:
     check_least("step", step, 0)
     with ExitStack() as stack:
         files = open_files(source, stack)
@@ -122,15 +147,16 @@ def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step
         values |= {alias: values[name] for alias, name in files.aliases().items()}
         every = NamesOnAll((), frozenset(), frozenset(values), {}, values)
         run = run_at(place, step)
-        partial = run.begin(step)
+        with _begun(run, step) as partial:
 
-        def publish(_: Path, sums: dict[str, FileSum]) -> Path | str:
-            return run.publish(partial, Manifest(step, sums, ()), keep=1)
+            def publish(_: Path, sums: dict[str, FileSum]) -> Path | str:
+                return run.publish(partial, Manifest(step, sums, ()), keep=1)
 
-        return write_shares(Ranks.of_world(), run, partial, {"model": values}, every, publish)
+            made = write_shares(Ranks.of_world(), run, partial, {"model": values}, every, publish)
+    return str(made).rpartition("/")[2]
 
 
-def _merge(sources: Sequence[Path | StoredFolder], place: Path | StoredFolder) -> Path | str:
+def _merge(sources: Sequence[Path | StoredFolder], place: Path | StoredFolder) -> str:
     """Copy the parts of a checkpoint into one folder, once all of its files are found and are as they were written."""
     parts = [find_folder(source.absolute()) for source in sources if isinstance(source, Path)]
     firsts = [part for part in parts if (part / MANIFEST).is_file()]
@@ -146,12 +172,12 @@ def _merge(sources: Sequence[Path | StoredFolder], place: Path | StoredFolder) -
         damage += find_damage(holders.get(name, firsts[0]), {name: manifest.files[name]})
     check_undamaged(f"step {manifest.step} of {list_text([str(one) for one in sources])}", damage)
     run = run_at(place, manifest.step)
-    partial = run.begin(manifest.step)
-    with run.room(partial) as room:
+    with _begun(run, manifest.step) as partial, run.room(partial) as room:
         for name in progress(manifest.files, "files are copied"):
             with open_regular(holders[name] / name) as file, (room / name).open("xb") as copy:
                 shutil.copyfileobj(file, copy)
                 copy.flush()
                 os.fsync(copy.fileno())
             run.put(partial, room / name)
-        return run.publish(partial, manifest, keep=1)
+        made = run.publish(partial, manifest, keep=1)
+    return str(made).rpartition("/")[2]

@@ -304,8 +304,16 @@ class WeightsWriter:
         self._show()
         if isinstance(self._place, StoredFolder):
             # The index comes last, as by name.
-            for file in sorted(self._target.iterdir() if self._target.is_dir() else [self._target]):
-                self._place.storage.write(self._place.of(file.name if self._target.is_dir() else ""), file)
+            files = sorted(self._target.iterdir()) if self._target.is_dir() else [self._target]
+            names = [self._place.of(file.name if self._target.is_dir() else "") for file in files]
+            try:
+                for name, file in zip(names, files, strict=True):
+                    self._place.storage.write(name, file)
+            except BaseException:
+                for name in names if self._target.is_dir() else ():
+                    with suppress(OSError):
+                        self._place.storage.remove(name)
+                raise
 
     def _show(self) -> None:
         for name, file in self._opened.items():

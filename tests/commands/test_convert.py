@@ -12,6 +12,7 @@ from torch import nn
 from composable import load_checkpoint, save_checkpoint
 from composable.__main__ import main
 from composable.commands import convert
+from composable.saving.storage import StoredFolder, _FsspecStorage, folder_at
 from tests.commands.test_check import save
 from tests.world import run_threads
 
@@ -164,3 +165,40 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     err = capsys.readouterr().err
     assert "No space left on device" in err and err.count("\n") == 1
     assert sorted(os.listdir()) == before
+
+
+def test_a_storage_that_fails_keeps_no_half_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save("memory://whole")
+    library.save_file(make().state_dict(), tmp_path / "w.safetensors")
+    run_threads(save, 2, str(tmp_path / "parts"), per_rank=True)
+    parts = [str(tmp_path / "parts" / f"rank{rank}") for rank in (0, 1)]
+    write = _FsspecStorage.write
+
+    def write_and_fail(storage: _FsspecStorage, name: str, file: Path) -> None:
+        write(storage, name, file)
+        raise OSError(f"{name}: the store is down")
+
+    for number, sources in enumerate([["memory://whole"], [str(tmp_path / "w.safetensors")], parts]):
+        with mock.patch.object(_FsspecStorage, "write", write_and_fail):
+            assert main(["convert", *sources, f"memory://half-{number}"]) == 1
+        err = capsys.readouterr().err
+        assert "the store is down" in err and err.count("\n") == 1
+        left = folder_at("path", f"memory://half-{number}")
+        assert isinstance(left, StoredFolder) and left.list() == {}
+
+
+def test_what_another_process_puts_there_meanwhile_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("run")
+
+    def put(*_: object) -> list[str]:
+        Path("new").mkdir()
+        Path("new/mine").touch()
+        return []
+
+    monkeypatch.setattr(convert, "damage_of", put)
+    assert main(["convert", "run", "new"]) == 1
+    assert "new was not written: " in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["new", "run"] and os.listdir("new") == ["mine"]
