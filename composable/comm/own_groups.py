@@ -115,6 +115,8 @@ class OwnTransport(Transport):
         ranks: The ranks of the transport. The new group has them in the order of their global ranks.
     """
 
+    name = "own"
+
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
