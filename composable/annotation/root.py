@@ -45,7 +45,7 @@ from composable.errors import ComposableError, UsageError, place_of_rank, warn_o
 from composable.features import move_buffers
 from composable.ground.casts import LentBuffer
 from composable.ground.contract import is_parallel, managing_state
-from composable.ground.names import class_name, module_text
+from composable.ground.names import class_name, count_text, module_text
 from composable.ground.ownership import HeldWeakly
 from composable.ground.torch_hooks import at_end_of_backward, put_outermost
 from composable.planning import ShardPlan, managed_modules, name_modules
@@ -339,8 +339,8 @@ class Root:
             # Warn for a root only: a later annotation may still come around any other.
             for warning in state.plan.warnings:
                 warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(state.plan.class_names)}")
-            groups = root.groups()
-            _LOG.info("%s: %d handles use %d process groups", root._class_name, len(handles), len(groups))
+            groups = count_text(len(root.groups()), "process group")
+            _LOG.info("%s: %d handles use %s", root._class_name, len(handles), groups)
         return root
 
     def groups(self) -> list[str]:

@@ -4,34 +4,22 @@ gloo's own collectives copy through extra buffers and occupy a thread each. Here
 its slice straight to the memory of each peer that needs it, two to ten times as fast. The host's
 cost grows with the number of peers, so this transport is for small groups.
 
-gloo's event loop polls while another thread holds the lock of its connection. Two measures keep
-the polling short: a connection carries slices one way only, and the loop's thread may not take
-the core of a rank's own thread, which may hold the lock. Without them, if ranks exchange little
-and often on busy cores, the polling costs more than the saved copies (docs/notes.md).
-
 gloo matches messages first in, first out per (peer, tag). Tags come from the buffer's key and
 the process group is the transport's own, so neither user traffic nor another buffer can match.
 """
 
-import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Sequence
 from itertools import chain, repeat
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from composable.comm.hang_watchdog import explained
-from composable.comm.ranks import make_group
-from composable.comm.transport import Messages, Pending, ProcessGroupTransport, add_up, register_transport
+from composable.comm.transport import DirectTransport, Messages, Pending, add_up, register_transport
 
 # Each peer costs the host one send and one receive, 10 us together; gloo's own all-gather
 # costs it 12 us whatever the number of peers.
 MAX_RANKS = 8
-
-_TASKS = Path("/proc/self/task")
 
 
 class _PeerGather(Messages):
@@ -98,21 +86,12 @@ def _spares_the_wire(hosts: Sequence[int]) -> bool:
 
 
 @register_transport
-class PointToPointTransport(ProcessGroupTransport):
-    """A transport that sends slices between every pair of ranks; the process group runs the other collectives.
-
-    Collective: makes process groups of its own, so all ranks of ``group`` construct it.
-
-    Args:
-        group: The shard group; its backend for CPU tensors is gloo.
-    """
+class PointToPointTransport(DirectTransport):
+    """A transport that sends slices between every pair of ranks; the process group runs the other collectives."""
 
     name = "point_to_point"
     moves = "CPU tensors over gloo"
     cost = 1
-    is_shared = True
-    asks_hosts = True
-    is_direct = True
 
     @classmethod
     def serves(cls, device_type: str, backend: str) -> bool:
@@ -121,35 +100,6 @@ class PointToPointTransport(ProcessGroupTransport):
     @classmethod
     def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
         return cls.serves(device_type, backend) and 2 <= len(hosts) <= MAX_RANKS and _spares_the_wire(hosts)
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        others = threads_of_process()
-        # Slices to higher ranks travel in one group, slices to lower ranks in the other.
-        order = sorted(ranks)
-        upward, downward = (make_group(order, group, backend="gloo") for _ in range(2))
-        never_preempt(threads_of_process() - others, name="gloo_tcp_loop")
-        super().__init__(upward)
-        self.groups = (upward, downward)
-        self.begun: defaultdict[int, int] = defaultdict(int)
-        # The new groups have their ranks sorted; slices are in the order of `group`.
-        self.rank = group.rank()
-        self._addresses = [order.index(rank) for rank in ranks]
-        own = self._addresses[self.rank]
-        # Nearest first, so that not all ranks send to rank 0 at once.
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        above = [peer for peer in peers if self._addresses[peer] > own]
-        below = [peer for peer in peers if self._addresses[peer] < own]
-        self._receives = [
-            (group.recv, senders, [self._addresses[peer] for peer in senders])
-            for group, senders in ((upward, below[::-1]), (downward, above[::-1]))
-            if senders
-        ]
-        self._sends = [
-            (group.send, receivers, [self._addresses[peer] for peer in receivers])
-            for group, receivers in ((upward, above), (downward, below))
-            if receivers
-        ]
 
     def _exchange(
         self, messages: Messages, sent: Sequence[torch.Tensor], landing: Sequence[torch.Tensor], tag: int
@@ -162,9 +112,11 @@ class PointToPointTransport(ProcessGroupTransport):
             landing: The tensors to receive into, by rank.
             tag: Tag of the messages.
         """
-        tags = repeat(tag)
-        calls = [map(recv, [[landing[peer]] for peer in peers], at, tags) for recv, peers, at in self._receives]
-        calls += [map(send, [[sent[peer]] for peer in peers], at, tags) for send, peers, at in self._sends]
+        group, peers = self._group, self.peers
+        calls = [
+            map(call, [[by_rank[peer]] for peer in order], [self.addresses[peer] for peer in order], repeat(tag))
+            for call, by_rank, order in ((group.recv, landing, peers), (group.send, sent, peers[::-1]))
+        ]
         # `finish` waits for sends too: once it returns, the caller may write the shard and free the buffer.
         try:
             messages.works.extend(chain(*calls))
@@ -203,33 +155,3 @@ class PointToPointTransport(ProcessGroupTransport):
         reduction = _Reduce(self, tag, shard, first, others, self._factor(scale, source.dtype))
         self._exchange(reduction, slices, landing, tag)
         return reduction
-
-    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        return super().begin_broadcast(tensor, self._addresses[source_rank], key)
-
-
-def threads_of_process() -> set[int]:
-    """Return the ids of the threads of this process; empty where the system does not list them."""
-    with suppress(OSError):
-        return {int(entry.name) for entry in _TASKS.iterdir()}
-    return set()
-
-
-def never_preempt(threads: Iterable[int], *, name: str) -> list[int]:
-    """Give the threads of ``threads`` that are called ``name`` the batch scheduling policy, and return their ids.
-
-    A loop thread of gloo wakes for every message. If it wakes on the core of the thread that is sending, which holds
-    the connection's lock, it takes the core and then polls for the lock. With the batch policy it waits for its turn
-    instead: see sched(7). Nothing happens on other systems than Linux, where the policy is not allowed, and where gloo
-    gives its loop threads no name of their own (torch 2.11).
-    """
-    changed: list[int] = []
-    if not hasattr(os, "SCHED_BATCH"):
-        return changed
-    for thread in threads:
-        # A thread may have ended, and a sandbox may refuse: slower, not wrong.
-        with suppress(OSError):
-            if (_TASKS / str(thread) / "comm").read_text().strip() == name:
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-                changed.append(thread)
-    return changed

@@ -16,15 +16,14 @@ import sys
 import time
 import weakref
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from composable.comm.mapped_memory import Block, OwnMemory, PeerMemory
-from composable.comm.ranks import Ranks, make_group
-from composable.comm.transport import Messages, Pending, ProcessGroupTransport, add_up, register_transport
+from composable.comm.ranks import Ranks
+from composable.comm.transport import DirectTransport, Messages, Pending, add_up, register_transport
 from composable.errors import ConfigError
 from composable.ground.torch_private import real_backend, timeout_of
 
@@ -200,14 +199,8 @@ class _Sum(_Reduction):
 
 
 @register_transport
-class SharedMemoryTransport(ProcessGroupTransport):
+class SharedMemoryTransport(DirectTransport):
     """A transport through memory that all ranks map; the process group runs broadcasts.
-
-    Collective: makes a process group of its own, so all ranks of ``group`` construct it.
-
-    Args:
-        group: The shard group; its backend for CPU tensors is gloo.
-        is_own: Nothing else uses the group, whose ranks are sorted: no other one is made.
 
     Raises:
         ConfigError: The ranks cannot share memory: they are on several hosts, in containers of their own, or threads.
@@ -216,10 +209,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     name = "shared_memory"
     moves = "CPU tensors over gloo, between ranks on one host with an x86-64 processor"
     cost = 0
-    is_shared = True
-    asks_hosts = True
     maps_memory = True
-    is_direct = True
 
     @classmethod
     def serves(cls, device_type: str, backend: str) -> bool:
@@ -231,19 +221,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
         return cls.serves(device_type, backend) and 2 <= len(hosts) <= MAX_RANKS and len(set(hosts)) == 1
 
     def __init__(self, group: dist.ProcessGroup, *, is_own: bool = False) -> None:
-        numbers = dist.get_process_group_ranks(group)
-        order = sorted(numbers)
-        super().__init__(group if is_own else make_group(order, group, backend="gloo"))
-        self.begun: defaultdict[int, int] = defaultdict(int)
-        # The new group has its ranks sorted; slices are in the order of `group`.
-        self.rank = group.rank()
-        self._addresses = [order.index(number) for number in numbers]
-        # Nearest last: it is read first, so that not all ranks read the memory of one at once.
-        self.peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
-        self._numbers = numbers
+        super().__init__(group, is_own=is_own)
         if self.world_size > 1:
             self.memory, memories = meet(Ranks.of(self._group, torch.device("cpu")))
-            self._memories = {peer: memories[self._addresses[peer]] for peer in self.peers}
+            self._memories = {peer: memories[self.addresses[peer]] for peer in self.peers}
             weakref.finalize(self, self.memory.leave, os.getpid())
 
     def publish(self, exchange: _Exchange, tag: int, block: Block) -> Block:
@@ -291,11 +272,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
         if key in memory.inbox:
             return
         if left:
-            raise RuntimeError(f"rank {self._numbers[peer]} {left}")
+            raise RuntimeError(f"rank {self.numbers[peer]} {left}")
         if self.closed_because:
             raise RuntimeError("the ranks have diverged")
         if waited_s > limit_s:
-            raise RuntimeError(f"timed out after {limit_s:g} s of waiting for rank {self._numbers[peer]}")
+            raise RuntimeError(f"timed out after {limit_s:g} s of waiting for rank {self.numbers[peer]}")
 
     def give_back(self, exchange: _Exchange, tag: int, peer: int) -> None:
         """Note that ``exchange`` is done with ``peer``, the last one that is left."""
@@ -327,9 +308,6 @@ class SharedMemoryTransport(ProcessGroupTransport):
         step = -(-numel // self.world_size)
         bounds = [min(rank * step, numel) for rank in range(self.world_size + 1)]
         return _Sum(self, 2 * key, parts.view(-1), bounds, None, self._factor(scale, tensor.dtype))
-
-    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        return super().begin_broadcast(tensor, self._addresses[source_rank], key)
 
     def give_up(self) -> None:
         # Peers may still read what was sent: it stays until they have let go of the memory.

@@ -13,6 +13,7 @@ of the class also decide the numbers in plans. CONTRIBUTING.md has the recipe.
 
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import starmap
@@ -26,7 +27,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterO
 
 from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.rank_status import Order, Started, notice_transport
-from composable.comm.ranks import kept_with
+from composable.comm.ranks import kept_with, make_group
 from composable.errors import ConfigError
 from composable.ground.torch_private import AllgatherOptions, FakeTensor, all_gather_into, reduce_scatter_into
 
@@ -505,3 +506,36 @@ class ProcessGroupTransport(Transport):
                     Messages.finish(started)
                 started.works = []
         self.in_flight.clear()
+
+
+class DirectTransport(ProcessGroupTransport):
+    """The base of transports that send slices straight to the ranks that need them; their messages have tags.
+
+    Collective: makes a process group of its own, so all ranks of ``group`` construct it.
+
+    Args:
+        group: The shard group; its backend for CPU tensors is gloo.
+        is_own: Nothing else uses the group, whose ranks are sorted: no other one is made.
+
+    Attributes:
+        numbers: The global ranks, in the order of ``group``, which is the order of the slices.
+        addresses: The number of each rank in the transport's group, whose ranks are sorted.
+        peers: The other ranks, nearest last.
+    """
+
+    is_shared = True
+    asks_hosts = True
+    is_direct = True
+
+    def __init__(self, group: dist.ProcessGroup, *, is_own: bool = False) -> None:
+        self.numbers = dist.get_process_group_ranks(group)
+        order = sorted(self.numbers)
+        super().__init__(group if is_own else make_group(order, group, backend="gloo"))
+        self.begun: defaultdict[int, int] = defaultdict(int)
+        self.rank = group.rank()
+        self.addresses = [order.index(number) for number in self.numbers]
+        # Each rank begins with another one, so that not all send to one, or read its memory, at once.
+        self.peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
+
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        return super().begin_broadcast(tensor, self.addresses[source_rank], key)
