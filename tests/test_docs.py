@@ -11,8 +11,10 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from composable import ReplicateOptions, UsageError, fully_shard, plan, replicate
@@ -95,6 +97,12 @@ def run_blocks(sources: list[str]) -> list[str]:
     return printed
 
 
+def run_program(sources: list[str]) -> list[str]:
+    """Run the blocks of a page that makes and ends its own process group, in the group that is there."""
+    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+        return run_blocks(sources)
+
+
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
     *("checkpoints", "cluster", "comm_hooks", "experts", "from_fsdp1", "from_fsdp2", "life_of_a_step", "memory"),
@@ -106,7 +114,7 @@ ON_FOUR_RANKS = ("experts", "meshes")
 
 def test_all_code_that_is_shown_is_run() -> None:
     shown = {Path(page).stem for page in PAGES if blocks_of(page)}
-    assert shown == {*PROGRAMS, "rehearse", "resume", "testing", "train"}  # those four in tests of their own
+    assert shown == {*PROGRAMS, "README", "rehearse", "resume", "testing", "train"}  # those five in tests of their own
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -114,6 +122,12 @@ def test_the_code_of_a_page_runs_on_some_ranks_and_prints_what_follows_it(name: 
     blocks = blocks_of(f"docs/{name}.md")
     printed = run_ranks(run_blocks, 4 if name in ON_FOUR_RANKS else 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
+
+
+def test_the_first_page_shows_a_program_that_runs_and_prints_its_plan() -> None:
+    ((source, expected),) = blocks_of("docs/README.md")
+    assert "--nproc-per-node 2 " in source.partition("\n")[0]
+    assert run_ranks(run_program, 2, [source])[0] == [expected]
 
 
 # -- what importing changes

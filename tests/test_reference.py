@@ -1,4 +1,4 @@
-"""The reference shows every public name once, with an example that runs, and the site has every page on one shelf."""
+"""The reference shows every public name once, with an example that runs, and the site has every page in one part."""
 
 import dataclasses
 import inspect
@@ -14,7 +14,7 @@ from tests.world import run_ranks
 
 ROOT = Path(__file__).parent.parent
 SITE = runpy.run_path(str(ROOT / "docs" / "site" / "reference.py"))
-GROUPS, SHELVES = SITE["GROUPS"], SITE["SHELVES"]
+GROUPS, PARTS = SITE["GROUPS"], SITE["PARTS"]
 TOPICS = [topic for group in GROUPS for topic in group.topics]
 EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "examples").glob("*.py"))}
 
@@ -44,9 +44,9 @@ def test_the_docstring_of_each_name_says_what_each_argument_is() -> None:
     assert unsaid == []
 
 
-def test_every_page_stands_on_one_shelf() -> None:
-    shelved = [f"docs/{name}.md" for names in SHELVES.values() for name in names]
-    assert sorted([*shelved, "docs/README.md"]) == sorted(PAGES)
+def test_every_page_stands_in_one_part() -> None:
+    placed = [f"docs/{name}.md" for names in PARTS.values() for name in names]
+    assert sorted([*placed, "docs/README.md"]) == sorted(PAGES)
 
 
 def test_each_example_uses_the_names_that_it_is_shown_for() -> None:

@@ -114,7 +114,7 @@ def test_a_page_of_each_kind_is_there(site: Path) -> None:
         "CONTRIBUTING",
         "reference/index",
         "reference/no_sync",
-        "shelves/migrate",
+        "parts/migrate",
     )
     assert [page for page in pages if not (site / f"{page}.html").is_file()] == []
     assert "docs/README.html" in (site / "index.html").read_text()

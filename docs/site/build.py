@@ -1,16 +1,17 @@
 """Builds the site: ``python docs/site/build.py FOLDER``; warnings are errors, and nothing is fetched.
 
-The pages are copied into a folder of their own, with the pages of the reference, of the shelves, and of each source
+The pages are copied into a folder of their own, with the pages of the reference, of the parts, and of each source
 file that a page links to. Links between them stay as they are on GitHub.
 """
 
+import os
 import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from reference import SHELVES, pages
+from reference import PARTS, pages
 from sphinx.cmd.build import main as run_sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,22 +26,22 @@ def write_sources(folder: Path) -> None:
     """Write all that Sphinx reads into an empty folder.
 
     Raises:
-        SystemExit: A page of docs/ is on no shelf, or a page of a shelf is not there.
+        SystemExit: A page of docs/ is in no part, or a page of a part is not there.
     """
     found = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}
-    shelved = [name for names in SHELVES.values() for name in names]
-    if wrong := sorted(found.symmetric_difference(shelved)):
-        sys.exit(f"pages of docs/ and SHELVES in docs/site/reference.py differ: {', '.join(wrong)}")
+    placed = [name for names in PARTS.values() for name in names]
+    if wrong := sorted(found.symmetric_difference(placed)):
+        sys.exit(f"pages of docs/ and PARTS in docs/site/reference.py differ: {', '.join(wrong)}")
     texts = {Path(name): (ROOT / name).read_text() for name in OTHERS}
-    texts |= {Path("docs", f"{name}.md"): (ROOT / "docs" / f"{name}.md").read_text() for name in (*shelved, "README")}
+    texts |= {Path("docs", f"{name}.md"): (ROOT / "docs" / f"{name}.md").read_text() for name in (*placed, "README")}
     for path in list(texts):
         texts[path] = LINK.sub(lambda match, path=path: _linked(match[1], path, texts), texts[path])
-    for title, names in SHELVES.items():
-        texts[Path("shelves", f"{title.lower()}.md")] = f"# {title}\n\n{_toctree(f'/docs/{name}' for name in names)}"
-    entries = [*(f"/shelves/{title.lower()}" for title in SHELVES), "/reference/index", "/shelves/project"]
+    for title, names in PARTS.items():
+        texts[Path("parts", f"{title.lower()}.md")] = f"# {title}\n\n{_toctree(f'/docs/{name}' for name in names)}"
+    entries = [*(f"/parts/{title.lower()}" for title in PARTS), "/reference/index", "/parts/project"]
     texts[Path("docs/README.md")] += "\n" + _toctree(entries, ":hidden:")
     others = _toctree(f"/{name.removesuffix('.md')}" for name in OTHERS)
-    texts[Path("shelves/project.md")] = f"# Project\n\n{others}"
+    texts[Path("parts/project.md")] = f"# Project\n\n{others}"
     texts |= {Path(path): text for path, text in pages()}
     for path, text in texts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +54,8 @@ def write_sources(folder: Path) -> None:
 def _linked(target: str, page: Path, texts: dict[Path, str]) -> str:
     """Return what a link leads to on the site; a source file that is linked gets a page."""
     path = (ROOT / page.parent / target).resolve()
+    if path == ROOT / "docs" / "site" / "reference.py":
+        return os.path.relpath("reference/index.md", page.parent)  # the pages that it makes
     if not path.is_relative_to(ROOT) or path.suffix == ".svg" or path.suffix == ".png" or not path.is_file():
         return target
     name = path.relative_to(ROOT)
@@ -81,7 +84,7 @@ def build(site: Path) -> int:
         status = run_sphinx([*options, "-c", str(Path(__file__).parent), str(sources), str(site)])
     if status == 0:
         to_index = '<meta http-equiv="refresh" content="0; url=docs/README.html">'
-        (site / "index.html").write_text(f'<!doctype html>{to_index}<a href="docs/README.html">Documents</a>\n')
+        (site / "index.html").write_text(f'<!doctype html>{to_index}<a href="docs/README.html">torch-composable</a>\n')
         print(f"{len(list(site.rglob('*.html')))} pages; open {site / 'index.html'}")
     return status
 

@@ -113,6 +113,13 @@ def name_types(app: Sphinx, doctree: nodes.document) -> None:
             text.parent.replace(text, nodes.Text(shown))
 
 
+def open_pictures_large(app: Sphinx, doctree: nodes.document) -> None:
+    """Let a click on a picture open it alone: Sphinx makes such links of pictures that have a width."""
+    for image in doctree.findall(nodes.image):
+        if not image.hasattr("width"):
+            image["width"] = "100%"
+
+
 def link_first_mentions(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Let public names lead to the reference, where a section of a page has them first."""
     seen = set()
@@ -145,5 +152,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", link_names)
     app.connect("autodoc-process-signature", name_defaults)
     app.connect("doctree-read", name_types)
+    app.connect("doctree-read", open_pictures_large)
     app.connect("doctree-resolved", link_first_mentions)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

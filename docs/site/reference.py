@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-__all__ = ["GROUPS", "SHELVES", "Group", "Topic", "pages"]
+__all__ = ["GROUPS", "PARTS", "Group", "Topic", "pages"]
 
 # Which pages of docs/ stand in which part of the site, in the order of the navigation.
-SHELVES: dict[str, tuple[str, ...]] = {
+PARTS: dict[str, tuple[str, ...]] = {
     "Train": (
         *("train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision", "optimizers"),
         *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting", "testing"),
@@ -62,7 +62,7 @@ GROUPS: tuple[Group, ...] = (
                 "options",
                 {
                     "HandleOptions": "How handles cut, gather and reduce their parameters, where the defaults do not "
-                    "suit: see [cuts](../docs/ragged.md).",
+                    "suit: see [where parameters are cut](../docs/ragged.md#where-parameters-are-cut).",
                     "ReplicateOptions": "What few replicated models need: values that are equal already, buffers sent "
                     "once, gradients that wait. See [arguments](../docs/replicate.md#arguments).",
                     "ShardingStrategy": "What is sharded over each mesh dim, as data. `FULL_SHARD` frees parameters "
