@@ -524,6 +524,7 @@ def with_table(page: str, outcomes: Mapping[str, Outcome]) -> str:
     lines = [
         f"Of {len(outcomes)} classes, {here} run here. Of {len(there)} that run on FSDP2, {both} run here.",
         "",
+        "<details>\n<summary>The classes</summary>\n",
         "| Package | Outcome | Why | Resumes on 1 rank | FSDP2 | Classes |",
         "|---|---|---|---|---|---|",
     ]
@@ -533,6 +534,7 @@ def with_table(page: str, outcomes: Mapping[str, Outcome]) -> str:
     ):
         fsdp2 = "runs" if one.fsdp2 else "fails"
         lines.append(f"| `{package}` | {one.verdict} | {one.reason} | {one.resumed} | {fsdp2} | {' '.join(names)} |")
+    lines.append("\n</details>")
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
     return f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 

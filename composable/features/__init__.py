@@ -1,4 +1,4 @@
-"""Features that only some models need; each enters by a door of the engine."""
+"""Features that only some models need; each enters by an extension point of the engine."""
 
 from composable.features.class_gathers import ClassGatheredBuffer
 from composable.features.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers

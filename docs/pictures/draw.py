@@ -50,14 +50,14 @@ def draw_step() -> str:
     picture.mark(left, axis, "4")
     for event in (1, 2, 4, 5, 7, 9, 11, 12):
         picture.mark(left + event * unit, axis, "3")
-    doors = [
+    points = [
         "Gather: how the shards of all ranks become the whole buffer. Around it: casts, copies from the host.",
         "GradientPath: how gradients become a shard of their mean. Around it: casts, hooks, a second mesh dim.",
         "StepListener: hears of each event of a step, such as FORWARD, GATHER, BACKWARD, REDUCE, ASSIGN.",
         "What goes together, such as a Companion: said once, when the first forward shows which module is the root.",
     ]
-    picture.text(24, axis + 44, "The four doors of the engine, by which features enter", 14, weight="bold")
-    for number, text in enumerate(doors, 1):
+    picture.text(24, axis + 44, "The four extension points of the engine, where features enter", 14, weight="bold")
+    for number, text in enumerate(points, 1):
         picture.mark(33, axis + 44 + 25 * number, str(number))
         picture.text(52, axis + 48 + 25 * number, text, 13)
     return picture.document(axis + 168)

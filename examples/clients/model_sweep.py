@@ -624,9 +624,11 @@ def table(library: str, names: Iterable[str]) -> str:
             "",
             f"{sum(map(len, alike.values()))} models. {counts}.",
             "",
+            "<details>\n<summary>The models</summary>\n",
             "| `fully_shard` | `replicate` | Differs by at most | Models |",
             "|---|---|---|---|",
             *rows_of(alike),
+            "\n</details>",
         ]
     )
 
