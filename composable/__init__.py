@@ -180,7 +180,7 @@ __all__ = [
     "watch",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def install() -> None:

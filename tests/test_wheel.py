@@ -57,3 +57,11 @@ def test_the_wheel_installs_and_runs_the_readme_example(tmp_path: Path) -> None:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environ = {**os.environ, **rank, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     assert "7 handles over 1 rank" in run([sys.executable, "train.py"], cwd=tmp_path, env=environ)
+
+
+def test_the_version_is_the_same_wherever_it_is_written_and_its_news_fit_two_screens() -> None:
+    news = (ROOT / "CHANGELOG.md").read_text().split("\n## ")
+    assert all(len(one.splitlines()) <= 50 for one in news)
+    for text in (news[1], (ROOT / "HISTORY.md").read_text().split("\n## ")[1]):
+        assert text.startswith(composable.__version__)
+    assert f"\nversion: {composable.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -16,8 +16,8 @@ from sphinx.cmd.build import main as run_sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages outside of docs/.
-OTHERS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "examples/clients/README.md")
-OTHERS += ("benchmarks/results/README.md",)
+OTHERS = ("README.md", "CHANGELOG.md", "HISTORY.md", "CONTRIBUTING.md")
+OTHERS += ("examples/README.md", "examples/clients/README.md", "benchmarks/results/README.md")
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml", ".txt": "text", ".sh": "sh", ".yaml": "yaml"}
 

@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision", "optimizers"),
         *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting", "testing"),
     ),
-    "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch"),
+    "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability"),
     "Inside": ("life_of_a_step", "ragged", "design", "security", "notes"),
 }
 
