@@ -54,7 +54,16 @@ def anchors_of(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*PAGES, "README.md", "CHANGELOG.md", "HISTORY.md", "CONTRIBUTING.md", "examples/README.md", "examples/clients/README.md"]
+    "name",
+    [
+        *PAGES,
+        "README.md",
+        "CHANGELOG.md",
+        "HISTORY.md",
+        "CONTRIBUTING.md",
+        "examples/README.md",
+        "examples/clients/README.md",
+    ],
 )
 def test_the_links_of_a_page_lead_somewhere(name: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
