@@ -368,6 +368,7 @@ READERS = {
     "composable.testing.rehearsed_script uses runpy": "the script that the user asks to run",
     "composable.testing.rehearsed_script uses runpy.run_path": "the same",
     "composable.testing.surroundings uses pickle": "objects that one rehearsed rank of a script sends to another",
+    "composable.testing.surroundings uses torch.load": "what a rehearsed script loads, with its own arguments",
     "composable.commands.plan uses importlib.import_module": "the model's module, which the user of the command names",
     "composable.extras.safetensors uses importlib.import_module": "the name of an extra that may be missing",
     "composable.testing.simulation uses ctypes.py_object": "stops a thread of this process",

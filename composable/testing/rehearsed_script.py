@@ -248,7 +248,7 @@ class _Child:
         )  # fmt: skip
         sys.argv = [str(job.script), *job.arguments]
         sys.path.insert(0, str(job.script.resolve().parent))
-        stand_in_for_files(self._folder)
+        stand_in_for_files(self._folder, number)
         end, said = "ended", ""
         with rank.modules_named(), mode, rank, names:
             try:

@@ -266,12 +266,15 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
         setattr(dcp, name, left_out(f"torch.distributed.checkpoint.{name}"))
 
 
-def stand_in_for_files(folder: Path) -> None:
-    """Let this process write below ``folder`` only: what it opens for writing elsewhere is a copy there."""
+def stand_in_for_files(folder: Path, number: int) -> None:
+    """Let this process write below ``folder`` only: what it opens for writing elsewhere is a copy of this rank there.
+
+    Ranks do not see each other's files: one that looks into a folder at its beginning must not see what another left.
+    """
     real_open, stat = builtins.open, os.stat
 
     def copy_of(path: Any) -> Path:
-        return folder / "files" / os.path.abspath(os.fsdecode(path)).lstrip(os.sep)  # resolves no links
+        return folder / f"files-{number}" / os.path.abspath(os.fsdecode(path)).lstrip(os.sep)  # resolves no links
 
     def there(path: Any) -> bool:
         return isinstance(path, str | bytes | os.PathLike) and not os.fsdecode(path).startswith(("/dev/", str(folder)))
