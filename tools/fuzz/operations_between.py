@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable import (
+    ComposableError,
     MixedPrecisionPolicy,
     checkpoint,
     full_state_dict,
@@ -36,7 +37,7 @@ from composable import (
     unshard_params,
 )
 from composable.fsdp_module import FSDPModule
-from tools.fuzz.annotations import MODES, Annotation, annotate_again, draw_annotation
+from tools.fuzz.annotations import MODES, Annotation, Refused, annotate_again, draw_annotation
 from tools.fuzz.between import ACTIONS, Between
 from tools.fuzz.nodes import Boom, candidates
 from tools.fuzz.operations import (
@@ -306,7 +307,10 @@ def annotate_a_part_anew(side: Side) -> Changes:
         side.compare(dict(side.model.named_parameters()))
         side.model.zero_grad()
         options = {"find_unused_parameters": True} if api is replicate else {}
-        api(part, **options)
+        try:
+            api(part, **options)
+        except ComposableError as error:  # The part stays plain, which no story goes on from.
+            raise Refused(f"{type(error).__name__}: {error}") from error
         rebind_optimizer(side.optimizer, side.model)
     else:
         side.model.zero_grad()

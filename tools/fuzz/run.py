@@ -71,8 +71,9 @@ def _tell(options: argparse.Namespace) -> int:
             story = story if options.only is None else story.only(options.only)
             outcome, ended = run_story(story)
             counts.update((op.name, how.splitlines()[0]) for op, how in ended)
-            if outcome.kind != "right":
+            if outcome.kind not in ("right", "refused"):
                 failed.append(f"{seed}/{size}")
+            if outcome.kind != "right":
                 print(f"{outcome.kind:<10} seed {seed}, {size} ranks: {outcome.text}", flush=True)
             if is_single:
                 print(story, outcome.details, *(f"{op}: {how}" for op, how in ended), sep="\n", flush=True)
