@@ -14,7 +14,8 @@ __all__ = ["GROUPS", "PARTS", "Group", "Topic", "pages"]
 PARTS: dict[str, tuple[str, ...]] = {
     "Train": (
         *("train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision", "optimizers"),
-        *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting", "testing"),
+        *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting"),
+        *("rehearse", "testing"),
     ),
     "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability"),
     "Inside": ("life_of_a_step", "ragged", "design", "security", "notes"),
