@@ -111,7 +111,7 @@ def test_the_plans_and_the_memory_that_the_pages_show_are_so() -> None:
         (CLUSTER, {"world_size": 2, **hybrid}),
     ):
         (text,) = (text for text in shown(page, "text") if text.startswith("GPT: "))
-        expected = str(plan(names["GPT"](), policy=policy, **options)).replace("auto", "point_to_point")  # type: ignore[arg-type]
+        expected = str(plan(names["GPT"](), policy=policy, **options)).replace("auto", "shared_memory")  # type: ignore[arg-type]
         assert text.partition("step ")[0].strip() == expected
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
