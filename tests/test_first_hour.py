@@ -97,7 +97,7 @@ def test_one_device_learns_and_the_pages_show_its_losses(one_device: dict[int, f
     texts = [text for page in (TRAIN, RESUME, CLUSTER) for text in shown(page, "text")]
     digits = dict(set(re.findall(r"^step (\d+): loss (.*)$", "\n".join(texts), flags=re.MULTILINE)))
     # Each Python has another version of the text.
-    assert {int(step): float(loss) for step, loss in digits.items()} == pytest.approx(one_device, abs=0.5)
+    assert {int(step): float(loss) for step, loss in digits.items()} == pytest.approx(one_device, abs=0.8)
     assert len(digits) == len({line for text in texts for line in text.splitlines() if line.startswith("step ")})
 
 
