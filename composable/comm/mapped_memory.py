@@ -33,6 +33,8 @@ _TOKEN = slice(128, 160)  # as bytes
 _ENTRY = struct.Struct("5q")  # tag, number, place and size of the block, bytes of the message
 # More than a rank ever has in flight.
 ENTRIES = 4096
+# So many views of a block are kept for the next message of the same size.
+_MOST_VIEWS = 8
 _CONTROL_BYTES = _PAGE + ENTRIES * _LINE
 _WRAP = 2**32
 
@@ -95,8 +97,8 @@ class Block:
         key = dtype, start, stop
         view = self._views.get(key)
         if view is None:
-            if len(self._views) > ENTRIES:
-                self._views.clear()
+            if len(self._views) >= _MOST_VIEWS:
+                del self._views[next(iter(self._views))]  # Messages of many sizes must not fill the memory.
             with torch.inference_mode(mode=False):
                 view = self._data[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)
             self._views[key] = view
