@@ -4,6 +4,7 @@ Each rank is rehearsed by itself, and its collectives return at once. So a hang 
 ranks are played against each other, where a call that waits ends once all ranks of its group have made it.
 """
 
+import inspect
 import linecache
 import os
 import sys
@@ -25,6 +26,7 @@ _OURS, _TORCH, _PYTHON = (
     str(Path(file).parent) + os.sep for file in (sys.modules["composable"].__file__ or "", torch.__file__, os.__file__)
 )
 LIBRARIES = (_OURS, _TORCH)
+_WAITING = {inspect.unwrap(call).__code__ for call in (dist.send, dist.recv)}
 # The part of each collective's whole that a rank sends, times the ranks of the group, less one.
 _SENT = {"all_reduce": 2, "barrier": 0, "note": 0}
 
@@ -151,7 +153,7 @@ def _is_group(value: Any) -> bool:
 
 def _waits(frame: FrameType | None) -> bool:
     """Say whether the user has called ``send`` or ``recv``, which call torch's ``isend`` or ``irecv``."""
-    return any(one.f_code.co_name in {"send", "recv"} and _TORCH in one.f_code.co_filename for one in outwards(frame))
+    return any(one.f_code in _WAITING for one in outwards(frame))
 
 
 def _is_hidden(frame: FrameType | None) -> bool:
