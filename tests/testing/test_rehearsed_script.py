@@ -490,3 +490,20 @@ def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     found = command(tmp_path, *words.split()[4:])
     assert (found.stdout, found.returncode) == (screen, 3), found.stderr
+
+
+def test_the_command_of_the_readme_runs_its_first_example(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    program, words = (
+        re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0],
+        re.findall(r"`python -m composable (rehearse .*?)`", readme)[0],
+    )
+    (tmp_path / "train.py").write_text(program)
+    right = command(tmp_path, *words.split()[1:], "--steps", "2")
+    assert right.returncode == 0 and "2 steps" in right.stdout, right
+    hangs = "    if dist.get_rank() == 0:\n        print(model[1].linear1.weight.norm())\n"
+    (tmp_path / "train.py").write_text(
+        program.replace("dist.destroy_process_group()", f"{hangs}dist.destroy_process_group()")
+    )
+    wrong = command(tmp_path, *words.split()[1:], "--steps", "2")
+    assert wrong.returncode == 3 and "weight.norm()" in wrong.stdout.partition("HANG")[2], wrong
