@@ -74,6 +74,8 @@ UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("`torch.jit.script` is deprecated", FutureWarning),
     # Sparse tensors that are pickled.
     ("Sparse invariant checks are implicitly disabled", UserWarning),
+    # torch 2.11, whenever a profiler starts.
+    ("Warning: Profiler clears events at the end of each cycle", UserWarning),
 )
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -42,9 +43,14 @@ _CARRIED = frozenset(
 
 # Functions of torch.cuda and torch.accelerator that nobody misses.
 _DO_NOTHING = """
-    empty_cache init ipc_collect manual_seed manual_seed_all reset_max_memory_allocated reset_peak_memory_stats seed
-    seed_all set_per_process_memory_fraction set_rng_state set_rng_state_all set_stream synchronize
+    _dump_snapshot _record_memory_history empty_cache empty_host_cache init ipc_collect manual_seed manual_seed_all mark
+    range_end range_pop range_push reset_accumulated_host_memory_stats reset_accumulated_memory_stats
+    reset_max_memory_allocated reset_max_memory_cached reset_peak_host_memory_stats reset_peak_memory_stats seed
+    seed_all set_per_process_memory_fraction set_rng_state set_rng_state_all set_stream set_sync_debug_mode start stop
+    synchronize
 """.split()
+
+_STATS = (("current", "now"), ("peak", "peak"))
 
 
 class ScriptEnds(BaseException):
@@ -338,8 +344,9 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
     let_optimizers_use_lists()
     current, total = [index], rank.budget or 80 * 2**30
     about = SimpleNamespace(
-        name=kind, total_memory=total, major=9, minor=0, multi_processor_count=132, gcnArchName="", is_integrated=False
-    )
+        name=kind, total_memory=total, major=9, minor=0, multi_processor_count=132, gcnArchName="", is_integrated=False,
+        uuid="", warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 * 2**20,
+    )  # fmt: skip
     device = torch.device(rank.device)
 
     def set_device(to: Any) -> None:
@@ -351,25 +358,38 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
     answers: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": count, "get_device_name": kind,
         "get_device_properties": about, "get_device_capability": (9, 0), "is_bf16_supported": True,
-        "mem_get_info": (total, total), "memory_stats": {}, "memory_summary": "", "get_arch_list": [],
-        "stream": nullcontext(), "device": nullcontext(), "current_accelerator": device, "utilization": 0,
+        "mem_get_info": (total, total), "get_memory_info": (total, total), "memory_summary": "", "get_arch_list": [],
+        "stream": nullcontext(), "device": nullcontext(), "current_accelerator": device, "memory_snapshot": [],
+        "_snapshot": {"segments": [], "device_traces": []}, "is_current_stream_capturing": False,
+        "can_device_access_peer": True, "get_allocator_backend": "native", "get_per_process_memory_fraction": 1.0,
+        **dict.fromkeys(("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"), 0),
+        "host_memory_stats": Counter(), "host_memory_stats_as_nested_dict": {}, "memory_stats_as_nested_dict": {},
+        "device_memory_used": 0, "get_sync_debug_mode": 0, "cudart": _Moment(),
     }  # fmt: skip
     answers |= dict.fromkeys(_DO_NOTHING)
     functions: dict[str, Any] = {name: (lambda *_, _value=value, **__: _value) for name, value in answers.items()}
     functions |= {"set_device": set_device, "set_device_index": set_device, "set_device_idx": set_device}
-    functions |= dict.fromkeys(("current_device", "current_device_index"), lambda: current[0])
-    functions |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: rank.now)
-    functions |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: rank.peak)
+    numbers = ("current_device", "current_device_index", "current_device_idx")
+    functions |= dict.fromkeys(numbers, lambda: current[0])
+    functions |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_, **__: rank.now)
+    functions |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_, **__: rank.peak)
     functions |= dict.fromkeys(("Stream", "Event"), _Moment)
     functions |= dict.fromkeys(("current_stream", "default_stream"), lambda *_: _Moment())
     functions |= {
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "initial_seed": torch.initial_seed,
+        "memory_stats": lambda *_: Counter(
+            {f"{of}_bytes.all.{what}": getattr(rank, now) for of in ("allocated", "reserved") for what, now in _STATS}
+        ),
     }
-    for module in (torch.cuda, torch.accelerator):
-        for name, function in functions.items():
-            if hasattr(module, name):
-                setattr(module, name, function)
+    tools = (torch.cuda.memory, torch.cuda.nvtx, torch.cuda.profiler)
+    for module in (torch.cuda, torch.accelerator, *tools):
+        for name in functions.keys() & vars(module).keys():
+            setattr(module, name, functions[name])
+    dist.is_nccl_available = lambda: True
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    torch.cuda.default_generators = (torch.default_generator,) * count  # type: ignore[assignment]  # of one, to mypy
 
     fake_device: Any = FakeTensor.device
 

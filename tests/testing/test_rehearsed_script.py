@@ -291,6 +291,40 @@ SCRIPTS = {
     "exit": "step()\nsys.exit(0)",
 }  # fmt: skip
 
+# What a script asks of its devices: every function without arguments, and what is often called besides.
+ASKED = """
+import inspect
+for module in (torch.cuda, torch.cuda.memory, torch.accelerator):
+    for name in module.__all__:
+        function = getattr(module, name, None)
+        served = name not in "current_blas_handle current_solver_handle graph_pool_handle caching_allocator_enable".split()
+        if served and inspect.isfunction(function):
+            options = inspect.signature(function).parameters.values()
+            if all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in options):
+                function()
+stats = torch.cuda.memory_stats()
+assert stats["allocated_bytes.all.peak"] == torch.cuda.max_memory_allocated() > stats["num_alloc_retries"] == 0
+assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() > 0
+with torch.cuda.nvtx.range("forward"):
+    torch.cuda.nvtx.mark("here")
+with torch.cuda.profiler.profile():
+    torch.cuda.memory._record_memory_history(max_entries=10)
+    torch.cuda.memory._dump_snapshot("a file")
+assert torch.cuda.memory._snapshot()["segments"] == []
+assert torch.cuda.nccl.version() >= (2, 20) and dist.is_nccl_available() and dist.is_initialized()
+torch.cuda.cudart().cudaProfilerStart()
+torch.cuda.set_sync_debug_mode("warn")
+about = torch.cuda.get_device_properties(0)
+assert about.total_memory == torch.cuda.mem_get_info()[1] and about.name and about.multi_processor_count
+assert torch.cuda.can_device_access_peer(0, 1) and len(torch.cuda.default_generators) == 2
+"""
+
+
+def test_devices_answer_what_a_script_asks_of_them(tmp_path: Path) -> None:
+    report = rehearse(tmp_path, HEAD + SHARD + ASKED, rehearsed=(1,))
+    assert report.exit_code == 0, text_of(report)
+    assert not (Path.cwd() / "a file").exists()
+
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
