@@ -608,7 +608,7 @@ ROWS: list[Row] = [
         "loop",
         keep=is_dense,
         tolerance=1e-6,
-        note="one gather a step for each gradient of two or more dims",
+        note="one gather a step for each gradient of two or more dims, none [accelerated](optimizers.md#whole-matrices)",
     ),
     optimizer_row(
         optim.Adafactor,

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import eq, is_
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ import _traversal_utils
 from composable.dtensor import RaggedDTensor, memory_of, note_written
 from composable.engine import ELEMENT_WISE, handle_of, stepper_of
 from composable.errors import ConfigError, UsageError
-from composable.extras.matrix_step import MuonStep, check_matrices
+from composable.extras.matrix_step import AdafactorStep, MuonStep, WholeStep, check_matrices
 from composable.ground.names import check_module
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import around_optimizer
@@ -43,6 +44,9 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 # The local gradient of each piece.
 _Grads: TypeAlias = Sequence[torch.Tensor | None]
 
+# The optimizers that need whole parameters.
+_WHOLE = MappingProxyType({torch.optim.Muon: MuonStep, torch.optim.Adafactor: AdafactorStep})
+
 # The longest vector of fused optimizers' kernels; they compute elements after the last full vector in another way.
 _VECTOR_BYTES = 64
 
@@ -50,8 +54,9 @@ _VECTOR_BYTES = 64
 def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     """Make ``optimizer.step()`` run on few plain local tensors: the same results to the bit, in less time.
 
-    No communication, now or in a step, except in steps of Muon. Everything else stays as it was: parameters, state,
-    state dicts, schedulers, scalers, closures. Parameters that are not sharded may be among the others.
+    No communication, now or in a step, except in steps of Muon and Adafactor. Everything else stays as it was:
+    parameters, state, state dicts, schedulers, scalers, closures. Parameters that are not sharded may be among the
+    others.
 
     Neighbours in a handle's shard that share a param group are stepped as one flat tensor ``[elements]``, in the dtype
     of the parameters, while their gradients lie in memory as backward left them; others piece by piece. A state tensor
@@ -59,11 +64,12 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
 
     Muon steps a matrix where it lies whole, without communication. Of a matrix that is cut, one rank gets the pieces in
     bfloat16, orthogonalises it, and sends each rank its piece of the result: its ``step`` is then collective. Results
-    are those of one process to the bit, if the gradients are.
+    are those of one process to the bit, if the gradients are. So does Adafactor with parameters of any dims, of which
+    pieces of values and gradients travel, and the result; its moments rest at the rank that computes.
 
     Args:
         optimizer: One of torch's element-wise optimizers, of exactly that class: ASGD, Adadelta, Adagrad, Adam, AdamW,
-            Adamax, NAdam, RAdam, RMSprop, Rprop or SGD; or Muon.
+            Adamax, NAdam, RAdam, RMSprop, Rprop or SGD; or Muon or Adafactor.
         model: The annotated model whose parameters it holds.
 
     Returns:
@@ -71,15 +77,15 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
 
     Raises:
         ConfigError: The optimizer is of another class or differentiable, or holds no sharded parameter of ``model``; or
-            it is Muon, and tensor parallelism has split a parameter.
+            it is Muon or Adafactor, and tensor parallelism has split a parameter.
         UsageError: It is accelerated already, or steps inside backward, or holds parameters that were replaced.
     """
     check_module("model", model)
-    if type(optimizer) not in (*ELEMENT_WISE, torch.optim.Muon):
+    if type(optimizer) not in (*ELEMENT_WISE, *_WHOLE):
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be accelerated: its step may need more than local elements",
-            fix=f"pass exactly one of {', '.join(kind.__name__ for kind in ELEMENT_WISE)} or Muon, or leave it as it "
-            "is: every torch optimizer steps on sharded parameters",
+            fix=f"pass exactly one of {', '.join(kind.__name__ for kind in (*ELEMENT_WISE, *_WHOLE))}, or leave it as "
+            "it is: every torch optimizer steps on sharded parameters",
         )
     if CHECKS_ITSELF in vars(optimizer):
         raise UsageError("the optimizer is accelerated already", fix="call accelerate_optimizer once")
@@ -98,10 +104,10 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
             "the optimizer holds no sharded parameter of this model",
             fix="pass the model that the optimizer was built for, after fully_shard",
         )
-    step: FlatStep | MuonStep = FlatStep(type(optimizer))
-    if type(optimizer) is torch.optim.Muon:
+    kind = type(optimizer)
+    if kind in _WHOLE:
         check_matrices(params)
-        step = MuonStep(torch.optim.Muon)
+    step: FlatStep | WholeStep = _WHOLE[kind](kind) if kind in _WHOLE else FlatStep(kind)
     vars(optimizer)[CHECKS_ITSELF] = step
     around_optimizer(
         optimizer,

@@ -7,6 +7,7 @@ is gathered that no function reads, and no matrix reaches a rank that does not o
 Source: Muon with an owner for each matrix, arXiv 2502.16982; distributed Shampoo, arXiv 2309.06497.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from composable.comm import Ranks
 from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, memory_of, note_written, ragged_spec
 from composable.errors import ConfigError
 from composable.ground.names import described
-from composable.ground.torch_private import muon_learning_rate, muon_orthogonalised
+from composable.ground.torch_private import adafactor, muon_learning_rate, muon_orthogonalised
 from composable.optim import LocalStep, check_parameters, cut_state, local_grad, state_like
 from composable.planning import choose_owners
 
@@ -143,7 +144,7 @@ def check_matrices(params: Sequence[torch.Tensor]) -> None:
             raise ConfigError(
                 "tensor parallelism has split a parameter: no rank that shares its shards can hold all of it",
                 at=f"parameter {str(param._spec.layout.label)!r}",
-                fix="give it to another optimizer; torch's Muon that is not accelerated gathers it",
+                fix="give it to another optimizer; torch's Muon and Adafactor that are not accelerated gather it",
             )
 
 
@@ -170,11 +171,8 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> dict[int, _Step]:
     }
 
 
-class MuonStep(LocalStep):
-    """The steps of ``torch.optim.Muon``: momentum on the pieces, what it orthogonalises and the result in bfloat16.
-
-    Momentum is cut as the parameter is, so state dicts are those of any optimizer.
-    """
+class WholeStep(LocalStep):
+    """The base of steps of whole parameters: torch's own code steps those that are not sharded."""
 
     _owners: Owners | None = None
 
@@ -183,8 +181,26 @@ class MuonStep(LocalStep):
         self.end()
 
     def _lend(self, optimizer: torch.optim.Optimizer) -> Any:
-        steps = _steps_of(optimizer)
         owners = self._owners = Owners.of(optimizer, self._owners)
+        self._step_sharded(optimizer, owners, _steps_of(optimizer))
+        rest = [
+            [[param for param in group["params"] if type(param) is not RaggedDTensor]]
+            for group in optimizer.param_groups
+        ]
+        return SimpleNamespace(state=optimizer.state, params_of=rest.__getitem__, end=lambda state: None)
+
+    @abstractmethod
+    def _step_sharded(self, optimizer: torch.optim.Optimizer, owners: Owners, steps: dict[int, _Step]) -> None:
+        """Step the sharded parameters that have a gradient. Collective if any of them is cut."""
+
+
+class MuonStep(WholeStep):
+    """The steps of ``torch.optim.Muon``: momentum on the pieces, what it orthogonalises and the result in bfloat16.
+
+    Momentum is cut as the parameter is, so state dicts are those of any optimizer.
+    """
+
+    def _step_sharded(self, optimizer: torch.optim.Optimizer, owners: Owners, steps: dict[int, _Step]) -> None:
         wholes = owners.collect({one: [_averaged(step, optimizer.state[step.param])] for one, step in steps.items()})
         targets = {one: torch.empty_like(step.local, dtype=torch.bfloat16) for one, step in steps.items()}
         found = {}
@@ -200,12 +216,6 @@ class MuonStep(LocalStep):
             rate = muon_learning_rate(lr, step.group["adjust_lr_fn"], step.param.shape)
             step.local.add_(targets[index], alpha=-rate)
         note_written([step.local for step in steps.values()])
-        rest = [
-            [[param for param in group["params"] if type(param) is not RaggedDTensor]]
-            for group in optimizer.param_groups
-        ]
-        # What torch's own code steps: the parameters that are not sharded, with their state.
-        return SimpleNamespace(state=optimizer.state, params_of=rest.__getitem__, end=lambda state: None)
 
 
 def _averaged(step: _Step, entry: dict[Any, Any]) -> torch.Tensor:
@@ -218,6 +228,101 @@ def _averaged(step: _Step, entry: dict[Any, Any]) -> torch.Tensor:
     update = step.grad.lerp(average, momentum) if step.group["nesterov"] else average
     # A copy also where momentum is in bfloat16: torch's orthogonalisation writes to what it gets.
     return update.to(torch.bfloat16, copy=True)
+
+
+class AdafactorStep(WholeStep):
+    """The steps of ``torch.optim.Adafactor``: rows, columns and variances rest whole at the owner, numbers everywhere.
+
+    Vectors have owners too, since the size of an update depends on the norm of the whole.
+    """
+
+    def _step_sharded(self, optimizer: torch.optim.Optimizer, owners: Owners, steps: dict[int, _Step]) -> None:
+        entries = {}
+        for index, step in steps.items():
+            entry = optimizer.state[step.param]
+            number = entry.setdefault("step", torch.zeros(()))
+            number += 1
+            entries[index] = {key: value for key, value in entry.items() if key != "step"}
+            steps[index] = step._replace(group={**step.group, "step": number})
+        _step_at_owners(owners, steps, entries, _adafactor_state, _adafactor_update)
+        for index, step in steps.items():
+            optimizer.state[step.param].update(entries[index])
+
+
+def _adafactor_state(like: torch.Tensor, step: _Step) -> dict[str, torch.Tensor]:
+    shape, dtype = like.shape, step.grad.dtype
+    if like.dim() < 2:
+        return {"variance": like.new_zeros(shape, dtype=dtype)}
+    rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+    return {"row_var": like.new_zeros(rows, dtype=dtype), "col_var": like.new_zeros(columns, dtype=dtype)}
+
+
+def _adafactor_update(
+    matrix: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+) -> None:
+    if not matrix.numel():
+        return  # torch divides by the number of elements.
+    lists: Any = [[state.get(key)] for key in ("row_var", "col_var", "variance")]
+    options: Any = {key: group[key] for key in ("foreach", "d", "lr", "beta2_decay", "weight_decay", "maximize")}
+    # The number of the step before: torch counts, in place.
+    before, (eps1, eps2) = group["step"] - 1, group["eps"]
+    rows, columns, variances = lists
+    adafactor([matrix], [grad], rows, columns, variances, [before], eps1=eps1, eps2=eps2, **options)
+
+
+def _step_at_owners(
+    owners: Owners,
+    steps: Mapping[int, _Step],
+    entries: Mapping[int, dict[str, Any]],
+    new_state: Callable[[torch.Tensor, _Step], dict[str, torch.Tensor]],
+    update: Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]], None],
+) -> None:
+    """Update whole parameters in place, each with its state and gradient, at its owner. Collective if any is cut.
+
+    Args:
+        owners: The owners.
+        steps: The parameters.
+        entries: The state of each, which moves to its owner if it was loaded elsewhere; empty before the first step.
+        new_state: Makes the state of a parameter from a tensor of its shape, on the meta device if others own it.
+        update: Updates a parameter, as ``MatrixOptimizer.update``.
+    """
+    wholes = owners.collect({index: [step.local, step.grad] for index, step in steps.items()})
+    for index, step in steps.items():
+        matrix, grad = wholes.get(index, (None, None))
+        entry = entries[index]
+        _settle(entry, step, matrix, owners.ranks[index], new_state)
+        if matrix is not None and grad is not None:
+            state = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
+            views = dict(state)
+            update(matrix, grad, state, step.group)
+            for key, view in views.items():
+                if state[key] is not view:
+                    view.copy_(state[key])
+    updated = {index: matrix for index, (matrix, _) in wholes.items()}
+    owners.spread(updated, {index: step.local for index, step in steps.items()})
+    note_written([step.local for step in steps.values()])
+
+
+def _settle(
+    entry: dict[str, Any],
+    step: _Step,
+    matrix: torch.Tensor | None,
+    owner: int,
+    new_state: Callable[[torch.Tensor, _Step], dict[str, torch.Tensor]],
+) -> None:
+    """Give a parameter state, and move what was loaded elsewhere to its owner, which has ``matrix``."""
+    param, layout = step.param, step.param._spec.layout
+    made = entry
+    if not entry:
+        made = new_state(torch.empty(param.shape, dtype=param.dtype, device="meta") if matrix is None else matrix, step)
+    for key, value in made.items():
+        before, after = (0,) * (owner + 1), (value.numel(),) * (layout.ranks.size - owner)
+        if type(value) is RaggedDTensor and value._spec.layout.bounds == before + after:
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        spec = ragged_spec(layout.mesh, value.shape, value.dtype, before + after, mesh_dim=layout.mesh_dim)
+        local = torch.empty(spec.layout.local_shape, dtype=value.dtype, device=param.device)
+        entry[key] = RaggedDTensor.wrap(local if matrix is None else local.copy_(whole.view(local.shape)), spec)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -277,7 +382,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         self.state[param] = self._new_state(param.detach(), group)
                     self.update(param.detach(), param.grad, self.state[param], group)
         if steps := _steps_of(self):
-            self._step_sharded(steps)
+            owners = self._owners = Owners.of(self, self._owners)
+            entries = {index: self.state[step.param] for index, step in steps.items()}
+            _step_at_owners(owners, steps, entries, lambda like, step: self._new_state(like, step.group), self.update)
         return loss
 
     def _new_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -290,38 +397,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 fix="return a dict of plain tensors; for a number torch.zeros(())",
             )
         return made
-
-    def _step_sharded(self, steps: dict[int, _Step]) -> None:
-        owners = self._owners = Owners.of(self, self._owners)
-        wholes = owners.collect({index: [step.local, step.grad] for index, step in steps.items()})
-        for index, step in steps.items():
-            matrix, grad = wholes.get(index, (None, None))
-            entry = self._settled(step, matrix, owners.ranks[index])
-            if matrix is not None and grad is not None:
-                state = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
-                views = dict(state)
-                self.update(matrix, grad, state, step.group)
-                for key, view in views.items():
-                    if state[key] is not view:
-                        view.copy_(state[key])
-        updated = {index: matrix for index, (matrix, _) in wholes.items()}
-        owners.spread(updated, {index: step.local for index, step in steps.items()})
-        note_written([step.local for step in steps.values()])
-
-    def _settled(self, step: _Step, matrix: torch.Tensor | None, owner: int) -> dict[str, Any]:
-        """Return the state of a parameter with all elements at its owner; moved there if it was loaded elsewhere."""
-        param, layout = step.param, step.param._spec.layout
-        entry: dict[str, Any] = self.state[param]
-        made: dict[str, Any] = entry
-        if not entry:
-            shown = torch.empty(param.shape, dtype=param.dtype, device="meta") if matrix is None else matrix
-            made = self._new_state(shown, step.group)
-        for key, value in made.items():
-            before, after = (0,) * (owner + 1), (value.numel(),) * (layout.ranks.size - owner)
-            if type(value) is RaggedDTensor and value._spec.layout.bounds == before + after:
-                continue
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            spec = ragged_spec(layout.mesh, value.shape, value.dtype, before + after, mesh_dim=layout.mesh_dim)
-            local = torch.empty(spec.layout.local_shape, dtype=value.dtype, device=param.device)
-            entry[key] = RaggedDTensor.wrap(local if matrix is None else local.copy_(whole.view(local.shape)), spec)
-        return entry

@@ -51,6 +51,7 @@ try:
 
     # -- optimizers: composable/optim/
     from torch._C import DisableTorchFunction  # reading gradients of a subclass costs a third
+    from torch.optim._adafactor import adafactor  # its step on whole parameters, where one rank has all of one
     from torch.optim._muon import _adjust_lr as muon_learning_rate  # Muon's step between its element-wise parts
     from torch.optim._muon import _zeropower_via_newtonschulz as muon_orthogonalised  # the same; of a whole matrix
 

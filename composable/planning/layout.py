@@ -489,12 +489,12 @@ def choose_owners(cuts: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -
 
     Args:
         cuts: The bounds of each matrix, see ``RaggedShard``, over the same ranks.
-        shapes: Their shapes, of one or more dims.
+        shapes: Their shapes.
     """
     owners = [0] * len(cuts)
     loads = [0] * (len(cuts[0]) - 1 if cuts else 0)
     sizes = [[stop - start for start, stop in pairwise(bounds)] for bounds in cuts]
-    works = [shape.numel() * min(shape[0], shape.numel() // max(shape[0], 1)) for shape in shapes]
+    works = [shape.numel() * (min(shape[0], shape.numel() // max(shape[0], 1)) if shape else 1) for shape in shapes]
     for index in sorted(range(len(cuts)), key=lambda index: (max(sizes[index]) < cuts[index][-1], -works[index])):
         enough = _OWNER_SHARE * max(sizes[index])
         held = [(loads[rank], -size, rank) for rank, size in enumerate(sizes[index]) if size >= enough]

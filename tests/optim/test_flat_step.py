@@ -456,7 +456,6 @@ def refused() -> None:
     fully_shard(unsharded)
     cannot = "cannot be accelerated: its step .*AdamW"
     cases: list[tuple[str, torch.optim.Optimizer, nn.Module]] = [
-        (cannot, torch.optim.Adafactor(params), model),
         (cannot, torch.optim.LBFGS(params), model),
         (cannot, torch.optim.SparseAdam(params), model),
         (cannot, OwnAdam(params), model),

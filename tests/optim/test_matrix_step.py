@@ -4,6 +4,7 @@ Where all ranks have equal batches and their number is a power of two, means ove
 those of one process to the bit, and so must be every step: each matrix is orthogonalised in one piece, in its shape.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -76,12 +77,16 @@ class Shampoo(MatrixOptimizer):
         matrix.sub_(group["lr"] * scaled / (1 - 0.9 ** float(state["step"])))
 
 
-OPTIMIZERS = ["Muon", "Shampoo"]
+OPTIMIZERS = ["Muon", "Shampoo", "Adafactor"]
 # Handles for all and for each module, cuts anywhere, on rows, and between matrices where an order allows it.
 ALIGNS = ["row", "element", "matrix"]
 
 
 def make_optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    if kind == "Adafactor":  # of all parameters, also vectors and a number
+        params = list(model.parameters())
+        both = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:], "lr": 0.05, "d": 1.5}]
+        return [torch.optim.Adafactor(both, lr=0.1)]
     matrices = [param for param in model.parameters() if param.ndim == 2]
     others = [param for param in model.parameters() if param.ndim != 2]
     groups = [{"params": matrices[:3]}, {"params": matrices[3:], "lr": 0.01}]
@@ -209,7 +214,8 @@ def with_equal_gradients(kind: str) -> None:
         # Owners stay, so that no state travels.
         for param, entry in optimizers[0].state.items():
             for key, value in entry.items():
-                assert places.setdefault((param, key), value.placements) == value.placements
+                where = getattr(value, "placements", None)  # none of a plain number
+                assert places.setdefault((param, key), where) == where
     assert_equal(values_of(model, optimizers), values_of(plain, expected))
 
 
@@ -241,10 +247,10 @@ def two_steps(kind: str, align: str) -> int:
     made = plan(model, policy={nn.Linear}, world_size=dist.get_world_size(), align=align)
     fully_shard(model, policy={nn.Linear}, options=HandleOptions(align=align))
     matrices = [param for param in model.parameters() if param.ndim == 2]
-    if kind == "Muon":
-        optimizer: torch.optim.Optimizer = accelerate_optimizer(torch.optim.Muon(matrices), model)
+    if kind == "Shampoo":
+        optimizer: torch.optim.Optimizer = Shampoo(matrices, {"lr": 0.1})
     else:
-        optimizer = Shampoo(matrices, {"lr": 0.1})
+        optimizer = accelerate_optimizer(getattr(torch.optim, kind)(matrices), model)
     for _ in range(2):
         model(torch.ones(4, 64)).square().mean().backward()
         with strict_mode():
@@ -252,7 +258,7 @@ def two_steps(kind: str, align: str) -> int:
     return made.matrices.sent_numel
 
 
-@pytest.mark.parametrize(("kind", "sent_bytes"), [("Muon", 2 + 2), ("Shampoo", 4 + 4 + 4)])
+@pytest.mark.parametrize(("kind", "sent_bytes"), [("Muon", 2 + 2), ("Shampoo", 4 + 4 + 4), ("Adafactor", 4 + 4 + 4)])
 @pytest.mark.parametrize(("world_size", "align"), [(2, "row"), (4, "element"), (4, "matrix")])
 def test_a_step_sends_what_the_plan_says(kind: str, sent_bytes: int, world_size: int, align: str) -> None:
     # Muon sends bfloat16 there and back; others a matrix and its gradient, and the matrix. Pieces that travel together
@@ -268,12 +274,13 @@ def whole_steps() -> None:
     assert plan(model, world_size=2, policy={nn.Sequential}, align="matrix").matrices.cut_numel == 0
     fully_shard(model, policy={nn.Sequential}, options=HandleOptions(align="matrix"))
     matrices = [param for param in model.parameters() if param.ndim == 2]
-    for optimizer in (accelerate_optimizer(torch.optim.Muon(matrices), model), Shampoo(matrices, {"lr": 0.1})):
+    of_torch = (accelerate_optimizer(kind(matrices), model) for kind in (torch.optim.Muon, torch.optim.Adafactor))
+    for optimizer in (*of_torch, Shampoo(matrices, {"lr": 0.1})):
         model(torch.ones(4, 16)).square().mean().backward()
         with strict_mode():
             optimizer.step()
         # Each rank has the state of what it owns.
-        states = [one for param in matrices for one in optimizer.state[param].values()]
+        states = [one for param in matrices for one in optimizer.state[param].values() if one.ndim]
         assert sum(one.to_local().numel() for one in states) * 2 == sum(one.numel() for one in states)
 
 
@@ -304,6 +311,53 @@ def test_state_dicts_are_those_of_a_muon_that_is_not_accelerated() -> None:
         assert torch.equal(own["state"][index]["momentum_buffer"].to_local(), entry["momentum_buffer"].to_local())
     for fqn, entry in whole.get("state", {}).items():  # on rank 0
         assert torch.equal(own_whole["state"][fqn]["momentum_buffer"], entry["momentum_buffer"])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_adafactor_goes_on_where_one_that_is_accelerated_or_not_has_stopped() -> None:
+    def make(*, is_accelerated: bool) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Net()
+        model.out.bias.requires_grad_(False)
+        fully_shard(model, policy={nn.Sequential})
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+        return model, accelerate_optimizer(optimizer, model) if is_accelerated else optimizer
+
+    def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+    pairs = [make(is_accelerated=False), make(is_accelerated=True)]
+    for model, optimizer in pairs:
+        train(model, [optimizer], range(3))
+    (plain, expected), (model, optimizer) = pairs
+    close(values_of(model, [optimizer]), values_of(plain, [expected]))
+    assert all(type(entry["step"]) is torch.Tensor for entry in optimizer.state.values())
+    whole = [get_optimizer_state_dict(*pair, options=StateDictOptions(full_state_dict=True)) for pair in pairs]
+    torch.testing.assert_close(whole[1]["state"], whole[0]["state"], rtol=0, atol=1e-6)
+    saved = [copy.deepcopy(get_optimizer_state_dict(*pair)) for pair in pairs]
+    others = [make(is_accelerated=True), make(is_accelerated=False)]
+    for (other, other_optimizer), state in zip(others, saved, strict=True):
+        other.load_state_dict(plain.state_dict())
+        set_optimizer_state_dict(other, other_optimizer, state)
+    twins = copy.deepcopy((model, optimizer))  # steps as it is, with state at the owners
+    for one, other_optimizer in (*pairs, *others, twins):
+        train(one, [other_optimizer], range(3, 6))
+    for one, other_optimizer in (pairs[1], *others, twins):
+        close(values_of(one, [other_optimizer]), values_of(plain, [expected]))
+
+
+@on_ranks(3)
+def test_adafactor_passes_over_what_has_no_elements() -> None:
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    model.none, model.no = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(0))
+    fully_shard(model)
+    optimizer = accelerate_optimizer(torch.optim.Adafactor(model.parameters(), lr=0.5), model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert full(model.weight).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 @on_ranks(2)
