@@ -1,7 +1,7 @@
 """Writes down every collective that goes through a transport, and counts what ranks send each other beside."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
@@ -100,16 +100,19 @@ class CountingTransport(Transport):
 def counting_ranks() -> Iterator[Counter[str]]:
     """Count what ``Ranks`` sends from here: reductions between several ranks, and messages."""
     counts: Counter[str] = Counter()
-    reduce, exchange = Ranks.reduce, Ranks.exchange
+    reduce, begin = Ranks.reduce, Ranks.begin_exchange
 
     def counted_reduce(self: Ranks, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         counts["reductions"] += self.size > 1
         return reduce(self, tensor, op)
 
-    def counted_exchange(self: Ranks, sends: Messages, receives: Messages) -> None:
+    def counted_exchange(self: Ranks, sends: Messages, receives: Messages) -> Callable[[], None]:
         counts["messages"] += len(sends) + len(receives)
         counts["bytes"] += sum(message.nbytes for message, _ in sends)
-        exchange(self, sends, receives)
+        return begin(self, sends, receives)
 
-    with mock.patch.object(Ranks, "reduce", counted_reduce), mock.patch.object(Ranks, "exchange", counted_exchange):
+    with (
+        mock.patch.object(Ranks, "reduce", counted_reduce),
+        mock.patch.object(Ranks, "begin_exchange", counted_exchange),
+    ):
         yield counts

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,6 +48,7 @@ from composable.ground.torch_private import (
 )
 
 _T = TypeVar("_T")
+Message: TypeAlias = tuple[torch.Tensor, int]
 _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 # Messages of `are_alike` travel under a tag that nothing else here uses.
 _CONFIRM_TAG = 0x5EED
@@ -232,7 +233,7 @@ class Ranks:
     def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
         if sent.device.type != "cpu":
             # Both in one call: on a stream, a receive would wait for ever for the send behind it.
-            self.exchange([(sent, to)], [(got, source)])
+            self.begin_exchange([(sent, to)], [(got, source)])()
             return
         group = self.process_group
         # The group counts the first of the two messages as its next collective.
@@ -339,23 +340,25 @@ class Ranks:
                 (rank, full[start : start + size]) for rank, (start, size) in enumerate(zip(bounds, sizes)) if size
             ]
             works = [dist.broadcast(piece, group=self.group, group_src=rank, async_op=True) for rank, piece in pieces]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            for work in filter(None, works):
+                work.wait()
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Send and receive tensors [n] of any dtype, on ``device``; messages between two ranks keep their order.
+    def begin_exchange(self, sends: Iterable[Message], receives: Iterable[Message]) -> Callable[[], None]:
+        """Begin to send and receive tensors [n] of any dtype, on ``device``; what is returned waits for the end.
 
-        Args:
-            sends: Each message, and the rank within the group that gets it.
-            receives: The tensor that each message fills, and the rank within the group that sends it.
+        Each is with the rank within the group at its other end. Messages between two ranks keep their order.
         """
         ops = [dist.P2POp(dist.isend, message, group=self.group, group_peer=peer) for message, peer in sends]
         ops += [dist.P2POp(dist.irecv, message, group=self.group, group_peer=peer) for message, peer in receives]
-        # Ranks may have different numbers of messages.
-        with meeting(self.group, "exchange", ahead=None):
-            for work in dist.batch_isend_irecv(ops) if ops else ():
-                work.wait()
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def finish() -> None:
+            # Ranks may have different numbers of messages.
+            with meeting(self.group, "exchange", ahead=None):
+                for work in works:
+                    work.wait()
+
+        return finish
 
 
 def device_for(device_type: str) -> torch.device:
@@ -370,8 +373,7 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
     for index in range(max(len(own) for own in lines)):
         at_index = [own[index] if index < len(own) else "(nothing more)" for own in lines]
         if len(set(at_index)) > 1:
-            rows = zip(numbers, at_index, strict=True)
-            return "\n".join(f"    rank {number}: {line.strip()}" for number, line in rows)
+            return "\n".join(f"    rank {rank}: {line.strip()}" for rank, line in zip(numbers, at_index, strict=True))
     return "    (the texts are equal, but the model, mesh or options differ)"
 
 

@@ -79,9 +79,18 @@ class PieceExchange:
 
     def run(self) -> None:
         """Exchange the messages, and copy the received pieces to their targets."""
-        self._ranks.exchange(self._sends, self._receives)
-        for target, piece in self._arrivals:
-            target.copy_(piece)
+        self.begin()()
+
+    def begin(self) -> Callable[[], None]:
+        """Begin ``run``, and return what waits for its end; nothing touches the pieces before that."""
+        wait = self._ranks.begin_exchange(self._sends, self._receives)
+
+        def finish() -> None:
+            wait()
+            for target, piece in self._arrivals:
+                target.copy_(piece)
+
+        return finish
 
 
 def _messages(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Iterator[tuple[list[int], list[slice]]]:

@@ -8,7 +8,8 @@ Source: Muon with an owner for each matrix, arXiv 2502.16982; distributed Shampo
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -61,61 +62,78 @@ class Owners:
         check_matrices([param for param, _ in params])
         return Owners(layouts)
 
-    def collect(self, parts: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        """Return whole tensors [shape] for each parameter of ``parts`` that this rank owns, by its index.
+    def compute(
+        self,
+        parts: Mapping[int, Sequence[torch.Tensor]],
+        function: Callable[[int, Sequence[torch.Tensor]], torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Compute with whole parameters at their owners, and write each rank's piece of each result to its target.
 
-        They are views of the parts where this rank holds all. The parts are this rank's pieces of some tensors that are
-        cut as the parameter is. Collective.
+        What lies whole on a rank is computed while pieces travel: one half as they come, the other as results go.
+        Collective if any is cut.
+
+        Args:
+            parts: For each parameter, by its index, this rank's pieces of some tensors that are cut as it is.
+            function: Gets the index of a parameter and the whole tensors [shape], views of the parts where this rank
+                has all. Returns a tensor [shape] in the dtype of the target.
+            targets: For each parameter [piece]; nothing is written where the result is a view of it.
         """
         found: dict[int, list[torch.Tensor]] = {}
-        for index in parts:
+        for index, pieces in parts.items():
             layout = self._layouts[index]
-            if self.ranks[index] != layout.rank:
-                continue
-            if _is_whole(layout, layout.rank):
-                found[index] = [layout.unflat(part.reshape(-1)) for part in parts[index]]
-            else:
-                found[index] = [layout.empty_block(part.dtype, part.device) for part in parts[index]]
-                for whole, part in zip(found[index], parts[index], strict=True):
+            if self.ranks[index] == layout.rank and _is_whole(layout, layout.rank):
+                found[index] = [layout.unflat(part.reshape(-1)) for part in pieces]
+        here, results = list(found), {}
+        for index, pieces in parts.items():
+            layout = self._layouts[index]
+            if self.ranks[index] == layout.rank and index not in found:
+                found[index] = [layout.empty_block(part.dtype, part.device) for part in pieces]
+                for whole, part in zip(found[index], pieces, strict=True):
                     layout.flat(whole)[layout.lo : layout.hi].copy_(part.reshape(-1))
-        self._exchange(
+
+        def run(indices: Sequence[int]) -> None:
+            for index in indices:
+                results[index] = result = function(index, found.pop(index))
+                (piece,) = self._pieces([result], index, self._layouts[index].rank)
+                if piece.data_ptr() != targets[index].data_ptr():
+                    targets[index].view(-1).copy_(piece)
+
+        with self._exchanging(
             lambda index, _: [part.reshape(-1) for part in parts[index]],
             lambda index, rank: self._pieces(found[index], index, rank),
             parts,
             to_owners=True,
-        )
-        return found
-
-    def spread(self, wholes: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
-        """Write each rank's piece of whole tensors [shape], which owners have, to its target [piece] of that dtype.
-
-        Collective. Nothing is written where the owner's tensor is a view of its target.
-        """
-        for index, whole in wholes.items():
-            piece = self._pieces([whole], index, self._layouts[index].rank)[0]
-            if piece.data_ptr() != targets[index].data_ptr():
-                targets[index].view(-1).copy_(piece)
-        self._exchange(
-            lambda index, rank: self._pieces([wholes[index]], index, rank),
+        ):
+            run(here[: len(here) // 2])
+        run([index for index in found if index not in here])
+        with self._exchanging(
+            lambda index, rank: self._pieces([results[index]], index, rank),
             lambda index, _: [targets[index].view(-1)],
-            targets,
+            parts,
             to_owners=False,
-        )
+        ):
+            run(list(found))
 
     def _pieces(self, wholes: Sequence[torch.Tensor], index: int, rank: int) -> list[torch.Tensor]:
         layout = self._layouts[index]
         lo, hi = layout.bounds[rank : rank + 2]
         return [layout.flat(whole)[lo:hi] for whole in wholes]
 
-    def _exchange(
+    @contextmanager
+    def _exchanging(
         self,
         sent: Callable[[int, int], list[torch.Tensor]],
         received: Callable[[int, int], list[torch.Tensor]],
         which: Container[int],
         *,
         to_owners: bool,
-    ) -> None:
-        """Send what ``sent(index, peer)`` gives, and fill what ``received(index, peer)`` gives, of cut matrices."""
+    ) -> Iterator[None]:
+        """Send what ``sent(index, peer)`` gives, and fill what ``received(index, peer)`` gives, while a context lasts.
+
+        These are tensors of cut parameters.
+        """
+        begun = []
         for ranks, indices in self._cut:
             cut = [index for index in indices if index in which]
             if not cut:
@@ -130,7 +148,12 @@ class Owners:
                 exchange.send([piece for index in leaving for piece in sent(index, peer)], [peer])
                 targets = [piece for index in coming for piece in received(index, peer)]
                 exchange.receive(targets, [target.dtype for target in targets], peer)
-            exchange.run()
+            begun.append(exchange.begin())
+        try:
+            yield
+        finally:
+            for finish in begun:
+                finish()
 
 
 def _is_whole(layout: RaggedLayout, rank: int) -> bool:
@@ -201,14 +224,15 @@ class MuonStep(WholeStep):
     """
 
     def _step_sharded(self, optimizer: torch.optim.Optimizer, owners: Owners, steps: dict[int, _Step]) -> None:
-        wholes = owners.collect({one: [_averaged(step, optimizer.state[step.param])] for one, step in steps.items()})
+        averages = {one: [_averaged(step, optimizer.state[step.param])] for one, step in steps.items()}
         targets = {one: torch.empty_like(step.local, dtype=torch.bfloat16) for one, step in steps.items()}
-        found = {}
-        for index, (whole,) in wholes.items():
+
+        def orthogonalised(index: int, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
             group = steps[index].group
             options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-            found[index] = muon_orthogonalised(whole, *options) if whole.numel() else whole
-        owners.spread(found, targets)
+            return muon_orthogonalised(wholes[0], *options) if wholes[0].numel() else wholes[0]
+
+        owners.compute(averages, orthogonalised, targets)
         for index, step in steps.items():
             lr: Any = step.group["lr"]
             lr = lr.squeeze() if isinstance(lr, torch.Tensor) else lr
@@ -286,43 +310,41 @@ def _step_at_owners(
         new_state: Makes the state of a parameter from a tensor of its shape, on the meta device if others own it.
         update: Updates a parameter, as ``MatrixOptimizer.update``.
     """
-    wholes = owners.collect({index: [step.local, step.grad] for index, step in steps.items()})
     for index, step in steps.items():
-        matrix, grad = wholes.get(index, (None, None))
-        entry = entries[index]
-        _settle(entry, step, matrix, owners.ranks[index], new_state)
-        if matrix is not None and grad is not None:
-            state = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
-            views = dict(state)
-            update(matrix, grad, state, step.group)
-            for key, view in views.items():
-                if state[key] is not view:
-                    view.copy_(state[key])
-    updated = {index: matrix for index, (matrix, _) in wholes.items()}
-    owners.spread(updated, {index: step.local for index, step in steps.items()})
+        if entries[index]:
+            _settle(entries[index], step, entries[index], owners.ranks[index])
+        elif owners.ranks[index] != step.param._spec.layout.rank:
+            shown = torch.empty(step.param.shape, dtype=step.param.dtype, device="meta")
+            _settle(entries[index], step, new_state(shown, step), owners.ranks[index])
+
+    def updated(index: int, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        step, entry, (matrix, grad) = steps[index], entries[index], wholes
+        if not entry:
+            _settle(entry, step, new_state(matrix, step), owners.ranks[index])
+        views = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
+        state = dict(views)
+        update(matrix, grad, state, step.group)
+        for key, view in views.items():
+            if state[key] is not view:
+                view.copy_(state[key])
+        return matrix
+
+    parts = {index: [step.local, step.grad] for index, step in steps.items()}
+    owners.compute(parts, updated, {index: step.local for index, step in steps.items()})
     note_written([step.local for step in steps.values()])
 
 
-def _settle(
-    entry: dict[str, Any],
-    step: _Step,
-    matrix: torch.Tensor | None,
-    owner: int,
-    new_state: Callable[[torch.Tensor, _Step], dict[str, torch.Tensor]],
-) -> None:
-    """Give a parameter state, and move what was loaded elsewhere to its owner, which has ``matrix``."""
+def _settle(entry: dict[str, Any], step: _Step, state: Mapping[str, Any], owner: int) -> None:
+    """Put ``state`` into ``entry``, all of it at ``owner``; collective if it was loaded elsewhere."""
     param, layout = step.param, step.param._spec.layout
-    made = entry
-    if not entry:
-        made = new_state(torch.empty(param.shape, dtype=param.dtype, device="meta") if matrix is None else matrix, step)
-    for key, value in made.items():
+    for key, value in state.items():
         before, after = (0,) * (owner + 1), (value.numel(),) * (layout.ranks.size - owner)
         if type(value) is RaggedDTensor and value._spec.layout.bounds == before + after:
             continue
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         spec = ragged_spec(layout.mesh, value.shape, value.dtype, before + after, mesh_dim=layout.mesh_dim)
         local = torch.empty(spec.layout.local_shape, dtype=value.dtype, device=param.device)
-        entry[key] = RaggedDTensor.wrap(local if matrix is None else local.copy_(whole.view(local.shape)), spec)
+        entry[key] = RaggedDTensor.wrap(local.copy_(whole.view(local.shape)) if layout.rank == owner else local, spec)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):

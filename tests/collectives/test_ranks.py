@@ -156,10 +156,11 @@ def test_values_reach_every_rank() -> None:
             expected = [ranks.numbers[r] + 1 for r in range(ranks.size) for _ in range(bounds[r], bounds[r + 1])]
             assert full.tolist() == expected
         landing = [torch.zeros(2, dtype=torch.uint8) for _ in range(ranks.size)]
-        ranks.exchange(
+        finish = ranks.begin_exchange(
             [(torch.full((2,), 10 * mine + peer, dtype=torch.uint8), peer) for peer in others_of(ranks)],
             [(landing[peer], peer) for peer in others_of(ranks)],
         )
+        finish()
         for peer in others_of(ranks):
             assert landing[peer].tolist() == [10 * ranks.numbers[peer] + ranks.rank] * 2
 

@@ -5,8 +5,10 @@ those of one process to the bit, and so must be every step: each matrix is ortho
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from composable import (
     strict_mode,
     unannotate,
 )
+from composable.comm import Ranks
 from tests.counting import counting_ranks
 from tests.parity import full
 from tests.world import on_ranks, run_threads
@@ -288,6 +291,48 @@ def test_whole_matrices_are_stepped_without_a_message() -> None:
     with counting_ranks() as counts:
         run_threads(whole_steps, 2)
     assert counts["messages"] == 0
+
+
+class Noting(MatrixOptimizer):
+    """Writes down which matrices it updates."""
+
+    did: ClassVar[dict[int, list[str]]] = {}
+
+    def update(self, matrix: torch.Tensor, grad: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+        self.did[dist.get_rank()].append(f"update {matrix[0, 0]:g}")
+
+
+def noted_step() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(9)))
+    for index, layer in enumerate(model):
+        nn.init.constant_(layer.weight, index)
+    fully_shard(model, options=HandleOptions(align="element"))
+    optimizer = Noting(list(model.parameters()), {})
+    model(torch.ones(1, 16)).sum().backward()
+    Noting.did[dist.get_rank()] = []
+    optimizer.step()
+
+
+def test_matrices_that_lie_whole_on_a_rank_are_stepped_while_pieces_of_others_travel() -> None:
+    begin = Ranks.begin_exchange
+
+    def begin_exchange(self: Ranks, sends: Any, receives: Any) -> Callable[[], None]:
+        did, finish = Noting.did.get(dist.get_rank(), []), begin(self, sends, receives)
+        did.append(f"{len(sends)} leave, {len(receives)} come")
+
+        def end() -> None:
+            finish()
+            did.append("all there")
+
+        return end
+
+    with mock.patch.object(Ranks, "begin_exchange", begin_exchange):
+        run_threads(noted_step, 2)
+    # Matrix 4 is cut in halves, and rank 0 owns it. Values and gradient of a half are in one message.
+    first = ["0 leave, 1 come", "update 0", "update 1", "all there", "update 4"]
+    assert Noting.did[0] == [*first, "1 leave, 0 come", "update 2", "update 3", "all there"]
+    first = ["1 leave, 0 come", "update 5", "update 6", "all there"]
+    assert Noting.did[1] == [*first, "0 leave, 1 come", "update 7", "update 8", "all there"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -39,7 +39,7 @@ from composable import (
     save_safetensors,
     unannotate,
 )
-from composable.comm import Ranks
+from tests.counting import counting_ranks
 from tests.models import seeded
 from tests.test_tensor_parallel import (
     Block,
@@ -103,21 +103,14 @@ def gather_and_load_at_last(numel: int) -> None:
 
 
 def test_elements_travel_no_further_than_they_have_to() -> None:
-    numel, sent = 2**16, 0
-    exchange = Ranks.exchange
-
-    def counted(self: Ranks, sends: Any, receives: Any) -> None:
-        nonlocal sent
-        sent += sum(message.nbytes for message, _ in sends)
-        exchange(self, sends, receives)
-
-    with mock.patch.object(Ranks, "exchange", counted):
+    numel = 2**16
+    with counting_ranks() as counts:  # of all ranks, which are threads
         run_threads(gather_and_load_at_last, 4, numel)
     # Out: half of each to its column's taker, of two layers in both columns, whose blocks then join. In: a block of the
     # split ones and all of the others to the other column; half of each to the other rank, in both columns.
     out = 2 * (numel // 2 + numel // 2) + 2 * numel // 2
     back = 2 * numel // 2 + 2 * numel + 2 * numel // 2 + 2 * numel
-    assert sent == 4 * (out + back)
+    assert counts["bytes"] == 4 * (out + back)
 
 
 def go_in_and_out(sizes: Sizes) -> None:
