@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import nn
 
 from composable import fully_shard, no_sync, replicate, unannotate
 from composable.annotation import units_of
-from composable.errors import ComposableError, ConfigError
+from composable.errors import ComposableError, ConfigError, warn_once
 from composable.ground.contract import get_registry
 from tests.models import random_input, seeded
 from tests.parity import gradients_of
@@ -195,6 +196,43 @@ def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
     backward(twin, 0, 0)
     unannotate(model)
     assert not get_registry(model)
+
+
+def undo_inside(kinds: list[Callable[..., Any]], again: str) -> None:
+    """Undo one of two annotations inside a third, then average its gradients again."""
+    inner, beside, outer = kinds
+    model, plain = make_tied(2, []), make_tied(2, [])
+    inner(model.layers[0])
+    beside(model.layers[1])
+    outer(model)
+    backward(model, dist.get_rank(), 0)
+    model.zero_grad()
+    unannotate(model.layers[0])
+    backward(model, dist.get_rank(), 0)
+    own = model.layers[0].up.bias.grad.clone()
+    wanted = mean_gradients(plain, 0)
+    assert not torch.allclose(own, wanted["layers.0.up.bias"])
+    others = {fqn: grad for fqn, grad in wanted.items() if "layers.0" not in fqn}
+    torch.testing.assert_close({fqn: grad for fqn, grad in gradients_of(model).items() if fqn in others}, others)
+    model.zero_grad()
+    if again == "outer":
+        outer(unannotate(model))
+    else:
+        inner(model.layers[0])
+    backward(model, dist.get_rank(), 0)
+    torch.testing.assert_close(gradients_of(model), wanted)
+
+
+@pytest.mark.parametrize("again", ["inner", "outer"])
+@pytest.mark.parametrize("kinds", list(itertools.product([replicate, fully_shard], repeat=3)))
+def test_what_nothing_averages_after_an_inner_annotation_was_undone_is_told(
+    kinds: list[Callable[..., Any]], again: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    run_threads(undo_inside, 2, kinds, again)
+    (said,) = [text for text in caplog.messages if "unannotate" in text]
+    names = [f"layers.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")]
+    assert f"nothing averages their gradients: {', '.join(map(repr, names))}; to average them, annotate" in said
 
 
 @on_ranks(2)

@@ -23,7 +23,14 @@ from composable.engine import Handle, attach, digest_of
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
-from composable.ground.ownership import CHANGES, check_callers, is_left_alone, is_managed, watch_registrations
+from composable.ground.ownership import (
+    CHANGES,
+    check_callers,
+    is_left_alone,
+    is_managed,
+    warn_of_left,
+    watch_registrations,
+)
 from composable.ground.torch_hooks import Contents, values_held_by
 from composable.ground.torch_private import optimizers_in_backward
 from composable.ground.unfilled import META_FIX, is_unfilled
@@ -163,7 +170,7 @@ class Additions:
             for handle in state._handles:
                 attach(handle)  # A tensor assigned in the place of a sharded parameter is a value for it.
                 take_over_optimizers(handle)
-        added = dict(_unmanaged(module, states))
+        added = dict(_unmanaged(module, states, is_left=False))
         names = [fqn for fqn, param in added.items() if param.requires_grad]
         if names:
             raise UsageError(
@@ -171,21 +178,24 @@ class Additions:
                 at=list_text(names),
                 fix="add modules first; or call fully_shard on the added module too; or unannotate, and annotate anew",
             )
+        warn_of_left(_unmanaged(module, states, is_left=True))
         modules = list(_traversal_utils._get_modules(module))
         watch_registrations(modules)
         counts = (*counts[:2], len(optimizers_in_backward()))
         self._look = counts, Contents(modules, dict.keys, owner=module), list(added.values())
 
 
-def _unmanaged(root: nn.Module, states: Collection[AnnotatedState]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters below ``root`` that no annotation manages or ignores, with their names."""
+def _unmanaged(
+    root: nn.Module, states: Collection[AnnotatedState], *, is_left: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters below ``root`` that no annotation manages or ignores; arguments as ``unmanaged_params``."""
     ignored = {below for state in states for module in state.ignored_modules for below in module.modules()}
     slots = {slot for state in states for slot in state.ignored_slots}
     names = name_modules([root])
     entered = dict.fromkeys(module for module in _traversal_utils._get_modules(root) if module not in ignored)
     left = {id(param) for module in names if module not in entered for param in module._parameters.values()}
     for module in entered:
-        for name, param in () if is_left_alone(module) else module._parameters.items():
+        for name, param in module._parameters.items() if is_left_alone(module) is is_left else ():
             is_known = param is None or id(param) in left or (weakref.ref(module), name) in slots
             if param is not None and not is_known and not is_managed(param):
                 yield join_fqn(names[module], name), param

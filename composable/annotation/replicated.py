@@ -25,6 +25,7 @@ from composable.ground.ownership import (
     leave_alone,
     mark_managed,
     release,
+    warn_of_left,
     watch_registrations,
 )
 from composable.ground.torch_hooks import (
@@ -319,13 +320,14 @@ class ReplicateState(AnnotationState, Companion):
         if is_functional_call():
             return  # Parameters that are lent for one call were not added.
         check_callers()
-        added = list(unmanaged_params(self.modules, self.ignored))
+        added = list(unmanaged_params(self.modules, self.ignored, is_left=False))
         if names := [fqn for fqn, param in added if param.requires_grad]:
             raise UsageError(
                 "parameters were added after replicate was called, and nothing averages their gradients",
                 at=list_text(names),
                 fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
             )
+        warn_of_left(unmanaged_params(self.modules, self.ignored, is_left=True))
         take_over_optimizers(self.reducer)
         self.frozen += added
         self._claim()

@@ -17,8 +17,9 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.errors import UsageError
+from composable.errors import UsageError, warn_once
 from composable.ground.frames import is_running, modules_in_call
+from composable.ground.names import list_text
 from composable.ground.torch_hooks import before_every_registration
 from composable.ground.torch_private import module_load, opaque
 
@@ -233,6 +234,17 @@ def mark_managed(modules: Iterable[nn.Module]) -> None:
 def leave_alone(modules: Iterable[nn.Module]) -> None:
     """Note that the annotation of ``modules`` was undone: an annotation around them then raises no error for them."""
     _REGISTRATIONS.left.update((id(module), module) for module in modules)
+    CHANGES.note("registrations")  # It warns at its next forward.
+
+
+def warn_of_left(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Warn of parameters, of any shapes, whose modules were left alone, if nothing averages their gradients."""
+    if names := [fqn for fqn, param in params if param.requires_grad]:
+        warn_once(
+            "unannotate has ended the annotation of parameters inside an annotated module, and nothing averages their "
+            f"gradients: {list_text(names)}; to average them, annotate their modules again, or unannotate and annotate "
+            "the module around"
+        )
 
 
 def is_left_alone(module: nn.Module) -> bool:

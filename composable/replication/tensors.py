@@ -429,11 +429,19 @@ def _line_of(one: ReducedParam) -> str:
     )
 
 
-def unmanaged_params(roots: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (FQN, parameter of any shape) for each parameter of ``roots`` that no annotation manages or ignores."""
+def unmanaged_params(
+    roots: Sequence[nn.Module], ignored: Ignored, *, is_left: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (FQN, parameter of any shape) for each parameter of ``roots`` that no annotation manages or ignores.
+
+    Args:
+        roots: The annotated modules.
+        ignored: What they ignore.
+        is_left: Of modules whose own annotation was undone, instead of all other ones.
+    """
     left = ignored.ids()
     for module in managed_modules(roots, ignored.modules):
-        for name, param in () if is_left_alone(module) else module._parameters.items():
+        for name, param in module._parameters.items() if is_left_alone(module) is is_left else ():
             if param is not None and id(param) not in left and not is_managed(param):
                 fqn = join_fqn(name_modules(roots)[module], name)
                 if not any(fqn == one or fqn.startswith(f"{one}.") for one in ignored.fqns):
