@@ -311,11 +311,15 @@ def _step_at_owners(
         update: Updates a parameter, as ``MatrixOptimizer.update``.
     """
     for index, step in steps.items():
-        if entries[index]:
-            _settle(entries[index], step, entries[index], owners.ranks[index])
-        elif owners.ranks[index] != step.param._spec.layout.rank:
-            shown = torch.empty(step.param.shape, dtype=step.param.dtype, device="meta")
-            _settle(entries[index], step, new_state(shown, step), owners.ranks[index])
+        entry, owner, layout = entries[index], owners.ranks[index], step.param._spec.layout
+        if _is_whole(layout, layout.rank):
+            shown = layout.unflat(step.local.reshape(-1))
+        else:
+            shown = torch.empty(layout.shape, dtype=step.local.dtype, device="meta")
+        # On all ranks, before messages: it may raise. An owner that lacks values makes it again.
+        state = entry or new_state(shown, step)
+        if entry or owner != layout.rank or not shown.is_meta:
+            _settle(entry, step, state, owner)
 
     def updated(index: int, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         step, entry, (matrix, grad) = steps[index], entries[index], wholes
