@@ -366,7 +366,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         defaults: The options of groups that have no others, as torch's base class takes them.
 
     Raises:
-        ConfigError: Tensor parallelism has split a parameter, or the subclass has no ``update``.
+        ConfigError: Tensor parallelism has split a parameter, or it is a DTensor of torch; or the subclass has no
+            ``update``.
     """
 
     _owners: Owners | None = None
@@ -378,6 +379,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             check_matrices(group["params"])
+            for param in group["params"]:
+                if isinstance(param, DTensor) and type(param) is not RaggedDTensor:
+                    raise ConfigError(
+                        f"a parameter {list(param.shape)} is a DTensor placed {param.placements}, and fully_shard has "
+                        "not sharded it",
+                        fix="call fully_shard on its module, if it is not split; or give it to another optimizer",
+                    )
 
     def init_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return new state of a parameter: tensors, of any shapes that follow from the shape of ``matrix``.

@@ -470,6 +470,9 @@ def test_what_has_no_whole_matrix_is_refused() -> None:
         accelerate_optimizer(torch.optim.Muon(matrices), model)
     with pytest.raises(ConfigError, match="tensor parallelism has split a parameter"):
         Shampoo(matrices, {})
+    split = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
+    with pytest.raises(ConfigError, match=r"\[8, 8\] is a DTensor placed \(Shard\(dim=0\),\), and fully_shard has not"):
+        Shampoo([split.weight], {})
     other = fully_shard(nn.Linear(8, 8))
     optimizer = torch.optim.Muon([other.weight])
     accelerate_optimizer(optimizer, other)
