@@ -2,13 +2,13 @@
 
     python benchmarks/optimizer.py
     python benchmarks/optimizer.py --handles 30 --layers 5 --rounds 500
-    python benchmarks/optimizer.py --rows Muon --layers 4 --width 128 --rounds 5 --repeats 1
+    python benchmarks/optimizer.py --rows Muon Adafactor --layers 4 --width 128 --rounds 5 --repeats 1
 
 Each way holds the same model: ``handles`` chains of ``layers`` Linear(width, width), two parameters a
 layer. ``plain`` are this rank's pieces of our layout as plain tensors, empty ones among them;
 ``owned`` leaves the empty ones out; ``stock`` are DTensors placed ``Shard(0)``; ``ours`` what
 ``fully_shard`` gives; ``accelerated`` the same after ``accelerate_optimizer``. Clipping is torch's
-``clip_grad_norm_``; for ``accelerated`` this library's, of the optimizer. Muon steps the matrices alone;
+``clip_grad_norm_``; for ``accelerated`` this library's, of the optimizer. Muon and Adafactor step the matrices alone;
 ``matrix`` is ``accelerated`` with ``align="matrix"``.
 
 Every round measures each way a few times in a row, in an order that rotates. CPU time of the
@@ -34,11 +34,12 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from composable import HandleOptions, accelerate_optimizer, clip_grad_norm_, fully_shard
 
 COLUMNS = ("plain", "owned", "stock", "ours", "accelerated")
-MUON_COLUMNS = ("stock", "ours", "accelerated", "matrix")
-ROWS = {"AdamW foreach": COLUMNS, "AdamW fused": COLUMNS, "clip_grad_norm_": COLUMNS, "Muon": MUON_COLUMNS}
+# torch's Adafactor raises on DTensors placed ``Shard(0)``.
+WHOLE = {"Muon": ("stock", "ours", "accelerated", "matrix"), "Adafactor": ("ours", "accelerated", "matrix")}
+ROWS = {"AdamW foreach": COLUMNS, "AdamW fused": COLUMNS, "clip_grad_norm_": COLUMNS, **WHOLE}
 # (column, over, the most that the ratio of the minima may be), in every row that has both.
 TARGETS = (("ours", "stock", 1.0), ("accelerated", "plain", 0.2))
-MUON_TARGETS = (("accelerated", "stock", 0.5), ("matrix", "stock", 0.5))
+WHOLE_TARGETS = {row: tuple((column, over, 0.5) for column in rest[-2:]) for row, (over, *rest) in WHOLE.items()}
 # Never clips, but still scales, as torch does to spare a wait for the norm.
 MAX_NORM = 1e9
 
@@ -82,8 +83,8 @@ def make_calls(rows: list[str], handles: int, layers: int, width: int) -> dict[s
         for column in ROWS[row]:
             model, params = make_params(column, handles, layers, width)
             optimizer: torch.optim.Optimizer
-            if row == "Muon":
-                optimizer = torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-4)
+            if row in WHOLE:
+                optimizer = getattr(torch.optim, row)([param for param in params if param.ndim == 2], lr=1e-4)
             else:
                 kernel = {"fused" if row.endswith("fused") else "foreach": True}
                 optimizer = torch.optim.AdamW(params, lr=1e-4, **kernel)
@@ -138,7 +139,7 @@ def compare(summary: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, A
     """Return the ratios that have a target, and whether they meet it."""
     ratios = []
     for row, columns in summary.items():
-        for column, over, target in MUON_TARGETS if row == "Muon" else TARGETS:
+        for column, over, target in WHOLE_TARGETS.get(row, TARGETS):
             ratio = {key: columns[column][key] / columns[over][key] for key in columns[column]}
             met = ratio["cpu_ms_min"] <= target
             ratios.append({"row": row, "column": column, "over": over, "target": target, "met": met, **ratio})
@@ -164,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--handles", type=int, default=10)
     parser.add_argument("--layers", type=int, default=15, help="layers in a handle, two parameters each (default: 15)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[row for row in ROWS if row != "Muon"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[row for row in ROWS if row not in WHOLE])
     parser.add_argument("--width", type=int, default=16, help="features of each layer (default: 16)")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=10, help="calls in a row (default: 10)")

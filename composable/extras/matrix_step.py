@@ -390,7 +390,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def init_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return new state of a parameter: tensors, of any shapes that follow from the shape of ``matrix``.
 
-        ``matrix`` has the values, and on ranks that do not own them the meta device; ``group`` has the options.
+        ``matrix`` is on the meta device where values are missing, then has them at the owner. ``group``: the options.
         """
         return {}
 
