@@ -16,23 +16,29 @@ from typing import Any
 
 from composable.errors import ConfigError
 from composable.ground.names import bytes_text, count_text, list_text
-from composable.testing import DEVICES, LedgerLine, RankOutcome, ScriptRun, hang_between, rehearse_script
+from composable.testing import DEVICES, RankOutcome, ScriptRun, hang_between, rehearse_script
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the script, the size of the run, and what is rehearsed."""
+    add_run_arguments(parser)
+    parser.add_argument("--all-ranks", action="store_true", help="rehearse every rank, not a few of each kind")
+    parser.add_argument("--strict", action="store_true", help="refuse a script that reads values of tensors")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, steps: int = 0) -> None:
     """Add the script and the size of the run; what follows -- are arguments of the script."""
     parser.add_argument("script", type=Path, help="the file that torchrun would start; its arguments follow --")
     parser.add_argument("--ranks", type=_count, required=True, help="how many ranks the run has")
     parser.add_argument("--per-host", type=_count, help="ranks that share a host (default: 8, or all if fewer)")
     parser.add_argument("--device", default="cuda", help=f"cpu, cuda, or what has memory: {', '.join(DEVICES)}")
     parser.add_argument("--memory", type=_bytes, default=0, help="of a device, such as 80GiB")
-    parser.add_argument("--steps", type=_count, default=0, help="end after so many optimizer steps")
-    parser.add_argument("--all-ranks", action="store_true", help="rehearse every rank, not a few of each kind")
+    default = f" (default: {steps})" if steps else ""
+    parser.add_argument("--steps", type=_count, default=steps, help=f"end after so many optimizer steps{default}")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a rank (default: 600)")
-    parser.add_argument("--strict", action="store_true", help="refuse a script that reads values of tensors")
-    parser.set_defaults(of_script=())
+    parser.set_defaults(of_script=(), all_ranks=False, strict=False)
 
 
 def _count(text: str) -> int:
@@ -48,18 +54,23 @@ def _bytes(text: str) -> int:
     return round(float(found[1]) * _UNITS[found[2]])
 
 
-def run(args: argparse.Namespace) -> int:
-    """Rehearse the script, and print what came out."""
+def job_of(args: argparse.Namespace) -> ScriptRun:
+    """Return the run that the arguments describe."""
     if args.device not in DEVICES:
         known = ", ".join(DEVICES)
         raise ConfigError(
             f"no device {args.device!r} is known", fix=f"pass one of {known}; or cuda, and --memory 80GiB"
         )
-    job = ScriptRun(
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # No rank outlives this process.
+    return ScriptRun(
         args.script, args.of_script, args.ranks, min(args.per_host or 8, args.ranks), args.device, args.memory,
         args.steps, args.timeout, args.strict, tuple(range(args.ranks)) if args.all_ranks else (),
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # No rank outlives this process.
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse the script, and print what came out."""
+    job = job_of(args)
     runs = rehearse_script(job, lambda text: print(text, file=sys.stderr))
     report = RehearsalReport(job, runs)
     print(json.dumps(report.values(), indent=2) if args.json else "\n".join(report.lines()))
@@ -83,7 +94,7 @@ class RehearsalReport:
 
     def values(self) -> dict[str, Any]:
         """Return what ``lines`` says, as values that JSON can hold."""
-        sent, leaving = self._traffic()
+        sent, leaving = self.runs[0].sent_bytes(self._job)
         peak = asdict(self._largest)
         return {
             "ranks": self._job.ranks,
@@ -116,7 +127,7 @@ class RehearsalReport:
             counts = " to ".join(f"{one:,}" for one in sorted({min(calls), max(calls)}))
             yield f"collectives   {counts} a rank, on all ranks of each group in one order"
         yield from self._memory_lines()
-        sent, leaving = self._traffic()
+        sent, leaving = self.runs[0].sent_bytes(self._job)
         yield f"traffic       a rank sends {bytes_text(sent)} in a step, {bytes_text(leaving)} of it to other hosts"
         for place, times in self._hidden().items():
             yield f"hidden gather {count_text(times, 'time')} at {place}"
@@ -142,16 +153,6 @@ class RehearsalReport:
             count, place, line, source = self._over.overrun
             yield f"OUT OF MEMORY rank {self._over.rank} has {bytes_text(count)}{limit}, in {place}"
             yield f"              at {line}: {source}"
-
-    def _lines_of_step(self) -> list[LedgerLine]:
-        step = min(1, self.runs[0].steps - 1)
-        return [one for one in self.runs[0].lines if one.step == step]
-
-    def _traffic(self) -> tuple[int, int]:
-        """Return the bytes that the first rank sends in its second step, or its only one, and those to other hosts."""
-        hosts = [rank // self._job.on_host for rank in range(self._job.ranks)]
-        sent = [one.sent_bytes(self.runs[0].rank, hosts) for one in self._lines_of_step()]
-        return sum(one for one, _ in sent), sum(one for _, one in sent)
 
     def _hidden(self) -> Counter[str]:
         return Counter(f"{one.place}: {one.source}" for one in self.runs[0].lines if one.is_hidden)

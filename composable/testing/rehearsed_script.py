@@ -15,8 +15,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class ScriptRun:
         timeout_s: How long a rank may take.
         is_strict: Refuse to answer for values of fake tensors.
         rehearsed: The ranks that run; empty: those of ``ranks_to_rehearse``.
+        around: Makes the context in which the script runs in the process of a rank. What it gives, once the script has
+            ended, is ``found`` of the outcome, and JSON can hold it.
     """
 
     script: Path
@@ -74,6 +76,7 @@ class ScriptRun:
     timeout_s: float = 600.0
     is_strict: bool = False
     rehearsed: tuple[int, ...] = ()
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def device_type(self) -> str:
@@ -102,6 +105,9 @@ class RankOutcome:
         overrun: When the budget was first exceeded: bytes, place, line of the script, and its text; or ``None``.
         notes: What was left out, or answered.
         lines: The ledger.
+        work: The floating-point operations of matrix products and convolutions: "forward", and "again" in a backward
+            that runs a forward again.
+        found: What the context around the script gave.
     """
 
     rank: int
@@ -115,6 +121,14 @@ class RankOutcome:
     overrun: tuple[int, str, str, str] | None = None
     notes: Mapping[str, int] | None = None
     lines: tuple[LedgerLine, ...] = ()
+    work: Mapping[str, int] | None = None
+    found: Any = None
+
+    def sent_bytes(self, job: ScriptRun) -> tuple[int, int]:
+        """Return the bytes that this rank sends in its second step, or its only one, and those to other hosts."""
+        hosts, step = [rank // job.on_host for rank in range(job.ranks)], min(1, self.steps - 1)
+        sent = [one.sent_bytes(self.rank, hosts) for one in self.lines if one.step == step]
+        return sum(one for one, _ in sent), sum(one for _, one in sent)
 
 
 def ranks_to_rehearse(job: ScriptRun) -> tuple[int, ...]:
@@ -139,34 +153,55 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
     Raises:
         ConfigError: The script cannot be read, or this system has no fork.
     """
-    if not hasattr(os, "fork"):
-        raise ConfigError("this system cannot fork processes", fix="rehearse on Linux or macOS")
     try:
-        waiting = list(job.rehearsed or ranks_to_rehearse(job))
+        ranks = list(job.rehearsed or ranks_to_rehearse(job))
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"the script cannot be read: {error}", fix="pass the path of a Python file") from error
-    import_before_forks()
     with tempfile.TemporaryDirectory(prefix="rehearsal") as name:
-        folder = Path(name)
-        # The first rank runs alone: others get the objects that it sends.
-        started: dict[int, tuple[int, float]] = {}
-        done: dict[int, RankOutcome] = {}
-        try:
-            while waiting or started:
-                while waiting and len(started) < (2 if done else 1):
-                    rank = waiting.pop(0)
-                    started[rank] = _start(job, rank, folder), time.monotonic() + job.timeout_s
-                for rank, (process, deadline) in list(started.items()):
-                    has_ended = os.waitpid(process, os.WNOHANG)[0] == process
-                    if has_ended or time.monotonic() > deadline:
-                        _kill(started.pop(rank)[0], has_ended=has_ended)
-                        done[rank] = _found_of(rank, folder)
-                        progress(f"rank {rank} has {done[rank].end}, {len(waiting) + len(started)} to go")
-                time.sleep(0.005)
-        finally:
-            for process, _ in started.values():
-                _kill(process, has_ended=False)
-        return tuple(done[rank] for rank in sorted(done))
+        done: list[RankOutcome] = []
+        with closing(run_processes((job, rank, Path(name)) for rank in ranks)) as runs:
+            for _, one in runs:
+                done.append(one)
+                progress(f"rank {one.rank} has {one.end}, {len(ranks) - len(done)} to go")
+        return tuple(sorted(done, key=lambda one: one.rank))
+
+
+def run_processes(
+    waiting: Iterator[tuple[ScriptRun, int, Path]],
+) -> Generator[tuple[ScriptRun, RankOutcome], None, None]:
+    """Run each job as a rank, two processes at a time, and yield each with what it has done when it ends.
+
+    The first one runs alone: others may need what it leaves, such as the objects that it sends. Close it to end all.
+
+    Args:
+        waiting: Jobs, ranks, and folders for their files; the next one is asked for when there is room for it.
+
+    Raises:
+        ConfigError: This system has no fork.
+    """
+    if not hasattr(os, "fork"):
+        raise ConfigError("this system cannot fork processes", fix="rehearse on Linux or macOS")
+    import_before_forks()
+    started: dict[int, tuple[float, ScriptRun, int, Path]] = {}
+    room, has_more = 1, True
+    try:
+        while has_more or started:
+            while has_more and len(started) < room:
+                following = next(waiting, None)
+                has_more = following is not None
+                if following is not None:
+                    started[_start(*following)] = time.monotonic() + following[0].timeout_s, *following
+            for process, (deadline, job, rank, folder) in list(started.items()):
+                has_ended = os.waitpid(process, os.WNOHANG)[0] == process
+                if has_ended or time.monotonic() > deadline:
+                    del started[process]
+                    _kill(process, has_ended=has_ended)
+                    room = 2
+                    yield job, _found_of(rank, folder)
+            time.sleep(0.005)
+    finally:
+        for process in started:
+            _kill(process, has_ended=False)
 
 
 def _start(job: ScriptRun, rank: int, folder: Path) -> int:
@@ -250,7 +285,7 @@ class _Child:
         sys.path.insert(0, str(job.script.resolve().parent))
         stand_in_for_files(self._folder, number)
         end, said = "ended", ""
-        with rank.modules_named(), mode, rank, names:
+        with job.around() as found, rank.modules_named(), mode, rank, names:
             try:
                 runpy.run_path(str(job.script), run_name="__main__")
             except ScriptEnds:
@@ -266,7 +301,7 @@ class _Child:
         return {
             "end": end, "said": said, "steps": rank.steps_done, "at_rest": rank.at_rest, "peak": rank.peak,
             "peak_at": rank.peak_at, "parts": rank.parts_at_peak, "overrun": rank.overrun, "notes": rank.notes,
-            "lines": [asdict(one) for one in rank.lines],
+            "lines": [asdict(one) for one in rank.lines], "work": rank.work, "found": found,
         }  # fmt: skip
 
     def _traceback(self) -> str:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from composable.errors import ConfigError
-from composable.ground.frames import outwards
+from composable.ground.frames import in_backward, outwards
 from composable.ground.torch_private import FakeTensor, let_optimizers_use_lists, tree_leaves, with_values
 from composable.testing.ledger import LIBRARIES, LedgerLine, line_of, users_line
 from composable.testing.rehearsal import StepMemory
@@ -40,6 +41,9 @@ _COMPARED: dict[str, Callable[..., Any]] = {
 _CARRIED = frozenset(
     "any all max min amax amin sum clone _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
 )
+
+# What counts the floating-point operations of an operation; attention of the CPU has the arguments of the device's.
+_WORK: dict[str, Callable[..., int]] = {one.__name__: count for one, count in flop_registry.items()}
 
 # Functions of torch.cuda and torch.accelerator that nobody misses.
 _DO_NOTHING = """
@@ -68,6 +72,7 @@ class RehearsedRank(StepMemory):
         notes: What was left out, or answered, and how often.
         at_rest: The bytes between two steps.
         overrun: When the budget was first exceeded: bytes, place, the user's line and its text.
+        work: Floating-point operations in "forward", and "again" in a backward that runs a forward again.
     """
 
     def __init__(self, device: str, budget: int, steps: int, *, is_strict: bool) -> None:
@@ -77,6 +82,7 @@ class RehearsedRank(StepMemory):
         self.notes: Counter[str] = Counter()
         self.at_rest = 0
         self.overrun: tuple[int, str, str, str] | None = None
+        self.work: Counter[str] = Counter()
         self._making = ""
         self._stepped: Counter[int] = Counter()
 
@@ -119,6 +125,9 @@ class RehearsedRank(StepMemory):
             result = func(*args, **kwargs)
         self._count_on_device(args, kwargs, result, is_collective=is_collective)
         self._compare(name, args, result)
+        if (count := _WORK.get(name.removesuffix("_for_cpu"))) is not None and torch.is_grad_enabled():
+            # Backward itself has no gradients: what has them there is a forward that runs again.
+            self.work["again" if in_backward() else "forward"] += count(*args, **kwargs, out_val=result)
         return result
 
     def _has_values(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_collective: bool) -> bool:
