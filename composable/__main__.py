@@ -31,6 +31,13 @@ COMMANDS = {
         "run a script as one rank of many, without devices: memory, traffic, hangs",
         ("rehearse train.py --ranks 64 --per-host 8 --device h100-80g --steps 2 -- --lr 3e-4",),
     ),
+    "fit": Command(
+        "rehearse other annotations of a script: what fits into memory, and the lines to write",
+        (
+            "fit train.py --ranks 8 --memory 24GiB",
+            "fit train.py --ranks 64 --device h100-80g --vary '--batch-size 8,16,32' -- --lr 3e-4",
+        ),
+    ),
     "check": Command(
         "say whether a checkpoint is whole, and what is in it",
         ("check runs/gpt", "check s3://bucket/run/step-000300 --json"),

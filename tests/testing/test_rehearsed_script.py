@@ -520,7 +520,7 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text()
-    script, words, screen = re.findall(r"```(?:python|sh|text)\n(.*?)```", page, flags=re.DOTALL)
+    script, words, screen, *_ = re.findall(r"```(?:python|sh|text)\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     found = command(tmp_path, *words.split()[4:])
     assert (found.stdout, found.returncode) == (screen, 3), found.stderr

@@ -1,0 +1,206 @@
+"""The frontier of a script: what other annotations of it need, send and compute again, each rehearsed as one rank.
+
+A candidate is on the frontier if no other needs, sends and computes as little or less.
+"""
+
+import functools
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from composable.errors import UsageError
+from composable.ground.names import bytes_text
+from composable.testing import ScriptRun
+from composable.testing.candidates import Candidate, annotations_of
+from composable.testing.rehearsed_script import RankOutcome, run_processes
+
+# Less than this is no difference.
+_SLACK = 1.05
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was rehearsed.
+
+    Attributes:
+        candidate: What changes.
+        peak: The most bytes of the first rank.
+        sent: The bytes that it sends in a step.
+        leaving: Those to other hosts.
+        again: The part of the work of forward that backward computes again.
+        is_bare: One handle gathers all, so nothing hides its traffic.
+        write: For each line of the script that changes, the statements to write there.
+    """
+
+    candidate: Candidate
+    peak: int
+    sent: int
+    leaving: int
+    again: float
+    is_bare: bool
+    write: Mapping[str, Sequence[str]]
+
+    @staticmethod
+    def of(candidate: Candidate, job: ScriptRun, one: RankOutcome, written: Mapping[str, Any]) -> "Tried":
+        work, is_bare = one.work or {}, not (candidate.policy or (candidate.policy is None and written["policy"]))
+        again = work.get("again", 0) / max(work.get("forward", 0), 1)
+        return Tried(candidate, one.peak, *one.sent_bytes(job), round(again, 3), is_bare, one.found["write"])
+
+    @property
+    def costs(self) -> tuple[float, bool, int, int]:
+        """What a step costs beside memory: traffic may hide behind computation, and work that is done again cannot."""
+        return self.again, self.is_bare, self.leaving, self.sent
+
+    def is_as_good_as(self, other: "Tried") -> bool:
+        """Say whether this one needs no more of anything than ``other``, for the same arguments of the script."""
+        pairs = zip((self.peak, *self.costs), (other.peak, *other.costs), strict=True)
+        return self.candidate.words == other.candidate.words and all(own <= _SLACK * others for own, others in pairs)
+
+
+@dataclass
+class Frontier:
+    """What ``find_frontier`` has found.
+
+    Attributes:
+        tried: The candidates, the script as it is written first.
+        left_out: Candidates, or groups of them, that were not tried or have failed, with reasons.
+        failed: The script as it is written, if it fails.
+    """
+
+    tried: list[Tried] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    failed: RankOutcome | None = None
+
+    def best(self, limit: int) -> list[Tried]:
+        """Return the frontier of what fits into ``limit`` bytes, least costs first; if nothing does, least memory."""
+        fits = [one for one in self.tried if not limit or one.peak <= limit]
+        kept: list[Tried] = []
+        for one in sorted(fits or self.tried, key=_order):
+            if not any(other.is_as_good_as(one) for other in kept):
+                kept.append(one)
+        return kept if fits else sorted(kept, key=lambda one: one.peak)
+
+    def has_worse_part(self, candidate: Candidate) -> bool:
+        """Say whether one of several changes, tried alone with the first arguments, makes nothing better."""
+        plain, changes = self.tried[0], candidate.changes
+        parts = [one for one in self.tried if len(one.candidate.changes) == 1 and one.candidate.changes <= changes]
+        return len(changes) > 1 and any(plain.is_as_good_as(one) for one in parts)
+
+
+def _order(one: Tried) -> tuple[float, ...]:
+    # In two digits: what costs about as much comes by its changes.
+    return (*(float(f"{cost:.1e}") for cost in one.costs), len(one.candidate.changes), one.peak)
+
+
+def find_frontier(
+    job: ScriptRun, varied: Sequence[tuple[str, ...]], limit_s: float, progress: Callable[[str], object]
+) -> Frontier:
+    """Rehearse the first rank of the script as it is written, then of candidates, the least changes first.
+
+    Args:
+        job: The script, and how it runs.
+        varied: Arguments of the script, each in place of those of ``job``; at least one.
+        limit_s: Seconds after which no more are tried, and those that run are ended.
+        progress: Called with a text when a candidate was tried.
+
+    Raises:
+        UsageError: The script does not call ``fully_shard`` or ``replicate``.
+    """
+    end = time.monotonic() + limit_s
+    found, running, written = Frontier(), dict[Any, Candidate](), dict[str, Any]()
+
+    def as_job(candidate: Candidate) -> ScriptRun:
+        around = functools.partial(annotations_of, candidate, written or None)
+        rest = max(min(job.timeout_s, end - time.monotonic()), 1.0) if running else job.timeout_s
+        running[around] = candidate
+        return replace(job, arguments=candidate.words or job.arguments, around=around, timeout_s=rest)
+
+    def waiting(folder: Path) -> Iterator[tuple[ScriptRun, int, Path]]:
+        yield as_job(Candidate(words=varied[0])), 0, folder  # It runs alone, and says what there is to change.
+        candidates = iter(_candidates(job, written, varied, found.left_out) if written else ())
+        worse = 0
+        for candidate in candidates:
+            if found.has_worse_part(candidate):
+                worse += 1
+                found.left_out["combinations"] = f"{worse} with a change that makes nothing better by itself"
+            elif time.monotonic() > end:
+                late = [candidate, *(one for one in candidates if not found.has_worse_part(one))]
+                found.left_out[f"{len(late)} others, such as {late[0]}"] = f"not tried in {limit_s:g} s"
+            else:
+                place = folder / str(len(running))
+                place.mkdir()
+                yield as_job(candidate), 0, place
+
+    with (
+        tempfile.TemporaryDirectory(prefix="fit") as name,
+        closing(run_processes(waiting(Path(name)))) as runs,
+    ):
+        for run, one in runs:
+            candidate = running[run.around]
+            if one.end != "ended":
+                reason = (one.said.strip().splitlines() or [""])[-1] if one.end == "failed" else "not ended in time"
+                found.left_out[str(candidate)] = reason
+                if not found.tried:
+                    found.failed = one
+                    return found
+                continue
+            if not found.tried:
+                written.update(one.found)
+                if written["main"] < 0:
+                    raise UsageError("the script annotates nothing", fix="call fully_shard or replicate on its model")
+            found.tried.append(Tried.of(candidate, run, one, written))
+            progress(f"{len(found.tried)} tried, {bytes_text(one.peak)}: {candidate}")
+    return found
+
+
+def _candidates(
+    job: ScriptRun, written: Mapping[str, Any], varied: Sequence[tuple[str, ...]], left_out: dict[str, str]
+) -> list[Candidate]:
+    """Return what could be in place of a script as it is written, and note what could not."""
+    calls, main = written["calls"], written["calls"][written["main"]]
+    is_shared = any(one["is_inner"] and one["place"] == main["place"] for one in calls)
+    policies: list[str | None] = [None]
+    every: list[int | None] = [None, 0] if any(one["name"] == "checkpoint" for one in calls) else [None]
+    if is_shared or not written["classes"]:
+        reason = "one line annotates it and modules inside" if is_shared else "nothing that repeats is inside"
+        left_out[f"policies and checkpoints of {' + '.join(main['classes'])}"] = reason
+    else:
+        policies += [one for one in written["classes"] if written["policy"] != [one]]
+        policies += [""] if written["policy"] else []
+        every += [1, 2]
+    frees: list[bool | int | str | None] = [None, True, False]
+    if job.on_host < job.ranks:
+        if main["has_mesh"] or job.ranks % job.on_host:
+            left_out["strategies with copies"] = "the script passes a mesh or group, or hosts differ in ranks"
+        else:
+            frees += [job.on_host] if job.on_host > 1 else []
+            frees += ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+    shown = {main["strategy"], main["reshard_after_forward"]}
+    frees = [one for one in frees if str(one) not in shown - {"None"}]
+    made = [Candidate(*one, words) for words in varied for one in itertools.product(policies, frees, every)]
+    if main["name"] == "replicate":
+        made = [one for one in made if one.policy is not None or one.frees is None]
+    made.sort(key=lambda one: (len(one.changes), one.policy is not None))
+    return [one for one in made if one.changes or one.words != varied[0]]
+
+
+def frontier_lines(found: Frontier, limit: int) -> Iterator[str]:
+    """Yield the lines of a report: a table of the frontier, what to write, and what was left out."""
+    budget = f", of which {sum(one.peak <= limit for one in found.tried)} fit into {bytes_text(limit)}" if limit else ""
+    yield f"tried         {len(found.tried)}{budget}; the best, and what a step of them needs"
+    yield "                 memory  to others        sent  again"
+    best = found.best(limit)
+    for number, one in enumerate([found.tried[0], *(one for one in best if one is not found.tried[0])]):
+        figures = [f"{bytes_text(count):>11}" for count in (one.peak, one.leaving, one.sent)]
+        verdict = "" if not limit else "fits" if one.peak <= limit else "too large"
+        yield f"{number:2} {verdict:9}{' '.join(figures)} {one.again:6.0%}  {one.candidate}"
+        for place, lines in one.write.items():
+            yield f"   {place}: {lines[0] if lines else '(leave this out)'}"
+            yield from (" " * (len(place) + 5) + line for line in lines[1:])
+    for what, reason in found.left_out.items():
+        yield f"left out      {what}: {reason}"
