@@ -16,7 +16,6 @@ from composable.planning import ShardPlan, is_hybrid, plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Take the function, the ranks, and what decides the handles."""
-    parser.epilog = f"Bytes are of a rank: at rest with two states of an optimizer; no activations.\n{parser.epilog}"
     parser.add_argument("factory", metavar="MODULE:FUNCTION", help="makes the model; it is called on the meta device")
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks train")
     parser.add_argument("--per-host", type=int, help="how many ranks share a host")
@@ -46,13 +45,14 @@ def run(args: argparse.Namespace) -> int:
         strategy=args.strategy,
     )
     sent = made.expected_traffic() if args.per_host else None
+    unknown = {} if args.json else "not known without --per-host"
     if not args.json:
-        print(made)
+        print(made, "Of a rank, with two states of an optimizer and without activations:", sep="\n")
     found = {
         "elements": made.numel,
         "bytes at rest": made.bytes_per_rank_at_rest(),
         "bytes at peak": made.peak_bytes_per_rank(),
-        "bytes sent": {"inside the host": sent.inside_bytes, "to other hosts": sent.between_bytes} if sent else {},
+        "bytes sent": {"inside the host": sent.inside_bytes, "to other hosts": sent.between_bytes} if sent else unknown,
     }
     show(found | ({"handles": [*_handles(made)]} if args.json else {}), as_json=args.json)
     return 0
@@ -60,13 +60,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _model_of(text: str) -> nn.Module:
     """Return the model that the function ``text``, as ``package.module:function``, makes on the meta device."""
-    name, _, path = text.partition(":")
+    file, _, path = text.partition(":")
+    name = file.removesuffix(".py")
+    make: Any = None
     try:
-        make: Any = importlib.import_module(name)
+        make = importlib.import_module(name)
         for part in path.split("."):
             make = getattr(make, part)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+    except Exception as error:
         fix = "pass MODULE:FUNCTION, such as train:make_model for train.py in this folder"
+        if make is None and name and getattr(error, "name", None) not in (name, name.partition(".")[0]):
+            fix = f'an import runs {name}: put what trains below `if __name__ == "__main__":`, or the model elsewhere'
         raise ConfigError(f"{text} cannot be imported: {type(error).__name__}: {error}", fix=fix) from error
     with torch.device("meta"):
         model = make()

@@ -1,6 +1,7 @@
 """``plan`` prints what ``fully_shard`` would do with a model that a function makes."""
 
 import json
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -34,7 +35,9 @@ def test_the_plan_is_that_of_the_call(capsys: pytest.CaptureFixture[str]) -> Non
     made = plan(make_model(), world_size=8, policy={nn.TransformerEncoderLayer})
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{made}\nelements          {made.numel:,}\nbytes at rest     ")
+    heading = "Of a rank, with two states of an optimizer and without activations:"
+    assert text.startswith(f"{made}\n{heading}\nelements          {made.numel:,}\nbytes at rest     ")
+    assert text.endswith("\nbytes sent        not known without --per-host\n")
     assert main([*words, "--per-host", "4", "--strategy", "HYBRID_SHARD", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     hybrid = plan(
@@ -76,6 +79,17 @@ def test_what_cannot_be_planned_is_one_line(words: list[str], what: str, capsys:
     assert main(["plan", *words]) == 1
     out, err = capsys.readouterr()
     assert out == "" and what in err and err.count("\n") == 1
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "script_of_a_rank.py").write_text("import os\nos.environ['NO_SUCH_RANK']\n")
+    assert main(["plan", "script_of_a_rank:make", "--ranks", "2"]) == 1
+    assert "KeyError: 'NO_SUCH_RANK'; fix: an import runs script_of_a_rank: put what trains" in capsys.readouterr().err
+    (tmp_path / "script_of_a_model.py").write_text("from tests.commands.test_plan import make_model\n")
+    assert main(["plan", "script_of_a_model.py:make_model", "--ranks", "2"]) == 0
 
 
 def test_an_error_of_the_function_keeps_its_traceback() -> None:
