@@ -48,6 +48,7 @@ from composable.ground.torch_private import (
 )
 
 _T = TypeVar("_T")
+# A tensor on the device of the ranks, of any dtype, and the rank within the group at its other end.
 Message: TypeAlias = tuple[torch.Tensor, int]
 _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 # Messages of `are_alike` travel under a tag that nothing else here uses.
@@ -344,16 +345,14 @@ class Ranks:
                 work.wait()
 
     def begin_exchange(self, sends: Iterable[Message], receives: Iterable[Message]) -> Callable[[], None]:
-        """Begin to send and receive tensors [n] of any dtype, on ``device``; what is returned waits for the end.
-
-        Each is with the rank within the group at its other end. Messages between two ranks keep their order.
-        """
+        """Begin to send and receive tensors [n], in order between two ranks; what is returned waits for the end."""
         ops = [dist.P2POp(dist.isend, message, group=self.group, group_peer=peer) for message, peer in sends]
         ops += [dist.P2POp(dist.irecv, message, group=self.group, group_peer=peer) for message, peer in receives]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        # Ranks may have different numbers of messages.
+        with meeting(self.group, "exchange", ahead=None):
+            works = dist.batch_isend_irecv(ops) if ops else []
 
         def finish() -> None:
-            # Ranks may have different numbers of messages.
             with meeting(self.group, "exchange", ahead=None):
                 for work in works:
                     work.wait()

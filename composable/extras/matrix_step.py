@@ -80,14 +80,18 @@ class Owners:
             targets: For each parameter [piece]; nothing is written where the result is a view of it.
         """
         found: dict[int, list[torch.Tensor]] = {}
+        here: list[int] = []
+        cut: list[int] = []
+        results: dict[int, torch.Tensor] = {}
         for index, pieces in parts.items():
             layout = self._layouts[index]
-            if self.ranks[index] == layout.rank and _is_whole(layout, layout.rank):
+            if self.ranks[index] != layout.rank:
+                continue
+            if _is_whole(layout, layout.rank):
+                here.append(index)
                 found[index] = [layout.unflat(part.reshape(-1)) for part in pieces]
-        here, results = list(found), {}
-        for index, pieces in parts.items():
-            layout = self._layouts[index]
-            if self.ranks[index] == layout.rank and index not in found:
+            else:
+                cut.append(index)
                 found[index] = [layout.empty_block(part.dtype, part.device) for part in pieces]
                 for whole, part in zip(found[index], pieces, strict=True):
                     layout.flat(whole)[layout.lo : layout.hi].copy_(part.reshape(-1))
@@ -106,14 +110,14 @@ class Owners:
             to_owners=True,
         ):
             run(here[: len(here) // 2])
-        run([index for index in found if index not in here])
+        run(cut)
         with self._exchanging(
             lambda index, rank: self._pieces([results[index]], index, rank),
             lambda index, _: [targets[index].view(-1)],
             parts,
             to_owners=False,
         ):
-            run(list(found))
+            run(here[len(here) // 2 :])
 
     def _pieces(self, wholes: Sequence[torch.Tensor], index: int, rank: int) -> list[torch.Tensor]:
         layout = self._layouts[index]
