@@ -98,7 +98,11 @@ def _order(one: Tried) -> tuple[float, ...]:
 
 
 def find_frontier(
-    job: ScriptRun, varied: Sequence[tuple[str, ...]], limit_s: float, progress: Callable[[str], object]
+    job: ScriptRun,
+    varied: Sequence[tuple[str, ...]],
+    limit_s: float,
+    progress: Callable[[str], object],
+    most_changes: int = 3,
 ) -> Frontier:
     """Rehearse the first rank of the script as it is written, then of candidates, the least changes first.
 
@@ -107,6 +111,7 @@ def find_frontier(
         varied: Arguments of the script, each in place of those of ``job``; at least one.
         limit_s: Seconds after which no more are tried, and those that run are ended.
         progress: Called with a text when a candidate was tried.
+        most_changes: How many changes a candidate has at most, of policy, ``reshard_after_forward`` and checkpoints.
 
     Raises:
         UsageError: The script does not call ``fully_shard`` or ``replicate``.
@@ -122,7 +127,8 @@ def find_frontier(
 
     def waiting(folder: Path) -> Iterator[tuple[ScriptRun, int, Path]]:
         yield as_job(Candidate(words=varied[0])), 0, folder  # It runs alone, and says what there is to change.
-        candidates = iter(_candidates(job, written, varied, found.left_out) if written else ())
+        every = _candidates(job, written, varied, found.left_out) if written else []
+        candidates = iter([one for one in every if len(one.changes) <= most_changes])
         worse = 0
         for candidate in candidates:
             if found.has_worse_part(candidate):

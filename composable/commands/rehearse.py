@@ -10,10 +10,11 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from composable.commands.frontier import Tried, find_frontier
 from composable.errors import ConfigError
 from composable.ground.names import bytes_text, count_text, list_text
 from composable.testing import DEVICES, RankOutcome, ScriptRun, hang_between, rehearse_script
@@ -26,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--all-ranks", action="store_true", help="rehearse every rank, not a few of each kind")
     parser.add_argument("--strict", action="store_true", help="refuse a script that reads values of tensors")
+    what_if = "also rehearse other annotations, one change each: what they need"
+    parser.add_argument("--what-if", action="store_true", help=what_if)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, steps: int = 0) -> None:
@@ -73,12 +76,22 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(args)
     runs = rehearse_script(job, lambda text: print(text, file=sys.stderr))
     report = RehearsalReport(job, runs)
+    if args.what_if and report.exit_code in (0, 4):
+        two_steps = replace(job, steps=min(job.steps or 2, 2), rehearsed=())
+        report.others = find_frontier(two_steps, [job.arguments], job.timeout_s, lambda _: None, most_changes=1).tried[
+            1:
+        ]
     print(json.dumps(report.values(), indent=2) if args.json else "\n".join(report.lines()))
     return report.exit_code
 
 
 class RehearsalReport:
-    """What a rehearsal has found, as text and as values."""
+    """What a rehearsal has found, as text and as values.
+
+    Attributes:
+        runs: What the ranks have done.
+        others: What the script needs with other annotations.
+    """
 
     def __init__(self, job: ScriptRun, runs: Sequence[RankOutcome]) -> None:
         self._job, self.runs = job, runs
@@ -86,6 +99,7 @@ class RehearsalReport:
         self._hang = "" if self._broken else hang_between({one.rank: one.lines for one in runs})
         self._largest = max(runs, key=lambda one: one.peak)
         self._over = next((one for one in runs if one.overrun is not None), None)
+        self.others: Sequence[Tried] = ()
 
     @property
     def exit_code(self) -> int:
@@ -109,6 +123,7 @@ class RehearsalReport:
             "bytes_per_step_to_other_hosts": leaving,
             "hidden_gathers": dict(self._hidden()),
             "notes": dict(self._notes()),
+            "what_if": {str(one.candidate): one.peak for one in self.others},
         }
 
     def lines(self) -> Iterator[str]:
@@ -153,6 +168,8 @@ class RehearsalReport:
             count, place, line, source = self._over.overrun
             yield f"OUT OF MEMORY rank {self._over.rank} has {bytes_text(count)}{limit}, in {place}"
             yield f"              at {line}: {source}"
+        for other in sorted(self.others, key=lambda other: other.peak):
+            yield f"what if       {bytes_text(other.peak)} with {other.candidate}"
 
     def _hidden(self) -> Counter[str]:
         return Counter(f"{one.place}: {one.source}" for one in self.runs[0].lines if one.is_hidden)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from composable.commands.fit import _with_values
-from composable.commands.frontier import Frontier, Tried
+from composable.commands.frontier import Frontier, Tried, find_frontier
+from composable.commands.rehearse import RehearsalReport
+from composable.ground.names import bytes_text
 from composable.testing import RankOutcome, ScriptRun, rehearse_script
 from composable.testing.candidates import Candidate, annotations_of
 
@@ -202,3 +204,20 @@ def test_the_frontier_is_what_fits_by_costs_or_the_least_memory() -> None:
     assert found.has_worse_part(Candidate(frees=True, every=1)) and not found.has_worse_part(
         Candidate(frees=False, every=1)
     )
+
+
+def test_a_rehearsal_says_what_other_annotations_need(tmp_path: Path) -> None:
+    source = f"{HEAD}fully_shard(model, policy={{Block}}, strategy='FULL_SHARD'){TAIL}"
+    job = ScriptRun(tmp_path / "train.py", ranks=2, on_host=2, budget=2**20)
+    job.script.write_text(source)
+    tried = find_frontier(job, [()], 300.0, lambda _: None, most_changes=1).tried
+    assert [str(one.candidate) for one in tried] == [
+        "as written", "checkpoint of all blocks", "checkpoint of every second block", "reshard_after_forward=True",
+        "reshard_after_forward=False", "one handle",
+    ]  # fmt: skip
+    report = RehearsalReport(job, rehearse_script(job))
+    report.others = tried[1:]
+    assert report.exit_code == 4
+    shown = [line for line in report.lines() if line.startswith("what if ")]
+    assert len(shown) == 5 and shown[0].endswith(f"{bytes_text(tried[1].peak)} with checkpoint of all blocks")
+    assert report.values()["what_if"]["one handle"] == tried[-1].peak
