@@ -67,7 +67,8 @@ EDGES["__main__"] = {"", "errors", "commands"}
 PROGRAMS = {"commands", "__main__"}
 # Methods that users call on an object of the core, and that only an extra can do: imported inside of the method.
 LATE_IMPORTS = {
-    ("composable.planning.shard_plan", "composable.extras.drawing"): "`ShardPlan.draw`, a picture of a plan"
+    ("composable.planning.shard_plan", "composable.extras.drawing"): "`ShardPlan.draw`, a picture of a plan",
+    ("composable.planning.planner", "composable.testing.planned_step"): "`plan(step=)`, a rehearsal of a step",
 }
 # Only these talk to other ranks, or name what does; the others name types, or this rank in a message.
 FILES_THAT_COMMUNICATE = {"comm", "testing"}

@@ -213,5 +213,5 @@ def draw_plan(plan: ShardPlan, optimizer_states: int, state_dtype: torch.dtype |
         held.append((name, count_text(len(part), "rank"), [(figures, bar)]))
     copies = f"; ranks {len(padding):,}-{len(padding) * replicas - 1:,} hold copies" if replicas > 1 else ""
     y = _table(canvas, y, "Ranks", [(*_WIDE[:2], f"Parameters at rest{copies}")], held)
-    canvas.text(_MARGIN, y + 6, _LEFT_OUT, 11, _FAINT)
+    canvas.text(_MARGIN, y + 6, f"With activations: {plan.step}." if plan.step else _LEFT_OUT, 11, _FAINT)
     return canvas.document(y + 24)

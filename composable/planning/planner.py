@@ -8,6 +8,7 @@ the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ def plan(
     transport: str = "auto",
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
+    step: Callable[[nn.Module], object] | None = None,
 ) -> ShardPlan:
     """Return the plan of ``fully_shard`` with the same arguments. Nothing is changed or communicated.
 
@@ -79,12 +81,16 @@ def plan(
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
+        step: Runs forward and backward of the module that it is given, on batches that it makes: the plan then has the
+            peak with activations, as ``composable.testing.rehearse`` counts it. It is called once, with a copy of fake
+            tensors. An optimizer that it makes, and steps twice, counts.
 
     Returns:
         The plan; ``print`` shows its handles.
 
     Raises:
         ConfigError: An argument is wrong; the message names the module or parameter and the fix.
+        UsageError: There is a ``step``, and torch.distributed is initialised in this process.
     """
     for _, root in named_roots(module):
         for api in ("fully_shard", "replicate"):
@@ -110,6 +116,10 @@ def plan(
         offload_policy=offload_policy,
     )
     made = make_plan(module, options)[0]
+    if step is not None:
+        from composable.testing.planned_step import rehearse_planned  # not needed to train
+
+        made = replace(made, step=rehearse_planned(module, made, options, step, ranks_per_host))
     return made if ranks_per_host is None else made.on_hosts(ranks_per_host)
 
 

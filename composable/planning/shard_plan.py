@@ -265,6 +265,7 @@ class ShardPlan:
         hosts: The host of each rank, one copy of all shards after the other; empty: not known.
         is_queued: A device runs it later than the host: memory beside a result is freed once the work is queued.
         left_out: Dims of the mesh along which nothing is averaged, in words; empty: there are none.
+        step: What a step needs with activations, a ``composable.testing.Rehearsal``, where ``plan`` was given one.
     """
 
     world_size: int
@@ -279,6 +280,7 @@ class ShardPlan:
     hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
     is_queued: bool = field(default=False, compare=False, repr=False)
     left_out: str = field(default="", compare=False, repr=False)
+    step: object = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -557,6 +559,7 @@ class ShardPlan:
             ("ignored parameters", list_text(self.ignored_fqns, FQNS_SHOWN, write=str)),
             ("whole matrices", f"{len(owned.ranks)}, {owned}{idle}" if is_ordered else ""),
             ("no elements on a rank", f"{empty:.0%} of parameters, on average" if empty > 0.5 else ""),
+            ("a step with activations", str(self.step or "")),
             *(("warning", warning) for warning in self.warnings),
         ):
             lines += [f"  {title}: {text}"] if text else []
