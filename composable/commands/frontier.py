@@ -57,9 +57,9 @@ class Tried:
         return self.again, self.is_bare, self.leaving, self.sent
 
     def is_as_good_as(self, other: "Tried") -> bool:
-        """Say whether this one needs no more of anything than ``other``, for the same arguments of the script."""
+        """Say whether this one needs no more of anything than ``other``."""
         pairs = zip((self.peak, *self.costs), (other.peak, *other.costs), strict=True)
-        return self.candidate.words == other.candidate.words and all(own <= _SLACK * others for own, others in pairs)
+        return all(own <= _SLACK * others for own, others in pairs)
 
 
 @dataclass
@@ -77,18 +77,27 @@ class Frontier:
     failed: RankOutcome | None = None
 
     def best(self, limit: int) -> list[Tried]:
-        """Return the frontier of what fits into ``limit`` bytes, least costs first; if nothing does, least memory."""
-        fits = [one for one in self.tried if not limit or one.peak <= limit]
-        kept: list[Tried] = []
-        for one in sorted(fits or self.tried, key=_order):
-            if not any(other.is_as_good_as(one) for other in kept):
-                kept.append(one)
-        return kept if fits else sorted(kept, key=lambda one: one.peak)
+        """Return the frontier of what fits into ``limit`` bytes, least costs first, for each arguments of the script.
+
+        Where nothing fits, three that need least memory, at the end.
+        """
+        fitting, others = list[Tried](), list[Tried]()
+        for words in dict.fromkeys(one.candidate.words for one in self.tried):
+            alike = sorted((one for one in self.tried if one.candidate.words == words), key=_order)
+            fits = [one for one in alike if not limit or one.peak <= limit]
+            kept: list[Tried] = []
+            for one in fits or alike:
+                if not any(other.is_as_good_as(one) for other in kept):
+                    kept.append(one)
+            fitting += kept if fits else []
+            others += [] if fits else sorted(kept, key=lambda one: one.peak)[:3]
+        return [*fitting, *others]
 
     def has_worse_part(self, candidate: Candidate) -> bool:
         """Say whether one of several changes, tried alone with the first arguments, makes nothing better."""
         plain, changes = self.tried[0], candidate.changes
-        parts = [one for one in self.tried if len(one.candidate.changes) == 1 and one.candidate.changes <= changes]
+        first = (one for one in self.tried if one.candidate.words == plain.candidate.words)
+        parts = [one for one in first if len(one.candidate.changes) == 1 and one.candidate.changes <= changes]
         return len(changes) > 1 and any(plain.is_as_good_as(one) for one in parts)
 
 
@@ -169,11 +178,11 @@ def _candidates(
 ) -> list[Candidate]:
     """Return what could be in place of a script as it is written, and note what could not."""
     calls, main = written["calls"], written["calls"][written["main"]]
-    is_shared = any(one["is_inner"] and one["place"] == main["place"] for one in calls)
+    is_shared = [one["place"] for one in calls].count(main["place"]) > 1
     policies: list[str | None] = [None]
     every: list[int | None] = [None, 0] if any(one["name"] == "checkpoint" for one in calls) else [None]
     if is_shared or not written["classes"]:
-        reason = "one line annotates it and modules inside" if is_shared else "nothing that repeats is inside"
+        reason = "its line annotates other modules too" if is_shared else "nothing that repeats is inside"
         left_out[f"policies and checkpoints of {' + '.join(main['classes'])}"] = reason
     else:
         policies += [one for one in written["classes"] if written["policy"] != [one]]

@@ -272,7 +272,12 @@ class _Statement:
 
 @functools.cache
 def _tree(file: str) -> ast.Module:
-    return ast.parse("".join(linecache.getlines(file)))
+    tree = ast.parse("".join(linecache.getlines(file)))
+    for call in [one for one in ast.walk(tree) if isinstance(one, ast.Call) and not one.args]:
+        # The module comes first, as in most calls.
+        call.args = [one.value for one in call.keywords if one.arg == "module"]
+        call.keywords = [one for one in call.keywords if one.arg != "module"]
+    return tree
 
 
 def _is_annotation(value: object) -> bool:

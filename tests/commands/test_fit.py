@@ -80,7 +80,7 @@ CHANGES: dict[str, tuple[str, Candidate, str]] = {
     ),
     "made in the call": ("model = fully_shard(build(), policy={Block})", Candidate(every=1), "model.modules()"),
     "options in a dict": (
-        "options = {'policy': {Block}, 'strategy': 'FULL_SHARD'}\nfully_shard(model, **options)", Candidate(frees=False), "**{**options, "
+        "options = {'policy': {Block}, 'strategy': 'FULL_SHARD'}\nfully_shard(module=model, **options)", Candidate(frees=False), "**{**options, "
     ),
     "a name of their own": ("import composable as c\nkinds = {Block}\ndel Block\nc.fully_shard(model, policy=kinds)", Candidate(every=1), "get_submodule('1')"),
 }  # fmt: skip
@@ -157,7 +157,7 @@ def test_the_command_says_what_it_left_out_and_that_nothing_fits(tmp_path: Path)
     first, _, row, *left_out = done.stdout.splitlines()
     assert first.startswith("tried         1, of which 0 fit into 97.7 KiB") and "as written --batch 8" in row
     assert left_out == [
-        "left out      policies and checkpoints of Sequential: one line annotates it and modules inside",
+        "left out      policies and checkpoints of Sequential: its line annotates other modules too",
         "left out      5 others, such as as written --batch 16: not tried in 0 s",
     ]
 
@@ -200,7 +200,11 @@ def test_the_frontier_is_what_fits_by_costs_or_the_least_memory() -> None:
     found = Frontier(rows)
     assert found.best(0) == found.best(200) == [rows[1], rows[0], rows[4], rows[3]]
     assert found.best(105) == [rows[0], rows[4], rows[3]] and found.best(45) == [rows[3]]
-    assert found.best(10) == [rows[3], rows[4], rows[0], rows[1]]
+    assert found.best(10) == [rows[3], rows[4], rows[0]]
+    # Steps on other batches are not compared: each has its own, and those of which one fits come first.
+    found.tried += [Tried(Candidate(words=("-b", "2")), 60, 100, 0, 0.0, False, {})]
+    assert found.best(45) == [rows[3], found.tried[-1]] and found.best(200)[-1] is found.tried[-1]
+    found.tried.pop()
     assert found.has_worse_part(Candidate(frees=True, every=1)) and not found.has_worse_part(
         Candidate(frees=False, every=1)
     )
