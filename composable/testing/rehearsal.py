@@ -165,7 +165,7 @@ class StepMemory(TorchDispatchMode):
         self._known: dict[int, tuple[Any, str, int]] = {}
         self._changing: dict[int, Any] = {}
         self._running: list[tuple[nn.Module, int]] = []
-        self._names: dict[nn.Module, str] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         # For each forward that ended: its first and last node of autograd, and the module's name.
         self._forwards: list[tuple[int, int, str]] = []
 
