@@ -58,7 +58,8 @@ ENTRIES: dict[str, set[str]] = {
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
 EDGES["extras"] = set(EDGES)  # what training does not need: it may import everything, and nothing imports it
-EDGES["testing"] = {"", "comm", *BASE}  # as users do, from the package; a rehearsal notes what ranks compare
+# As users do, from the package; a rehearsal notes what ranks compare, and answers for those that are not there.
+EDGES["testing"] = {"", "comm", "engine", "replication", *BASE}
 EDGES[""] = set(EDGES) - {"testing"}  # composable/__init__.py
 # The command line is a program on the package: it may import everything, from any file, a command when it is chosen,
 # and nothing imports it.

@@ -32,4 +32,4 @@ from composable.comm.ranks import (
     wait_for_hook,
     wait_for_work,
 )
-from composable.comm.transport import Pending, Transport, transport_class, transport_names
+from composable.comm.transport import Pending, Transport, register_transport, transport_class, transport_names

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -36,6 +37,8 @@ from composable.testing.ledger import LedgerLine
 from composable.testing.rehearsal import line_of_error
 from composable.testing.stand_ins import RehearsedRank, ScriptEnds, stand_in_for_devices
 from composable.testing.surroundings import (
+    Letters,
+    ranks_that_misheard,
     stand_in_for_data,
     stand_in_for_files,
     stand_in_for_groups,
@@ -45,6 +48,9 @@ from composable.testing.surroundings import (
 # The memory of devices in GiB, by name; 0: it is not known.
 _GIB = "cpu 0, cuda 0, a100-40g 40, a100-80g 80, b200-180g 180, h100-80g 80, h200-141g 141, l4-24g 24, l40s-48g 48"
 DEVICES = {name: int(gib) for name, gib in (one.split() for one in _GIB.split(", "))}
+
+# So often a rank is rehearsed, if others say each time what it has not heard before.
+_MOST_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -158,12 +164,18 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"the script cannot be read: {error}", fix="pass the path of a Python file") from error
     with tempfile.TemporaryDirectory(prefix="rehearsal") as name:
-        done: list[RankOutcome] = []
-        with closing(run_processes((job, rank, Path(name)) for rank in ranks)) as runs:
-            for _, one in runs:
-                done.append(one)
-                progress(f"rank {one.rank} has {one.end}, {len(ranks) - len(done)} to go")
-        return tuple(sorted(done, key=lambda one: one.rank))
+        folder = Path(name)
+        done: dict[int, RankOutcome] = {}
+        runs: Counter[int] = Counter()
+        while ranks:
+            runs.update(ranks)
+            left = len(ranks)
+            with closing(run_processes((job, rank, folder) for rank in ranks)) as processes:
+                for _, one in processes:
+                    done[one.rank], left = one, left - 1
+                    progress(f"rank {one.rank} has {one.end}, {left} to go")
+            ranks = [one for one in ranks_that_misheard(folder) if runs[one] < _MOST_RUNS]
+        return tuple(done[rank] for rank in sorted(done))
 
 
 def run_processes(
@@ -271,7 +283,8 @@ class _Child:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         names = stand_in_for_devices(rank, number, job.on_host, job.device)
         register_fake_backend()
-        stand_in_for_groups(rank, number, job.ranks, self._folder)
+        letters = Letters(self._folder, number)
+        stand_in_for_groups(rank, number, job.ranks, letters)
         stand_in_for_data(rank, mode)
         stand_in_for_saves(rank, job.ranks)
         register_optimizer_step_pre_hook(rank.step_begins)
@@ -298,6 +311,7 @@ class _Child:
             except BaseException:
                 end, said = "failed", self._traceback()
         faulthandler.cancel_dump_traceback_later()
+        letters.save()
         return {
             "end": end, "said": said, "steps": rank.steps_done, "at_rest": rank.at_rest, "peak": rank.peak,
             "peak_at": rank.peak_at, "parts": rank.parts_at_peak, "overrun": rank.overrun, "notes": rank.notes,

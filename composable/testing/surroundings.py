@@ -12,9 +12,11 @@ import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import composable
-from composable.comm import Ranks
+from composable.comm import Ranks, register_transport, transport_class, transport_names
+from composable.engine import Agreement
 from composable.ground.torch_private import (
     DeviceMesh,
     FakeTensor,
@@ -32,10 +35,78 @@ from composable.ground.torch_private import (
     c10d,
     with_values,
 )
+from composable.replication import BucketExchange, FlagBlock
 from composable.testing.stand_ins import RehearsedRank, is_device
 
+_T = TypeVar("_T")
 
-def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, folder: Path) -> None:
+
+class Letters:
+    """The small values that ranks tell each other, by their group, the call, and its number.
+
+    A rank hears the ranks that were rehearsed before it, and takes the others to say what it says itself. Where they
+    did not, it is rehearsed again.
+
+    Args:
+        folder: Has a file for each rank that was rehearsed.
+        rank: This rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._counts: Counter[tuple[Any, ...]] = Counter()
+        self._sent: dict[tuple[Any, ...], bytes] = {}
+        self._heard: dict[tuple[int, tuple[Any, ...]], bytes | None] = {}
+        self._others = {path.name: _read(path)[0] for path in folder.glob("letters-*")}
+
+    def all(self, op: str, ranks: Sequence[int], value: _T) -> list[_T]:
+        """Return what each of ``ranks`` says in this call."""
+        key = self._next(op, ranks)
+        self._send(key, value)
+        return [value if one == self._rank else self._hear(key, one, value) for one in ranks]
+
+    def of(self, op: str, ranks: Sequence[int], source: int, value: _T) -> _T:
+        """Return what ``source`` says in this call; only what it says is sent."""
+        key = self._next(op, ranks)
+        if source == self._rank:
+            self._send(key, value)
+            return value
+        return self._hear(key, source, value)
+
+    def save(self) -> None:
+        with (self._folder / f"letters-{self._rank}").open("wb") as file:
+            pickle.dump((self._sent, self._heard), file)
+
+    def _next(self, op: str, ranks: Sequence[int]) -> tuple[Any, ...]:
+        key = op, tuple(ranks)
+        self._counts[key] += 1
+        return (*key, self._counts[key])
+
+    def _send(self, key: tuple[Any, ...], value: object) -> None:
+        with suppress(Exception):  # What cannot be written is told to nobody.
+            self._sent[key] = pickle.dumps(value)
+
+    def _hear(self, key: tuple[Any, ...], source: int, own: _T) -> _T:
+        said = self._others.get(f"letters-{source}", {}).get(key)
+        self._heard[source, key] = said or self._sent.get(key)
+        return own if said is None else pickle.loads(said)
+
+
+def _read(path: Path) -> Any:
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def ranks_that_misheard(folder: Path) -> list[int]:
+    """Return the ranks to which others have said, by now, something else than they heard."""
+    letters = {int(path.name.split("-")[1]): _read(path) for path in folder.glob("letters-*")}
+    said = {(rank, key): value for rank, (sent, _) in letters.items() for key, value in sent.items()}
+    return sorted(
+        rank for rank, (_, heard) in letters.items() if any(said.get(key, one) != one for key, one in heard.items())
+    )
+
+
+def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, letters: Letters) -> None:
     """Let ``init_process_group`` make fake groups, and note what is no operation on tensors."""
     make: Any = c10d._new_process_group_helper
     begin, mesh_init = dist.init_process_group, DeviceMesh.__init__
@@ -75,7 +146,7 @@ def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, folde
         "new_group": new_noted_group,
         "init_device_mesh": mesh_of,
         "monitored_barrier": lambda group=None, *_, **__: dist.barrier(group),
-        **_object_calls(rank, number, folder),
+        **_object_calls(rank, letters),
     }
     for place in places:
         for name, function in replaced.items():
@@ -85,13 +156,24 @@ def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, folde
     for name in ("__getitem__", "_flatten", "get_local_rank", "get_coordinate", "get_rank", "size", "__repr__"):
         setattr(DeviceMesh, name, _valued(getattr(DeviceMesh, name)))
     for name in ("are_alike", "objects", "object_of", "largest", "texts_on_first"):
-        setattr(Ranks, name, _noted(rank, name, getattr(Ranks, name)))
+        setattr(Ranks, name, _noted(rank, letters, name, getattr(Ranks, name)))
+    _answer_in_backward(letters)
     for module in [one for name, one in sys.modules.items() if name.startswith("composable.")]:
         if hasattr(module, "is_tracing"):
             # torch takes fake tensors for those of a compiler.
             setattr(module, "is_tracing", lambda: False)  # noqa: B010
+    if not rank.device:
+        use_collectives_only()
     launcher: Any = torch.multiprocessing
     launcher.spawn = lambda fn, args=(), nprocs=1, **_: fn(number % max(1, nprocs), *args)
+
+
+def use_collectives_only() -> None:
+    """Let transports between host tensors use the collectives of the process group, as a cluster does."""
+    group = transport_class("process_group")
+    for name in transport_names():
+        if not transport_class(name).serves("cpu", "fake"):
+            register_transport(type(name, (group,), {"name": name, "cost": group.cost + 1}))
 
 
 def _valued(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,22 +185,64 @@ def _valued(call: Callable[..., Any]) -> Callable[..., Any]:
     return valued
 
 
-def _noted(rank: RehearsedRank, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Note a small message between the ranks, which the fake backend does not send."""
+def _noted(rank: RehearsedRank, letters: Letters, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Note a small message between the ranks, which the fake backend does not send, and answer for the others."""
 
     @functools.wraps(call)
-    def noted(self: Ranks, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Ranks, *args: Any) -> Any:
         # Ranks compare texts, which have to be equal.
         text = hashlib.sha256(args[0].encode()).hexdigest()[:8] if name == "are_alike" else ""
         rank.note_call({"are_alike": "comparison"}.get(name, name), self.numbers, text)
-        return call(self, *args, **kwargs)
+        if self.size == 1 or name in {"are_alike", "texts_on_first"}:
+            return call(self, *args)
+        if name == "object_of":
+            return letters.of(name, self.numbers, self.numbers[args[0]], args[1])
+        every = letters.all(name, self.numbers, args[0])
+        return every if name == "objects" else [max(column) for column in zip(*every, strict=True)]
 
     return noted
 
 
-def _object_calls(rank: RehearsedRank, number: int, folder: Path) -> dict[str, Callable[..., Any]]:
-    """Return torch's calls that send objects: other ranks have the same, but for those that one rank sends to all."""
-    sent: Counter[tuple[int, ...]] = Counter()
+def _answer_in_backward(letters: Letters) -> None:
+    """Let a rank hear at the end of a backward which parameters have a gradient on others."""
+    begin, write, make = Agreement.begin, FlagBlock.write, BucketExchange.__init__
+    numbers: dict[int, list[int]] = {}
+
+    def heard(self: Any, **flags: bool) -> None:
+        ranks, transport = self._ranks, self.transport
+
+        def bring(*_: object) -> SimpleNamespace:
+            own = bytes(self._mine)
+            # That modules ran in another order is seen in the ledgers, with lines.
+            start = len(own) - sum(ledger.message_bytes for ledger in self._ledgers)
+            every = letters.all("backward", ranks.numbers, own)
+            self._every[:] = b"".join(own[:start] + (one if len(one) == len(own) else own)[start:] for one in every)
+            return SimpleNamespace(finish=lambda: None)
+
+        self._ranks = SimpleNamespace(is_alone=ranks.size == 1, size=ranks.size)
+        self.transport = SimpleNamespace(begin_all_gather=bring)
+        try:
+            begin(self, **flags)
+        finally:
+            self._ranks, self.transport = ranks, transport
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        numbers[id(self.flag_block)] = self._numbers
+
+    def written(self: Any, *args: Any) -> None:
+        write(self, *args)
+        if self._told:
+            told = letters.all("flags", numbers[id(self)], self._told)
+            self._told = [sum(column) for column in zip(*told, strict=True)]
+
+    Agreement.begin = heard  # type: ignore[method-assign]
+    BucketExchange.__init__ = made  # type: ignore[method-assign]
+    FlagBlock.write = written  # type: ignore[method-assign,assignment]
+
+
+def _object_calls(rank: RehearsedRank, letters: Letters) -> dict[str, Callable[..., Any]]:
+    """Return torch's calls that send objects."""
 
     def note(op: str, group: Any, text: str = "") -> tuple[int, ...]:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -126,26 +250,17 @@ def _object_calls(rank: RehearsedRank, number: int, folder: Path) -> dict[str, C
         return ranks
 
     def to_all(found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = [value] * len(note("all_gather_object", group))
+        found[:] = letters.all("objects", note("all_gather_object", group), value)
 
     def to_one(value: Any, found: list[Any] | None = None, dst: Any = None, group: Any = None, **_: Any) -> None:
-        count = len(note("gather_object", group, f"root {dst or 0}"))
+        every = letters.all("objects", note("gather_object", group, f"root {dst or 0}"), value)
         if found is not None:
-            found[:] = [value] * count
+            found[:] = every
 
     def of_source(op: str, values: Any, src: Any, group: Any, group_src: Any) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         source = ranks[group_src] if group_src is not None else src or 0
-        note(op, group, f"root {source}")
-        sent[ranks] += 1
-        name = hashlib.sha256(repr((ranks, sent[ranks])).encode()).hexdigest()
-        if source == number:
-            (folder / name).write_bytes(pickle.dumps(values))
-        elif (folder / name).exists():
-            return pickle.loads((folder / name).read_bytes())
-        else:
-            rank.notes[f"rank {source} sends objects, and is rehearsed later: its own stand for them"] += 1
-        return values
+        return letters.of(op, note(op, group, f"root {source}"), source, values)
 
     def broadcast(
         values: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
@@ -240,10 +355,13 @@ class _Saved:
 
 def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
     """Leave out what writes checkpoints; all ranks have to call it."""
-    find, load = composable.find_checkpoint, composable.load_checkpoint
+    find, load, write = composable.find_checkpoint, composable.load_checkpoint, torch.save
 
     def left_out(name: str) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
+            if name == "torch.save" and isinstance(args[1], io.BytesIO):
+                with with_values():
+                    return write(*args, **kwargs)
             rank.notes[f"{name} writes nothing"] += 1
             if name != "torch.save":
                 rank.note_call(name, range(world_size))
