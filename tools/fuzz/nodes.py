@@ -7,6 +7,7 @@ Every node maps ``[batch, WIDTH]`` to ``[batch, WIDTH]``. What it does in a call
 import collections
 import dataclasses
 import functools
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ __all__ = [
     "tags_in",
 ]
 
-WIDTH = 4
+WIDTH = int(os.environ.get("FUZZ_WIDTH", "4"))  # More where the bytes of small messages must not count.
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Runs a case on ranks and in one process, and says how it ended."""
 
+import gc
 import itertools
 import random
 import tempfile
@@ -24,7 +25,7 @@ from tools.fuzz.nodes import Model, kinds_in
 from tools.fuzz.programs import PROGRAMS, Step
 
 __all__ = ["EXACT", "OUTCOMES", "TIMEOUT_S", "Outcome", "Wrong", "added", "check", "check_gradients", "check_values"]
-__all__ += ["is_hang", "line_of", "make_optimizer", "outcome_of", "run_case", "shrink"]
+__all__ += ["is_hang", "line_of", "make_optimizer", "outcome_of", "run_case", "shrink", "train_annotated"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
 LR = 0.05
@@ -189,8 +190,8 @@ def added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None
 # On ranks
 
 
-def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
-    torch.set_default_dtype(torch.float64)
+def _annotated(case: Case) -> tuple[Model, torch.optim.Optimizer]:
+    """Return the model of a case, annotated, and its optimizer."""
     is_early = case.hooks.endswith("before")
 
     def before(plain: Model) -> None:
@@ -202,8 +203,6 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
 
     is_torchs_first = case.annotation.rng("optimizer").random() < 0.5
     model = annotate(lambda: make_model(case), case.annotation, before)
-    if [name for name, _ in model.named_parameters()] != list(expected[0].values):
-        raise Wrong("the names of parameters have changed")
     if not is_early:
         _hook(case, model)
     try:
@@ -216,6 +215,27 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
             _apply_in_backward(case, model)
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
+    return model, optimizer
+
+
+def train_annotated(case: Case, folder: Path) -> None:
+    """Train on this rank, and compare nothing."""
+    model, optimizer = _annotated(case)
+    for number, name in enumerate(case.programs):
+        PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
+        if not case.steps_inside:
+            _clip(case, optimizer.param_groups[0]["params"], is_plain=False)
+            optimizer.step()
+        model, optimizer = _act(case, model, optimizer, number, folder, is_plain=False)
+        _zero(case, optimizer, number)
+        gc.collect()  # Of models that were copied; elsewhere garbage may stay for any time.
+
+
+def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
+    torch.set_default_dtype(torch.float64)
+    model, optimizer = _annotated(case)
+    if [name for name, _ in model.named_parameters()] != list(expected[0].values):
+        raise Wrong("the names of parameters have changed")
     for number, (name, record) in enumerate(zip(case.programs, expected, strict=True)):
         # Not the model's: after a forward without a backward it may show whole ones.
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))

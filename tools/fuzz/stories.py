@@ -4,6 +4,7 @@ A story is a tuple of small values that all follows from, so it can be printed, 
 """
 
 import dataclasses
+import gc
 import random
 import re
 import tempfile
@@ -37,7 +38,7 @@ from tools.fuzz.runner import (
 )
 from tools.fuzz.story_parts import INSIDE, Now, Side, StoryModel, annotated_names
 
-__all__ = ["Op", "Story", "draw_story", "run_story", "shrink_story"]
+__all__ = ["Op", "Story", "draw_story", "run_story", "shrink_story", "tell_annotated"]
 
 # Of a story; ranks that wait for each other say so at once.
 TIMEOUT_S = 120.0
@@ -183,6 +184,33 @@ def _on_a_rank(story: Story, folder: str) -> Ended:
         if hasattr(handle, "wait"):
             handle.wait()
     return ended
+
+
+def tell_annotated(story: Story, folder: Path) -> None:
+    """Perform what is legal on this rank, and compare nothing; what is refused drops the gradients."""
+    model: Any = annotate(lambda: StoryModel(story.blocks, is_alias=story.is_alias), story.annotation, lambda _: None)
+    names = frozenset(name for name, param in model.named_parameters() if param.requires_grad)
+    now = Now(story.annotation, list(annotated_names(model)), names)
+    optimizer = make_optimizer(story.optimizer, model.parameters())
+    common = (dist.get_rank(), story.world_size, story.seed, folder, now, lambda *_: None)
+    side = Side(model, optimizer, False, *common)
+    for op in story.ops:
+        operation = OPERATIONS[op.name]
+        if operation.is_legal(now):
+            side.rng, side.number, side.losses = random.Random(f"{story.seed}/{op.number}"), op.number, []
+            try:
+                for name, value in (operation.run(side) or {}).items():
+                    setattr(now, name, value)
+            except Skipped:
+                pass
+            except ComposableError:
+                if operation.trains:
+                    side.model.zero_grad()
+                    now.is_pending = now.is_open = False
+        gc.collect()
+    for handle in side.kept.values():
+        if hasattr(handle, "wait"):
+            handle.wait()
 
 
 class _Teller:

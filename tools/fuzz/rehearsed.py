@@ -1,0 +1,178 @@
+"""Random trees and stories, rehearsed, and on real ranks: collectives, bytes and memory have to be equal.
+
+    FUZZ_WIDTH=64 python -m tools.fuzz.rehearsed --seeds 0-50 --world-size 2,3
+
+The width lets parameters outweigh messages. Each program is a script that ``composable.testing`` rehearses on every
+rank; the same function runs on real tensors.
+"""
+
+import argparse
+import gc
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composable import ComposableError
+from composable.comm import register_transport, transport_class, transport_names
+from composable.testing import LedgerLine, ScriptRun, hang_between, rehearse_script
+from composable.testing.ledger import line_of
+from composable.testing.surroundings import use_collectives_only
+from tests.world import RankErrors, run_ranks
+from tools.fuzz.cases import draw, draw_hybrid, draw_replicated
+from tools.fuzz.runner import line_of as text_of
+from tools.fuzz.runner import train_annotated
+from tools.fuzz.run import numbers
+from tools.fuzz.stories import draw_story, tell_annotated
+
+__all__ = ["KINDS", "difference", "main", "train"]
+
+KINDS = {"plain": draw, "replicated": draw_replicated, "hybrid": draw_hybrid, "story": draw_story}
+# What runs in another thread is followed neither here nor there.
+WITHOUT = frozenset({"all in a thread", "backward in a thread"})
+# A program that the library refuses exits so.
+SCRIPT = """from tools.fuzz.rehearsed import train
+import torch.distributed as dist
+dist.init_process_group("gloo")
+refused = train({kind!r}, {seed}, {ranks}, {folder!r})
+if refused:
+    raise SystemExit(refused)
+"""
+EXACT = 0.02
+# How a collective is compared: the numbers of its group, what it is, shape and dtype, bytes.
+Lines = Mapping[tuple[int, ...], Sequence[tuple[str, str, int]]]
+
+
+def train(kind: str, seed: int, ranks: int, folder: str) -> str:
+    """Train as this rank, without comparisons; return what the library has refused."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    gc.disable()
+    try:
+        drawn: Any = KINDS[kind]
+        case = drawn(seed, ranks) if kind == "story" else drawn(seed, ranks, WITHOUT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if kind == "story":
+                tell_annotated(case, Path(folder))
+            else:
+                train_annotated(case, Path(folder))
+    except ComposableError as error:
+        return text_of(error)
+    except Exception as error:
+        if type(error).__name__ != "Refused":
+            raise
+        return text_of(error)
+    finally:
+        gc.enable()
+        torch.set_default_dtype(before)
+    return ""
+
+
+class _Real(TorchDispatchMode):
+    """Notes the collectives of a real rank, and adds up after each operation what all storages have that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[LedgerLine | None] = []
+        self.peak = 0
+        self._storages: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            self.lines.append(line_of(func, args, "", "", 0))
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs, result)):
+            if isinstance(one, torch.Tensor) and not one.is_meta and one.layout == torch.strided:
+                storage = one.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        alive = {key: find() for key, find in self._storages.items()}
+        self._storages = {key: self._storages[key] for key, one in alive.items() if one is not None}
+        self.peak = max(self.peak, sum(one.nbytes() for one in alive.values() if one is not None))
+        return result
+
+
+def _real(kind: str, seed: int, ranks: int, folder: str) -> tuple[str, Lines, int]:
+    before = [transport_class(name) for name in transport_names()]
+    use_collectives_only()
+    try:
+        with _Real() as real:
+            refused = train(kind, seed, ranks, folder)
+    finally:
+        for one in before:
+            register_transport(one)
+    return refused, by_group(real.lines), real.peak
+
+
+def by_group(lines: Iterable[LedgerLine | None]) -> Lines:
+    """Return the collectives of values by their group, without the small messages with which ranks compare notes."""
+    found: dict[tuple[int, ...], list[tuple[str, str, int]]] = {}
+    for one in lines:
+        if one is not None and "float" in one.text and len(one.ranks) > 1:
+            found.setdefault(one.ranks, []).append((one.op, one.text, one.whole_bytes))
+    return found
+
+
+def difference(kind: str, seed: int, ranks: int) -> str:
+    """Return how a rehearsed program differs from the real one; "refused" if both are; empty: they are alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(SCRIPT.format(kind=kind, seed=seed, ranks=ranks, folder=folder))
+        job = ScriptRun(script, (), ranks, ranks, "cpu", rehearsed=tuple(range(ranks)), timeout_s=300.0)
+        runs = rehearse_script(job)
+        try:
+            real = run_ranks(_real, ranks, kind, seed, ranks, folder)
+        except RankErrors as errors:
+            return f"on real ranks: {text_of(next(iter(errors.errors.values())))}"
+    if refused := real[0][0]:
+        said = {one.said.removeprefix("the script exits: ") for one in runs}
+        return "refused" if said == {refused} else f"refused by real ranks: {refused}; rehearsed: {said}"
+    if broken := [one for one in runs if one.end != "ended"]:
+        return f"rank {broken[0].rank} {broken[0].end}: {broken[0].said}"
+    if hang := hang_between({one.rank: one.lines for one in runs}):
+        return f"a false hang: {hang}"
+    for one, (_, lines, peak) in zip(runs, real, strict=True):
+        have = by_group(one.lines)
+        for group in sorted({*have, *lines}):
+            own, others = list(have.get(group, ())), list(lines.get(group, ()))
+            if own != others:
+                index = next((at for at, pair in enumerate(zip(own, others, strict=False)) if pair[0] != pair[1]), -1)
+                index = index if index >= 0 else min(len(own), len(others))
+                sides = " not ".join(str((row[index : index + 1] or ["nothing"])[0]) for row in (own, others))
+                return f"rank {one.rank}, call {index} of {len(own)} not {len(others)} in {group}: {sides}"
+        if abs(one.peak - peak) > EXACT * peak:
+            return f"rank {one.rank}: peak {one.peak} in {one.peak_at}; real: {peak} ({one.peak / peak - 1:+.1%})"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare as many programs as the command line says; return 1 if any differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=numbers, default=range(10), help="one, some (1,2) or a range (0-50)")
+    parser.add_argument("--world-size", type=numbers, default=(2,), help="numbers of ranks")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=", ".join(KINDS))
+    options = parser.parse_args(arguments)
+    started, counts = time.monotonic(), {"right": 0, "refused": 0, "differs": 0}
+    for seed in options.seeds:
+        for kind in options.kinds:
+            for ranks in options.world_size:
+                found = difference(kind, seed, ranks)
+                counts[{"": "right", "refused": "refused"}.get(found, "differs")] += 1
+                if found not in {"", "refused"}:
+                    print(f"{kind} {seed}, {ranks} ranks: {found}", flush=True)
+    print(f"{counts} in {time.monotonic() - started:.0f} s")
+    return int(counts["differs"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
