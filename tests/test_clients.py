@@ -3,8 +3,10 @@
 The other clients run by ``examples/clients/compare.py``, where their packages are installed.
 """
 
+import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import traceback
@@ -223,3 +225,52 @@ def test_the_trainer_of_the_page_trains_saves_and_resumes_as_a_plain_one(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for model, plain in zip(models, (weights, resumed), strict=True):
             torch.testing.assert_close(model, plain, rtol=1e-4, atol=1e-5)
+
+
+def launched(program: str, ranks: int, *words: str) -> list[float]:
+    """Run a program with a folder and more words on some ranks, and return the losses that it writes there."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", program, *words]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=CLIENTS.parent.parent, env=environ, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return [float(loss) for loss in json.loads(Path(words[0], "losses.json").read_text())]
+
+
+@pytest.fixture(scope="module")
+def losses_of_lightning(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("needs lightning, of the extra `clients`")
+    return launched("tests.lightning_program", 1, str(tmp_path_factory.mktemp("plain")), "plain")
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_with_lightnings_checkpoints_three_ranks_go_on_where_two_stopped(
+    annotation: str, losses_of_lightning: list[float], tmp_path: Path
+) -> None:
+    program, expected = "tests.lightning_program", losses_of_lightning
+    assert len(expected) == 8
+    assert launched(program, 2, str(tmp_path / "two"), annotation) == pytest.approx(expected, abs=1e-6)
+    checkpoint = str(tmp_path / "two" / "epoch=1.ckpt")
+    for ranks, kind in ((3, annotation), *([(1, "plain")] if annotation == "replicate" else [])):
+        resumed = launched(program, ranks, str(tmp_path / f"on{ranks}"), kind, checkpoint)
+        assert resumed == pytest.approx(expected[4:], abs=1e-6)
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_what_accelerate_saves_on_two_ranks_three_load(annotation: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate, of the extra `clients`")
+    from tests.accelerate_program import SAVED_AFTER, STEPS, make_model, rows_of
+
+    model, expected = make_model(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1, STEPS + 1):
+        loss = model(rows_of(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    two, three = str(tmp_path / "two"), str(tmp_path / "three")
+    found = launched("tests.accelerate_program", 2, two, annotation)
+    found += launched("tests.accelerate_program", 3, three, annotation, f"{two}/saved")
+    assert found == pytest.approx(expected + expected[SAVED_AFTER:], abs=1e-6)
