@@ -18,7 +18,7 @@ from composable.comm import point_to_point  # noqa: F401  # registers itself
 from composable.comm.hosts import hosts_of
 from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, default_group, kept_with, make_group
-from composable.comm.shared_memory import SharedMemoryTransport, meet
+from composable.comm.shared_memory import MET, SharedMemoryTransport, meet
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
 from composable.errors import ConfigError, warn_once
 from composable.ground.torch_private import real_backend, replace_body
@@ -66,15 +66,14 @@ def _choose(ranks: Ranks, hosts: Sequence[int], name: str, *, may_map: bool = Tr
 def _can_map(ranks: Ranks) -> bool:
     """Say whether these ranks, on one host, can map each other's memory. Collective at first use."""
 
-    def ask() -> bool:
+    def ask() -> list[object] | None:
         try:
-            meet(ranks)
+            return [meet(ranks)]
         except ConfigError as error:  # on every rank
             warn_once(f"{error.what}; they use another transport, which is slower")
-            return False
-        return True
+            return None
 
-    return kept_with(ranks.process_group, "can map", ask)
+    return kept_with(ranks.process_group, MET, ask) is not None
 
 
 def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
@@ -131,7 +130,9 @@ class OwnTransport(Transport):
             number, group = _take(self.ranks)
             # torch's debug level DETAIL wraps a new group: it is none of a real backend then.
             maps_memory = bool(real_backend(group)) and transport_class(settle_transport_for(self.ranks)).maps_memory
-            inner = SharedMemoryTransport(group, is_own=True) if maps_memory else ProcessGroupTransport(group)
+            inner = ProcessGroupTransport(group)
+            if maps_memory:
+                inner = SharedMemoryTransport(group, is_own=True, asked=self.ranks.process_group)
             self.groups = inner.groups
             # A replicated model that is dropped leaves its group to the next one.
             finalizer = weakref.finalize(self, _leave, _idle_of(self.ranks), number, group, inner.in_flight)

@@ -22,13 +22,16 @@ import torch
 import torch.distributed as dist
 
 from composable.comm.mapped_memory import Block, OwnMemory, PeerMemory
-from composable.comm.ranks import Ranks
+from composable.comm.ranks import Ranks, kept_with
 from composable.comm.transport import DirectTransport, Messages, Pending, add_up, register_transport
 from composable.errors import ConfigError
 from composable.ground.torch_private import real_backend, timeout_of
 
 # A rank handles the message of each peer by itself: beyond so many, that takes longer than a ring of gloo.
 MAX_RANKS = 16
+
+# What a process group keeps: memory that was mapped to see whether that is possible; ``None``: it is not.
+MET = "met"
 
 # How often a rank looks before it sleeps.
 _SPINS = 20
@@ -220,11 +223,15 @@ class SharedMemoryTransport(DirectTransport):
     def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
         return cls.serves(device_type, backend) and 2 <= len(hosts) <= MAX_RANKS and len(set(hosts)) == 1
 
-    def __init__(self, group: dist.ProcessGroup, *, is_own: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, is_own: bool = False, asked: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(group, is_own=is_own)
         if self.world_size > 1:
-            self.memory, memories = meet(Ranks.of(self._group, torch.device("cpu")))
-            self._memories = {peer: memories[self.addresses[peer]] for peer in self.peers}
+            # Whether they can was asked in a group of the same ranks, whose first transport takes what was mapped.
+            met: list[tuple[OwnMemory, dict[int, PeerMemory]]] = kept_with(asked or group, MET, list)
+            self.memory, memories = met.pop() if met else meet(Ranks.of(self._group, torch.device("cpu")))
+            self._memories = {peer: memories[self.numbers[peer]] for peer in self.peers}
             weakref.finalize(self, self.memory.leave, os.getpid())
 
     def publish(self, exchange: _Exchange, tag: int, block: Block) -> Block:
@@ -319,7 +326,7 @@ class SharedMemoryTransport(DirectTransport):
 
 
 def meet(ranks: Ranks) -> tuple[OwnMemory, dict[int, PeerMemory]]:
-    """Make this rank's memory, and map the memory of each other rank, by its rank within ``ranks``. Collective.
+    """Make this rank's memory, and map the memory of each other rank, by its global rank. Collective.
 
     Raises:
         ConfigError: As ``SharedMemoryTransport``, on every rank.
@@ -337,7 +344,7 @@ def meet(ranks: Ranks) -> tuple[OwnMemory, dict[int, PeerMemory]]:
         try:
             for peer, (process, fd, token) in enumerate(everyone):
                 if peer != ranks.rank:
-                    memories[peer] = PeerMemory(process, fd, token, ranks.rank, ranks.size)
+                    memories[ranks.numbers[peer]] = PeerMemory(process, fd, token, ranks.rank, ranks.size)
         except (OSError, AttributeError) as error:
             why = f"the memory of rank {ranks.numbers[peer]} cannot be opened: {error}"
     for number, reason in zip(ranks.numbers, ranks.objects(why), strict=True):

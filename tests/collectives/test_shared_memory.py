@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,17 @@ def test_the_memory_has_no_name_and_is_for_its_user_alone() -> None:
     found = os.fstat(transport.memory.fd)
     assert found.st_nlink == 0
     assert stat.S_IMODE(found.st_mode) == 0o600
+
+
+@on_ranks(2, run=run_ranks)
+def test_what_was_mapped_to_see_whether_it_can_be_is_used() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with mock.patch("os.memfd_create", wraps=os.memfd_create) as made:
+        fully_shard(model)(torch.ones(1, 2)).sum().backward()
+        assert made.call_count == 1
+        replicate(other)(torch.ones(1, 2)).sum().backward()
+        assert made.call_count == 2
+    assert model.weight.grad.full_tensor().tolist() == other.weight.grad.tolist() == [[1.0, 1.0]] * 2
 
 
 @on_ranks(2, run=run_ranks)
