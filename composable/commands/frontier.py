@@ -170,6 +170,7 @@ def find_frontier(
                     raise UsageError("the script annotates nothing", fix="call fully_shard or replicate on its model")
             found.tried.append(Tried.of(candidate, run, one, written))
             progress(f"{len(found.tried)} tried, {bytes_text(one.peak)}: {candidate}")
+    found.tried.sort(key=lambda one: [*running.values()].index(one.candidate))  # not as they ended
     return found
 
 
