@@ -28,9 +28,9 @@ from composable.testing.ledger import line_of
 from composable.testing.surroundings import use_collectives_only
 from tests.world import RankErrors, run_ranks
 from tools.fuzz.cases import draw, draw_hybrid, draw_replicated
+from tools.fuzz.run import numbers
 from tools.fuzz.runner import line_of as text_of
 from tools.fuzz.runner import train_annotated
-from tools.fuzz.run import numbers
 from tools.fuzz.stories import draw_story, tell_annotated
 
 __all__ = ["KINDS", "difference", "main", "train"]
