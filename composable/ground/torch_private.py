@@ -490,6 +490,12 @@ def register_fake_backend() -> None:
     from torch.testing._internal.distributed import fake_pg
 
 
+def swap_contents(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap two fake tensors, also such as weak references lead to, which torch's public function refuses."""
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, other)
+
+
 def import_before_forks() -> None:
     """Import what fake tensors and scripts of training need, and takes long: once, for processes that are forked."""
     import torch._dynamo

@@ -164,6 +164,7 @@ class StepMemory(TorchDispatchMode):
         # Every storage that is alive, what made it, and its bytes; those that are freed and filled again are no more.
         self._known: dict[int, tuple[Any, str, int]] = {}
         self._changing: dict[int, Any] = {}
+        self._last_phase = "outside"
         self._running: list[tuple[nn.Module, int]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         # For each forward that ended: its first and last node of autograd, and the module's name.
@@ -189,10 +190,13 @@ class StepMemory(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self._follow(leaf.untyped_storage(), phase)
-        self._note_peak()
+        self._note_peak(phase)
         return result
 
-    def _note_peak(self) -> None:
+    def _note_peak(self, phase: str) -> None:
+        if phase != self._last_phase:
+            self._last_phase = phase
+            self._look_for_changes()
         now = self.now
         if now > self.peak:
             self.peak, self.peak_at = now, self.place()

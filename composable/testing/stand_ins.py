@@ -205,7 +205,7 @@ class RehearsedRank(StepMemory):
         here = is_here or self._making == "device" or not self.device
         for one in made:
             self._follow(one.untyped_storage(), phase if here else "host")
-        self._note_peak()
+        self._note_peak(phase)
         if self.budget and self.overrun is None and self.now > self.budget:
             self.overrun = self.now, self.place(), *users_line(sys._getframe(2))
 

@@ -33,6 +33,7 @@ from composable.ground.torch_private import (
     FakeTensorMode,
     HashStore,
     c10d,
+    swap_contents,
     with_values,
 )
 from composable.replication import BucketExchange, FlagBlock
@@ -74,8 +75,10 @@ class Letters:
         return self._hear(key, source, value)
 
     def save(self) -> None:
-        with (self._folder / f"letters-{self._rank}").open("wb") as file:
-            pickle.dump((self._sent, self._heard), file)
+        """Write what this rank has said and heard, at once: others may read it now."""
+        written = self._folder / f"writes-{self._rank}"
+        written.write_bytes(pickle.dumps((self._sent, self._heard)))
+        written.replace(self._folder / f"letters-{self._rank}")
 
     def _next(self, op: str, ranks: Sequence[int]) -> tuple[Any, ...]:
         key = op, tuple(ranks)
@@ -93,8 +96,7 @@ class Letters:
 
 
 def _read(path: Path) -> Any:
-    with path.open("rb") as file:
-        return pickle.load(file)
+    return pickle.loads(path.read_bytes())
 
 
 def ranks_that_misheard(folder: Path) -> list[int]:
@@ -206,6 +208,7 @@ def _noted(rank: RehearsedRank, letters: Letters, name: str, call: Callable[...,
 def _answer_in_backward(letters: Letters) -> None:
     """Let a rank hear at the end of a backward which parameters have a gradient on others."""
     begin, write, make = Agreement.begin, FlagBlock.write, BucketExchange.__init__
+    order = BucketExchange.agree_on_order
     numbers: dict[int, list[int]] = {}
 
     def heard(self: Any, **flags: bool) -> None:
@@ -236,6 +239,10 @@ def _answer_in_backward(letters: Letters) -> None:
             told = letters.all("flags", numbers[id(self)], self._told)
             self._told = [sum(column) for column in zip(*told, strict=True)]
 
+    def agreed(self: Any) -> list[int]:
+        return letters.of("order", self._numbers, self._numbers[0], order(self))
+
+    BucketExchange.agree_on_order = agreed  # type: ignore[method-assign]
     Agreement.begin = heard  # type: ignore[method-assign]
     BucketExchange.__init__ = made  # type: ignore[method-assign]
     FlagBlock.write = written  # type: ignore[method-assign,assignment]
@@ -320,14 +327,25 @@ def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
         return mode.from_tensor(tensor)
 
     swap: Any = torch.utils.swap_tensors
+    copied: Any = torch.Tensor.__deepcopy__
 
     def converted(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        # Conversions of modules swap fake tensors, which is refused where anything has a weak reference to one.
-        if isinstance(tensor, FakeTensor) and not tensor.is_meta:
-            tensor.data = other.data
-        else:
+        # Conversions of modules swap fake tensors, which torch refuses where anything has a weak reference to one.
+        if not isinstance(tensor, FakeTensor):
             swap(tensor, other)
+        elif tensor.is_meta:
+            swap_contents(tensor, other)
+        else:
+            tensor.data = other.data
 
+    def copy_of(tensor: Any, memo: dict[int, Any]) -> Any:
+        if id(tensor) in memo or type(tensor) is not FakeTensor or not isinstance(tensor, nn.Parameter):
+            return copied(tensor, memo)
+        # A copy of a parameter has no gradient; torch takes fake ones for other tensors.
+        memo[id(tensor)] = twin = nn.Parameter(tensor.data.clone(), tensor.requires_grad)
+        return twin
+
+    FakeTensor.__deepcopy__ = copy_of  # type: ignore[method-assign]
     torch.utils.swap_tensors = converted
     DataLoader.__init__ = made  # type: ignore[method-assign]
     DataLoader.__iter__ = batches  # type: ignore[method-assign,assignment]
