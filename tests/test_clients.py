@@ -196,20 +196,27 @@ def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit() -> None:
     assert total == whole
 
 
-def trained(folder: Path, annotation: str) -> tuple[dict[str, list[float]], list[dict[str, torch.Tensor]]]:
-    """Return the losses of a run and of one that resumed, and the weights that both saved."""
-    from transformers import LlamaForCausalLM
-
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*(launcher if annotation != "plain" else []), "-m", "tests.trainer_program", str(folder), annotation]
-    done = subprocess.run([sys.executable, *command], cwd=CLIENTS.parent.parent, capture_output=True, timeout=300)
+def launched(program: str, ranks: int, *words: str, file: str = "losses.json") -> list[float]:
+    """Run a program with a folder and more words on some ranks, and return the losses that it writes there."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", program, *words]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=CLIENTS.parent.parent, env=environ, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
-    models = [LlamaForCausalLM.from_pretrained(folder / name) for name in ("final", "resumed")]
-    return json.loads((folder / "found.json").read_text()), [dict(model.state_dict()) for model in models]
+    return [float(loss) for loss in json.loads(Path(words[0], file).read_text())]
+
+
+def saved_model(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in a folder for a hub, after a look at what else it needs."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    assert AutoTokenizer.from_pretrained(folder)("word3 word5")["input_ids"] is not None
+    return dict(LlamaForCausalLM.from_pretrained(folder).state_dict())
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
-def test_the_trainer_of_the_page_trains_saves_and_resumes_as_a_plain_one(
+def test_the_trainer_of_the_page_trains_saves_and_resumes_on_more_ranks_as_a_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as in the program
@@ -218,23 +225,18 @@ def test_the_trainer_of_the_page_trains_saves_and_resumes_as_a_plain_one(
         from transformers import Trainer  # noqa: F401
     except ImportError as error:
         pytest.skip(f"transformers does not run here: {error}")
-    expected, (weights, resumed) = trained(tmp_path / "plain", "plain")
-    assert len(expected["losses"]) == 4 and expected["losses"][2:] == expected["resumed"][-2:]
+    program = "tests.trainer_program"
+    plain = str(tmp_path / "plain")
+    expected, weights = launched(program, 1, plain, "plain", file="final.json"), saved_model(tmp_path / "plain/final")
+    assert len(expected) == 4
     for annotation in ("fully_shard", "replicate"):
-        found, models = trained(tmp_path / annotation, annotation)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        for model, plain in zip(models, (weights, resumed), strict=True):
-            torch.testing.assert_close(model, plain, rtol=1e-4, atol=1e-5)
-
-
-def launched(program: str, ranks: int, *words: str) -> list[float]:
-    """Run a program with a folder and more words on some ranks, and return the losses that it writes there."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", program, *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=CLIENTS.parent.parent, env=environ, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return [float(loss) for loss in json.loads(Path(words[0], "losses.json").read_text())]
+        folder = str(tmp_path / annotation)
+        found = launched(program, 2, folder, annotation, file="final.json")
+        resumed = launched(program, 4, folder, annotation, "resume", file="resumed.json")
+        # The file has the losses before the checkpoint too.
+        assert [found, resumed] == [pytest.approx(expected, abs=1e-4)] * 2
+        for name in ("final", "resumed"):
+            torch.testing.assert_close(saved_model(Path(folder, name)), weights, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Trains with the ``Trainer`` of docs/works_with.md, or with a plain one in one process, and writes what came out.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.trainer_program FOLDER fully_shard
+python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.trainer_program FOLDER fully_shard resume
 python -m tests.trainer_program FOLDER plain
 """
 
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -17,7 +19,16 @@ import torch
 # A torchvision that was built for another torch ends the import of transformers, which does without it.
 sys.modules["torchvision"] = None  # type: ignore[assignment]
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
 from composable import replicate  # noqa: E402
@@ -49,8 +60,9 @@ def trainer_of(annotation: str) -> Any:
     return names["AnnotatedTrainer"]
 
 
-def run(folder: Path, annotation: str, ranks: int, resume: str | None = None) -> Any:
+def run(folder: Path, annotation: str, resume: str | None = None) -> Any:
     """Train, from a checkpoint if one is given; return the trainer, whose state has the losses."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args = TrainingArguments(
         str(folder),
         per_device_train_batch_size=SAMPLES_IN_A_STEP // ACCUMULATED // ranks,
@@ -68,7 +80,14 @@ def run(folder: Path, annotation: str, ranks: int, resume: str | None = None) ->
     )
     rows = torch.randint(32, (32, 8), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = trainer_of(annotation)(make_model(), args, train_dataset=data)
+    words = Tokenizer(WordLevel({f"word{i}": i for i in range(32)}, unk_token="word0"))
+    trainer = trainer_of(annotation)(
+        make_model(),
+        args,
+        train_dataset=data,
+        data_collator=default_data_collator,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words),
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -80,17 +99,12 @@ def losses_of(trainer: Any) -> list[float]:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    folder, annotation = Path(sys.argv[1]), sys.argv[2]
-    ranks = 1 if annotation == "plain" else 2
-    whole = run(folder, annotation, ranks)
-    whole.save_model(str(folder / "final"))
-    # A barrier: the first rank writes the weights that all read.
-    whole.accelerator.wait_for_everyone()
-    resumed = run(folder, annotation, ranks, str(folder / "checkpoint-2"))
-    resumed.save_model(str(folder / "resumed"))
-    if whole.args.process_index == 0:
-        found = {"losses": losses_of(whole), "resumed": losses_of(resumed)}
-        (folder / "found.json").write_text(json.dumps(found))
+    folder, annotation, *resume = sys.argv[1:]
+    name = "resumed" if resume else "final"
+    trainer = run(Path(folder), annotation, f"{folder}/checkpoint-2" if resume else None)
+    trainer.save_model(f"{folder}/{name}")
+    if trainer.args.process_index == 0:
+        Path(folder, f"{name}.json").write_text(json.dumps(losses_of(trainer)))
 
 
 if __name__ == "__main__":
