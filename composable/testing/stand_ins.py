@@ -117,8 +117,11 @@ class RehearsedRank(StepMemory):
         if is_collective:
             line = line_of(func, args, self.place(), self._phase(), self.steps_done)
             self.lines += [] if line is None or len(line.ranks) < 2 else [line]
-        elif name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            return self._answer(args[0])
+        elif name == "_local_scalar_dense":
+            if isinstance(args[0], FakeTensor):
+                return self._answer(args[0])
+            with with_values():  # Whoever asks: it has them.
+                return func(*args)
         elif name in {"equal", "allclose"} and any(isinstance(one, FakeTensor) for one in args):
             return bool(self._answer(torch.ones((), dtype=torch.bool)))
         with with_values() if self._has_values(name, args, kwargs, is_collective) else nullcontext():
@@ -182,6 +185,12 @@ class RehearsedRank(StepMemory):
         """Say whether a tensor [any] lies on the device."""
         known = self._known.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
         return not self.device or (known is not None and known[1] != "host")
+
+    def put_here(self, tensor: torch.Tensor) -> None:
+        """Let a new tensor [any] lie on the device."""
+        phase, storage = self._phase(), getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        self._follow(storage, phase)
+        self._move_here(storage, phase)
 
     @contextmanager
     def making(self, where: str) -> Iterator[None]:
@@ -249,13 +258,20 @@ class _Names(TorchFunctionMode):
                 return self._move(tensor, func, list(args[1:]), kwargs)
             if func in _LEFT_OUT:
                 return _LEFT_OUT[func](tensor)
-            if func == _IS_CUDA and _asks_for_script():
-                return self._rank.is_here(tensor)
+            if func in (_IS_CUDA, _DEVICE) and _asks_for_script():
+                is_here = self._rank.is_here(tensor)
+                if func == _IS_CUDA:
+                    return is_here
+                # One with values; a fake one says it by itself.
+                return torch.device(self._rank.device, torch.cuda.current_device()) if is_here else func(*args)
         if not is_device(kwargs.get("device", self.default if tensor is None else None)):
             return func(*args, **kwargs)
         kwargs["device"] = torch.device("cpu")
         with self._rank.making("device"):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+        if tensor is None and isinstance(made, torch.Tensor):
+            self._rank.put_here(made)  # The values that ``torch.tensor`` is given were on the host.
+        return made
 
     def _move(self, tensor: torch.Tensor, func: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = {torch.Tensor.cuda: "cuda", torch.Tensor.cpu: "cpu"}.get(func)
@@ -306,6 +322,7 @@ _READERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__format__: _formatted,
 }
 _IS_CUDA: Any = getattr(torch.Tensor.is_cuda, "__get__")  # noqa: B009  # a property, to types
+_DEVICE: Any = getattr(torch.Tensor.device, "__get__")  # noqa: B009
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
 _LEFT_OUT: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.Tensor.pin_memory: lambda tensor: tensor,

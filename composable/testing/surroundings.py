@@ -374,6 +374,7 @@ class _Saved:
 def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
     """Leave out what writes checkpoints; all ranks have to call it."""
     find, load, write = composable.find_checkpoint, composable.load_checkpoint, torch.save
+    saved: dict[str, composable.SavedCheckpoint] = {}
 
     def left_out(name: str) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -383,17 +384,26 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
             rank.notes[f"{name} writes nothing"] += 1
             if name != "torch.save":
                 rank.note_call(name, range(world_size))
+            if name == "save_checkpoint":
+                note_saved(*args, **kwargs)
             return _Saved(args[0] if args else kwargs.get("folder"))
 
         return save
 
+    def note_saved(folder: Any, step: int, *_: Any, extra: Any = None, **__: Any) -> None:
+        one = composable.SavedCheckpoint(Path(str(folder), f"step-{step:06}"), step, extra)
+        saved[os.path.abspath(one.path)] = saved[os.path.abspath(str(folder))] = one
+
+    def find_checkpoint(path: Any) -> Any:
+        return saved.get(os.path.abspath(str(path))) or find(path)
+
     def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
         rank.note_call("load_checkpoint", range(world_size))
         rank.notes["load_checkpoint reads no tensors"] += 1
-        return find(path) or load(path, *args, **kwargs)
+        return find_checkpoint(path) or load(path, *args, **kwargs)
 
     torch.save = left_out("torch.save")
-    composable.load_checkpoint = load_checkpoint
+    composable.load_checkpoint, composable.find_checkpoint = load_checkpoint, find_checkpoint
     for name in ("save_checkpoint", "save_safetensors"):
         setattr(composable, name, left_out(name))
     import torch.distributed.checkpoint as dcp  # takes as long to import as the rest

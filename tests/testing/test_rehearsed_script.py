@@ -288,6 +288,17 @@ SCRIPTS = {
         "starts = torch.randint(8, (4,), generator=torch.Generator().manual_seed(rank)) + 10\n"
         "assert all(9 < one < 18 for one in starts.tolist()) and sorted(torch.randperm(3).tolist()) == [0, 1, 2]"
     ),
+    "numbers on the device": (
+        "total = torch.tensor(0.5, device=device)\nassert total.device == device == torch.tensor([1]).to(device).device\n"
+        "assert total.is_cuda and total.item() == 0.5 and torch.tensor(0.5).device.type == 'cpu'\n"
+        "total += model(torch.randn(2, 64, device=device)).detach().mean()\nassert total.device == device"
+    ),
+    "a run of ours": (
+        "from composable import accelerate_optimizer, find_checkpoint, load_checkpoint, save_checkpoint, watch\n"
+        "accelerate_optimizer(optimizer, model)\nwith watch(model) as w:\n    for _ in range(3):\n        step()\n"
+        "        w.step(tokens=8, loss=one.sum())\nsave_checkpoint('run', 3, model, optimizer, extra={'epoch': 1})\n"
+        "assert load_checkpoint('run', model, optimizer).extra == {'epoch': 1} and find_checkpoint('run/step-000003').step == 3"
+    ),
     "exit": "step()\nsys.exit(0)",
 }  # fmt: skip
 
