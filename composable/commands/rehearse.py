@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--all-ranks", action="store_true", help="rehearse every rank, not a few of each kind")
     parser.add_argument("--strict", action="store_true", help="refuse a script that reads values of tensors")
+    real = "all ranks run, as processes with values on this machine's processors: for small models"
+    parser.add_argument("--real", action="store_true", help=real)
     what_if = "also rehearse other annotations, one change each: what they need"
     parser.add_argument("--what-if", action="store_true", help=what_if)
 
@@ -41,7 +43,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, steps: int = 0) -> None:
     default = f" (default: {steps})" if steps else ""
     parser.add_argument("--steps", type=_count, default=steps, help=f"end after so many optimizer steps{default}")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a rank (default: 600)")
-    parser.set_defaults(of_script=(), all_ranks=False, strict=False)
+    parser.set_defaults(of_script=(), all_ranks=False, strict=False, real=False)
 
 
 def _count(text: str) -> int:
@@ -67,7 +69,7 @@ def job_of(args: argparse.Namespace) -> ScriptRun:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # No rank outlives this process.
     return ScriptRun(
         args.script, args.of_script, args.ranks, min(args.per_host or 8, args.ranks), args.device, args.memory,
-        args.steps, args.timeout, args.strict, tuple(range(args.ranks)) if args.all_ranks else (),
+        args.steps, args.timeout, args.strict, tuple(range(args.ranks)) if args.all_ranks else (), args.real,
     )  # fmt: skip
 
 
@@ -95,8 +97,10 @@ class RehearsalReport:
 
     def __init__(self, job: ScriptRun, runs: Sequence[RankOutcome]) -> None:
         self._job, self.runs = job, runs
-        self._broken = [one for one in runs if one.end != "ended"]
+        # Real ranks that waited for others have raised, and the ledgers say where.
+        self._broken = [one for one in runs if one.end not in {"ended", "waited"}]
         self._hang = "" if self._broken else hang_between({one.rank: one.lines for one in runs})
+        self._broken = self._broken or [one for one in runs if one.end == "waited" and not self._hang]
         self._largest = max(runs, key=lambda one: one.peak)
         self._over = next((one for one in runs if one.overrun is not None), None)
         self.others: Sequence[Tried] = ()

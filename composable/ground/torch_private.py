@@ -83,7 +83,7 @@ try:
         unset_fake_temporarily,
     )
 
-    from torch._C._distributed_c10d import HashStore  # what a group of one process wants
+    from torch._C._distributed_c10d import FileStore, HashStore  # of processes of one machine, and of one process
 
     # -- ranks as threads: composable/testing/
     from torch._C import _distributed_c10d as c10d_bindings  # finds groups by name, per thread if asked

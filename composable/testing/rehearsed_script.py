@@ -6,6 +6,7 @@ there. It writes its files to a temporary folder.
 
 import ast
 import faulthandler
+import functools
 import json
 import os
 import runpy
@@ -23,13 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from composable.errors import ConfigError
+from composable.errors import ConfigError, DesyncError
 from composable.ground.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    FileStore,
     import_before_forks,
     register_fake_backend,
 )
@@ -51,6 +54,7 @@ DEVICES = {name: int(gib) for name, gib in (one.split() for one in _GIB.split(",
 
 # So often a rank is rehearsed, if others say each time what it has not heard before.
 _MOST_RUNS = 3
+_MOST_REAL = 16
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class ScriptRun:
         timeout_s: How long a rank may take.
         is_strict: Refuse to answer for values of fake tensors.
         rehearsed: The ranks that run; empty: those of ``ranks_to_rehearse``.
+        is_real: Tensors have values, and all ranks run at once, as processes that send messages.
         around: Makes the context in which the script runs in the process of a rank. What it gives, once the script has
             ended, is ``found`` of the outcome, and JSON can hold it.
     """
@@ -82,6 +87,7 @@ class ScriptRun:
     timeout_s: float = 600.0
     is_strict: bool = False
     rehearsed: tuple[int, ...] = ()
+    is_real: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -101,7 +107,7 @@ class RankOutcome:
 
     Attributes:
         rank: The rank.
-        end: "ended", "failed", "late".
+        end: "ended", "failed", "late"; of real ranks also "waited": a wait for others has raised.
         said: The traceback of a script that has failed, or is late.
         steps: Optimizer steps.
         at_rest: Bytes between two steps.
@@ -157,10 +163,13 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
         progress: Called with a text when a rank has ended.
 
     Raises:
-        ConfigError: The script cannot be read, or this system has no fork.
+        ConfigError: The script cannot be read, or this system has no fork; or too many ranks would be real.
     """
+    if job.is_real and job.ranks > _MOST_REAL:
+        what = f"{job.ranks} real ranks would share this machine"
+        raise ConfigError(what, fix=f"pass at most {_MOST_REAL}, or leave out --real")
     try:
-        ranks = list(job.rehearsed or ranks_to_rehearse(job))
+        ranks = list(range(job.ranks) if job.is_real else job.rehearsed or ranks_to_rehearse(job))
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"the script cannot be read: {error}", fix="pass the path of a Python file") from error
     with tempfile.TemporaryDirectory(prefix="rehearsal") as name:
@@ -170,7 +179,8 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
         while ranks:
             runs.update(ranks)
             left = len(ranks)
-            with closing(run_processes((job, rank, folder) for rank in ranks)) as processes:
+            at_once = job.ranks if job.is_real else 2
+            with closing(run_processes(((job, rank, folder) for rank in ranks), at_once)) as processes:
                 for _, one in processes:
                     done[one.rank], left = one, left - 1
                     progress(f"rank {one.rank} has {one.end}, {left} to go")
@@ -179,14 +189,16 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
 
 
 def run_processes(
-    waiting: Iterator[tuple[ScriptRun, int, Path]],
+    waiting: Iterator[tuple[ScriptRun, int, Path]], at_once: int = 2
 ) -> Generator[tuple[ScriptRun, RankOutcome], None, None]:
-    """Run each job as a rank, two processes at a time, and yield each with what it has done when it ends.
+    """Run each job as a rank, some processes at a time, and yield each with what it has done when it ends.
 
-    The first one runs alone: others may need what it leaves, such as the objects that it sends. Close it to end all.
+    Unless it is real, the first one runs alone: others may need what it leaves, such as the objects that it sends.
+    Close it to end all.
 
     Args:
         waiting: Jobs, ranks, and folders for their files; the next one is asked for when there is room for it.
+        at_once: How many processes run at a time.
 
     Raises:
         ConfigError: This system has no fork.
@@ -202,13 +214,14 @@ def run_processes(
                 following = next(waiting, None)
                 has_more = following is not None
                 if following is not None:
+                    room = at_once if following[0].is_real else room
                     started[_start(*following)] = time.monotonic() + following[0].timeout_s, *following
             for process, (deadline, job, rank, folder) in list(started.items()):
                 has_ended = os.waitpid(process, os.WNOHANG)[0] == process
                 if has_ended or time.monotonic() > deadline:
                     del started[process]
                     _kill(process, has_ended=has_ended)
-                    room = 2
+                    room = at_once
                     yield job, _found_of(rank, folder)
             time.sleep(0.005)
     finally:
@@ -260,10 +273,27 @@ def _found_of(rank: int, folder: Path) -> RankOutcome:
     if not file.exists():
         is_late = (folder / f"late-{rank}").exists() and (folder / f"late-{rank}").stat().st_size
         stack = (folder / f"late-{rank}").read_text() if is_late else ""
-        return RankOutcome(rank, "late" if is_late else "failed", (stack or printed) or "the process has ended")
-    found = json.loads(file.read_text())
-    found["lines"] = tuple(LedgerLine(**{**one, "ranks": tuple(one["ranks"])}) for one in found["lines"])
-    return RankOutcome(rank, **found)
+        end = "late" if is_late else "failed"
+        return RankOutcome(rank, end, (stack or printed) or "the process has ended", lines=_lines_of(rank, folder))
+    return RankOutcome(rank, lines=_lines_of(rank, folder), **json.loads(file.read_text()))
+
+
+def _lines_of(rank: int, folder: Path) -> tuple[LedgerLine, ...]:
+    file = folder / f"ledger-{rank}"
+    rows = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return tuple(LedgerLine(**{**row, "ranks": tuple(row["ranks"])}) for row in rows)
+
+
+class _Ledger(list[LedgerLine]):
+    """The lines of a rank, of which each is written to its file at once: a real rank may be ended by another one."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file.open("w", buffering=1)
+
+    def append(self, line: LedgerLine) -> None:
+        super().append(line)
+        self._file.write(json.dumps(asdict(line)) + "\n")
 
 
 class _Child:
@@ -280,12 +310,15 @@ class _Child:
         torch.set_num_threads(1)
         warnings.simplefilter("default")
         rank = RehearsedRank(job.device_type, job.limit, job.steps, is_strict=job.is_strict)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        rank.lines = _Ledger(self._folder / f"ledger-{number}")
+        mode = nullcontext() if job.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         names = stand_in_for_devices(rank, number, job.on_host, job.device)
         register_fake_backend()
         letters = Letters(self._folder, number)
-        stand_in_for_groups(rank, number, job.ranks, letters)
-        stand_in_for_data(rank, mode)
+        store = functools.partial(FileStore, str(self._folder / "store"), job.ranks)
+        stand_in_for_groups(rank, number, job.ranks, letters, store if job.is_real else None)
+        if isinstance(mode, FakeTensorMode):
+            stand_in_for_data(rank, mode)
         stand_in_for_saves(rank, job.ranks)
         register_optimizer_step_pre_hook(rank.step_begins)
         register_optimizer_step_post_hook(rank.step_ends)
@@ -294,6 +327,7 @@ class _Child:
             LOCAL_WORLD_SIZE=str(job.on_host), GROUP_RANK=str(number // job.on_host),
             MASTER_ADDR="localhost", MASTER_PORT="29500",
         )  # fmt: skip
+        os.environ.setdefault("COMPOSABLE_DIVERGENCE_TIMEOUT", "10")  # Real ranks that wait ask each other sooner.
         sys.argv = [str(job.script), *job.arguments]
         sys.path.insert(0, str(job.script.resolve().parent))
         stand_in_for_files(self._folder, number)
@@ -306,16 +340,16 @@ class _Child:
             except SystemExit as error:
                 end, said = ("ended", "") if error.code in (None, 0) else ("failed", f"the script exits: {error.code}")
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                what = f"{error.func} gives a shape that depends on values, and fake tensors have none"
+                what = f"{error.func} gives a shape that depends on values, and fake tensors have none; --real has"
                 end, said = "failed", f"{what}\n  at:  {line_of_error(error)}"
-            except BaseException:
-                end, said = "failed", self._traceback()
+            except BaseException as error:
+                end, said = "waited" if _has_waited(error) else "failed", self._traceback()
         faulthandler.cancel_dump_traceback_later()
         letters.save()
         return {
             "end": end, "said": said, "steps": rank.steps_done, "at_rest": rank.at_rest, "peak": rank.peak,
             "peak_at": rank.peak_at, "parts": rank.parts_at_peak, "overrun": rank.overrun, "notes": rank.notes,
-            "lines": [asdict(one) for one in rank.lines], "work": rank.work, "found": found,
+            "work": rank.work, "found": found,
         }  # fmt: skip
 
     def _traceback(self) -> str:
@@ -325,3 +359,9 @@ class _Child:
         while here is not None and here.tb_frame.f_code.co_filename != str(self._job.script):
             here = here.tb_next
         return "".join(traceback.format_exception(kind, error, here or trace))
+
+
+def _has_waited(error: BaseException) -> bool:
+    """Say whether it is a wait for other ranks that has raised."""
+    places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, DesyncError) or places[-1].startswith(str(Path(dist.__file__).parent))

@@ -116,7 +116,8 @@ class RehearsedRank(StepMemory):
         is_collective = func.namespace in {"c10d", "_c10d_functional"}
         if is_collective:
             line = line_of(func, args, self.place(), self._phase(), self.steps_done)
-            self.lines += [] if line is None or len(line.ranks) < 2 else [line]
+            if line is not None and len(line.ranks) > 1:
+                self.lines.append(line)
         elif name == "_local_scalar_dense":
             if isinstance(args[0], FakeTensor):
                 return self._answer(args[0])

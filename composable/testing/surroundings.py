@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -40,6 +41,9 @@ from composable.replication import BucketExchange, FlagBlock
 from composable.testing.stand_ins import RehearsedRank, is_device
 
 _T = TypeVar("_T")
+
+# Of groups of real ranks; that ranks have diverged is noticed before.
+_REAL_TIMEOUT = timedelta(seconds=60)
 
 
 class Letters:
@@ -108,21 +112,33 @@ def ranks_that_misheard(folder: Path) -> list[int]:
     )
 
 
-def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, letters: Letters) -> None:
-    """Let ``init_process_group`` make fake groups, and note what is no operation on tensors."""
+def stand_in_for_groups(
+    rank: RehearsedRank, number: int, world_size: int, letters: Letters, make_store: Callable[[], Any] | None
+) -> None:
+    """Let ``init_process_group`` make fake groups, and note what is no operation on tensors.
+
+    Args:
+        rank: The rank.
+        number: Its number.
+        world_size: How many there are.
+        letters: What ranks tell each other in fake groups.
+        make_store: Where processes of this machine meet; then groups are those of gloo.
+    """
+    backend = "gloo" if make_store else "fake"
     make: Any = c10d._new_process_group_helper
     begin, mesh_init = dist.init_process_group, DeviceMesh.__init__
     places = (dist, c10d, torch.distributed.device_mesh)
     new_group, init_mesh = dist.new_group, torch.distributed.device_mesh.init_device_mesh
 
     def init_process_group(*_: Any, **__: Any) -> None:
+        limit, store = (_REAL_TIMEOUT, make_store()) if make_store else (None, HashStore())
         with with_values():
-            begin("fake", store=HashStore(), rank=number, world_size=world_size)
+            begin(backend, store=store, timeout=limit, rank=number, world_size=world_size)
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
         given = {"backend_options": None, "pg_options": None, "device_id": None}
         kwargs |= {name: value for name, value in given.items() if name in kwargs}
-        return make(*args[:3], c10d.Backend("fake"), *args[4:], **kwargs)
+        return make(*args[:3], c10d.Backend(backend), *args[4:], **kwargs)
 
     def new_noted_group(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(new_group).bind(*args, **kwargs).arguments
@@ -147,14 +163,21 @@ def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, lette
         "_new_process_group_helper": make_group,
         "new_group": new_noted_group,
         "init_device_mesh": mesh_of,
-        "monitored_barrier": lambda group=None, *_, **__: dist.barrier(group),
-        **_object_calls(rank, letters),
+        **({} if make_store else _object_calls(rank, letters)),
     }
+    if make_store is None:
+        replaced["monitored_barrier"] = lambda group=None, *_, **__: dist.barrier(group)
     for place in places:
         for name, function in replaced.items():
             if hasattr(place, name):
                 setattr(place, name, function)
     DeviceMesh.__init__ = init  # type: ignore[method-assign]
+    if make_store is not None or not rank.device:
+        use_collectives_only()
+    launcher: Any = torch.multiprocessing
+    launcher.spawn = lambda fn, args=(), nprocs=1, **_: fn(number % max(1, nprocs), *args)
+    if make_store is not None:
+        return
     for name in ("__getitem__", "_flatten", "get_local_rank", "get_coordinate", "get_rank", "size", "__repr__"):
         setattr(DeviceMesh, name, _valued(getattr(DeviceMesh, name)))
     for name in ("are_alike", "objects", "object_of", "largest", "texts_on_first"):
@@ -164,10 +187,6 @@ def stand_in_for_groups(rank: RehearsedRank, number: int, world_size: int, lette
         if hasattr(module, "is_tracing"):
             # torch takes fake tensors for those of a compiler.
             setattr(module, "is_tracing", lambda: False)  # noqa: B010
-    if not rank.device:
-        use_collectives_only()
-    launcher: Any = torch.multiprocessing
-    launcher.spawn = lambda fn, args=(), nprocs=1, **_: fn(number % max(1, nprocs), *args)
 
 
 def use_collectives_only() -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.comm.shared_memory import SharedMemoryTransport
 from composable.commands.rehearse import RehearsalReport
+from composable.errors import ConfigError
 from composable.testing import LedgerLine, ScriptRun, rehearse_script
 from composable.testing.ledger import line_of
 from composable.testing.rehearsed_script import ranks_to_rehearse
@@ -507,6 +508,38 @@ def command(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*COMMAND, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
+
+
+# -- real ranks
+
+CHOSEN = "x = torch.randn(32, 64, device=device)\nmodel(x[x[:, 0] > 0]).sum().backward()\noptimizer.step()\n"
+
+
+def test_real_ranks_run_what_needs_values_and_name_a_line_that_hangs(tmp_path: Path) -> None:
+    report = rehearse(tmp_path, HEAD + SHARD + CHOSEN, ranks=2, is_real=True)
+    assert report.exit_code == 0, text_of(report)
+    assert [one.rank for one in report.runs] == [0, 1]
+    report = rehearse(
+        tmp_path, f"{HEAD}{SHARD}{CHOSEN}if rank == 1:\n    model[0].weight.norm()\n{CHOSEN}", is_real=True
+    )
+    line = HEAD.count("\n") + SHARD.count("\n") + CHOSEN.count("\n") + 2
+    assert report.exit_code == 3, text_of(report)
+    assert f"at train.py:{line}: model[0].weight.norm()" in text_of(report)
+
+
+def test_a_real_rank_that_raises_is_the_one_that_is_told(tmp_path: Path) -> None:
+    report = rehearse(tmp_path, f"{HEAD}{SHARD}if rank == 1: raise ValueError('mine')\nstep()\n", ranks=2, is_real=True)
+    assert report.exit_code == 1
+    assert "FAILED        on rank 1:" in text_of(report)
+    assert "ValueError: mine" in text_of(report)
+    with pytest.raises(ConfigError, match="64 real ranks would share this machine"):
+        rehearse(tmp_path, HEAD, ranks=64, is_real=True)
+
+
+def test_fake_ranks_need_the_memory_of_real_ones(tmp_path: Path) -> None:
+    source = HEAD + SHARD + "for _ in range(3): step()\n"
+    peaks = [rehearse(tmp_path, source, ranks=2, is_real=is_real).runs[0].peak for is_real in (False, True)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 def test_the_command_passes_arguments_on_and_prints_json(tmp_path: Path) -> None:
