@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# A torchvision that was built for another torch ends the import of torchmetrics, which does without it.
-sys.modules["torchvision"] = None  # type: ignore[assignment]
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "clients"))
+
+from model_sweep import import_library
+
+# Also where torchvision, which torchmetrics imports, was built for another torch.
+import_library("lightning")
 
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402

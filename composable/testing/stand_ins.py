@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from composable.errors import ConfigError
 from composable.ground.frames import in_backward, outwards
@@ -42,9 +41,6 @@ _CARRIED = frozenset(
     "any all max min amax amin sum clone _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
 )
 
-# What counts the floating-point operations of an operation; attention of the CPU has the arguments of the device's.
-_WORK: dict[str, Callable[..., int]] = {one.__name__: count for one, count in flop_registry.items()}
-
 # Functions of torch.cuda and torch.accelerator that nobody misses.
 _DO_NOTHING = """
     _dump_snapshot _record_memory_history empty_cache empty_host_cache init ipc_collect manual_seed manual_seed_all mark
@@ -55,6 +51,14 @@ _DO_NOTHING = """
 """.split()
 
 _STATS = (("current", "now"), ("peak", "peak"))
+
+
+@functools.cache
+def _work() -> dict[str, Callable[..., int]]:
+    """Return what counts the floating-point operations of operations, by name; imported for rehearsals alone."""
+    from torch.utils.flop_counter import flop_registry
+
+    return {one.__name__: count for one, count in flop_registry.items()}
 
 
 class ScriptEnds(BaseException):
@@ -129,7 +133,7 @@ class RehearsedRank(StepMemory):
             result = func(*args, **kwargs)
         self._count_on_device(args, kwargs, result, is_collective=is_collective)
         self._compare(name, args, result)
-        if (count := _WORK.get(name.removesuffix("_for_cpu"))) is not None and torch.is_grad_enabled():
+        if (count := _work().get(name.removesuffix("_for_cpu"))) is not None and torch.is_grad_enabled():
             # Backward itself has no gradients: what has them there is a forward that runs again.
             self.work["again" if in_backward() else "forward"] += count(*args, **kwargs, out_val=result)
         return result
