@@ -130,9 +130,11 @@ class OwnTransport(Transport):
             number, group = _take(self.ranks)
             # torch's debug level DETAIL wraps a new group: it is none of a real backend then.
             maps_memory = bool(real_backend(group)) and transport_class(settle_transport_for(self.ranks)).maps_memory
-            inner = ProcessGroupTransport(group)
-            if maps_memory:
-                inner = SharedMemoryTransport(group, is_own=True, asked=self.ranks.process_group)
+            inner = (
+                SharedMemoryTransport(group, is_own=True, asked=self.ranks.process_group)
+                if maps_memory
+                else ProcessGroupTransport(group)
+            )
             self.groups = inner.groups
             # A replicated model that is dropped leaves its group to the next one.
             finalizer = weakref.finalize(self, _leave, _idle_of(self.ranks), number, group, inner.in_flight)

@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     runs = rehearse_script(job, lambda text: print(text, file=sys.stderr))
     report = RehearsalReport(job, runs)
     if args.what_if and report.exit_code in (0, 4):
-        two_steps = replace(job, steps=min(job.steps or 2, 2), rehearsed=())
-        report.others = find_frontier(two_steps, [job.arguments], job.timeout_s, lambda _: None, most_changes=1).tried[
-            1:
-        ]
+        # One rank, which would wait for others if it were real.
+        one_rank = replace(job, steps=min(job.steps or 2, 2), rehearsed=(), is_real=False)
+        found = find_frontier(one_rank, [job.arguments], job.timeout_s, lambda _: None, most_changes=1)
+        report.others = found.tried[1:]
     print(json.dumps(report.values(), indent=2) if args.json else "\n".join(report.lines()))
     return report.exit_code
 

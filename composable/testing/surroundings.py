@@ -313,13 +313,7 @@ def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
 
     @functools.wraps(init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in (
-            "prefetch_factor",
-            "multiprocessing_context",
-            "persistent_workers",
-            "timeout",
-            "pin_memory_device",
-        ):
+        for name in "prefetch_factor multiprocessing_context persistent_workers timeout pin_memory_device".split():
             kwargs.pop(name, None)
         kwargs |= {"pin_memory": False} | ({"num_workers": 0} if len(args) < 6 else {})
         init(self, *args[:5], *([0] if len(args) > 5 else []), *args[6:], **kwargs)

@@ -562,6 +562,14 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     assert missing.returncode == 1 and "the script cannot be read" in missing.stderr
 
 
+def test_the_command_says_what_other_annotations_need_beside_real_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + SHARD + "step()\n")
+    found = command(tmp_path, "train.py", "--ranks", "2", "--real", "--what-if", "--timeout", "60")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert re.search(r"^rehearsed     all ranks, 1 step\n", found.stdout)
+    assert re.search(r"^what if       .*B with reshard_after_forward=False$", found.stdout, flags=re.MULTILINE)
+
+
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text()
     script, words, screen, *_ = re.findall(r"```(?:python|sh|text)\n(.*?)```", page, flags=re.DOTALL)
