@@ -297,6 +297,8 @@ GLOBALS = {
     "ground.torch_hooks._ENDINGS": "backwards are of the process",
     "saving.checkpoint._SAVES": "saves that end after the call",
     "saving.run_folder.WRITTEN": "a process has one lock of a file, and one name in a storage",
+    "testing.device_streams._SEEING": "torch's resize is changed for all who look",
+    "testing.device_streams._SEEING_LOCK": "torch's resize is changed for all who look",
     "testing.simulation._SIMULATIONS": "torch is changed for one at a time",
 }
 _CHANGING = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "setdefault", "update"}

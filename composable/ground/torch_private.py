@@ -97,6 +97,7 @@ try:
     module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
     run_backward: Callable[..., Any] = _engine_run_backward
     set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter  # that autograd compares
+    DEVICE_OF = torch.ops.prim.device.default  # the operation by which kernels ask a fake tensor for its device
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
     functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
     # Used below, at run time; listed here so that the import fails too if a name is gone.

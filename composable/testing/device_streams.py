@@ -5,6 +5,7 @@ current streams of its ranks were given before the call. ``wait`` lets the curre
 The host waits only until the other ranks have made their calls.
 """
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -134,22 +135,44 @@ class SimulatedDevice:
         if not self.is_adverse or self.device.type == "cpu":
             yield
             return
-        storage_class: Any = torch.UntypedStorage
-        resize = storage_class.resize_
 
-        def poisoned(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            resized = resize(storage, nbytes)
-            if nbytes and storage.device == self.device:
+        def fill(storage: torch.UntypedStorage) -> None:
+            if storage.nbytes() and storage.device == self.device:
                 with torch.no_grad():
                     whole = torch.empty(0, dtype=torch.uint8, device=self.device)
                     whole.set_(storage).fill_(POISON)
-            return resized
 
-        storage_class.resize_ = poisoned
-        try:
+        with resizes_seen(fill):
             yield
-        finally:
-            del storage_class.resize_
+
+
+_SEEING: list[Callable[[torch.UntypedStorage], object]] = []
+_SEEING_LOCK = threading.Lock()
+
+
+@contextmanager
+def resizes_seen(seen: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Call ``seen`` with each storage whose memory was freed, or came back: a resize is no operation on tensors."""
+    storage_class: Any = torch.UntypedStorage
+    with _SEEING_LOCK:
+        if not _SEEING:
+            resize = storage_class.resize_
+
+            def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+                result = resize(storage, nbytes)
+                for one in list(_SEEING):
+                    one(storage)
+                return result
+
+            storage_class.resize_ = resized
+        _SEEING.append(seen)
+    try:
+        yield
+    finally:
+        with _SEEING_LOCK:
+            _SEEING.remove(seen)
+            if not _SEEING:
+                del storage_class.resize_
 
 
 def on_device(device: SimulatedDevice | None, stream: Any) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +27,23 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward
 from composable.ground.names import bytes_text, class_name, module_text
 from composable.ground.torch_private import (
+    DEVICE_OF,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     HashStore,
     TorchDispatchMode,
     current_autograd_node,
     next_node_number,
     register_fake_backend,
-    tree_leaves,
 )
+from composable.testing.device_streams import resizes_seen
 
 # What makes tensors, and how a place in it begins.
 _PHASES = {"outside": "no forward or backward", "forward": "forward", "backward": "backward"}
+# What does not lie on the device.
+_UNCOUNTED = frozenset({"host"})
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def rehearse(
     memory = StepMemory()
     with (
         _as_rank(rank, world_size, on_host),
-        memory.modules_named(),
+        memory.watching(),
         FakeTensorMode(allow_non_fake_inputs=True),
         memory,
     ):
@@ -147,10 +151,35 @@ def line_of_error(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
+def device_in_kernels(tensor: FakeTensor) -> torch.device:
+    """Return the device that kernels see, as the fake mode answers: they ask some times in each operation."""
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def operands(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operation."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from operands(value)
+
+
+def with_memory(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments or results of an operation that have memory."""
+    # To ask a fake tensor ``is_meta`` is an operation.
+    return [
+        one
+        for one in operands(values)
+        if not (one.fake_device.type == "meta" if isinstance(one, FakeTensor) else one.is_meta)
+    ]
+
+
 class StepMemory(TorchDispatchMode):
     """Follows every storage from the operation that makes it to its end.
 
     Attributes:
+        now: The bytes of all storages that are alive.
         peak: The most bytes so far.
         peak_at: Where that was.
         parts_at_peak: The bytes then, by what made them.
@@ -160,48 +189,33 @@ class StepMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak, self.peak_at = 0, "nothing"
         self.parts_at_peak: dict[str, int] = {}
+        self.now = 0
         self._made: Counter[str] = Counter()
-        # Every storage that is alive, what made it, and its bytes; those that are freed and filled again are no more.
+        # Every storage that is alive, what made it, and its bytes; those that are freed and filled again: "gathered".
         self._known: dict[int, tuple[Any, str, int]] = {}
-        self._changing: dict[int, Any] = {}
-        self._last_phase = "outside"
         self._running: list[tuple[nn.Module, int]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         # For each forward that ended: its first and last node of autograd, and the module's name.
         self._forwards: list[tuple[int, int, str]] = []
-
-    @property
-    def now(self) -> int:
-        """The bytes of all storages that are alive."""
-        return sum(self._made[name] for name in _PHASES) + sum(self._gathered())
-
-    def _gathered(self) -> Iterator[int]:
-        for find in list(self._changing.values()):
-            storage = find()
-            yield 0 if storage is None else storage.nbytes()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # Its operations on local tensors come here.
+        if func is DEVICE_OF:
+            return device_in_kernels(args[0])
         result = func(*args, **(kwargs or {}))
         phase = self._phase()
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-                self._follow(leaf.untyped_storage(), phase)
-        self._note_peak(phase)
+        for tensor in with_memory((*args, *(kwargs or {}).values(), result)):
+            self._follow(tensor.untyped_storage(), phase)
+        self._note_peak()
         return result
 
-    def _note_peak(self, phase: str) -> None:
-        if phase != self._last_phase:
-            self._last_phase = phase
-            self._look_for_changes()
-        now = self.now
-        if now > self.peak:
-            self.peak, self.peak_at = now, self.place()
-            parts = {"gathered": sum(self._gathered()), **{name: self._made[name] for name in _PHASES}}
-            self.parts_at_peak = {name: count for name, count in parts.items() if count}
+    def _note_peak(self) -> None:
+        if self.now > self.peak:
+            self.peak, self.peak_at = self.now, self.place()
+            self.parts_at_peak = {name: self._made[name] for name in ("gathered", *_PHASES) if self._made[name]}
 
     def place(self) -> str:
         """Return what runs now: the phase, and the module."""
@@ -212,37 +226,43 @@ class StepMemory(TorchDispatchMode):
         return "backward" if in_backward() else "forward" if self._running else "outside"
 
     def _follow(self, storage: torch.UntypedStorage, phase: str) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            find = weakref.ref(storage, lambda _: self._forget(key))
-            self._known[key] = find, phase, storage.nbytes()
-            self._made[phase] += storage.nbytes()
+        key, count = storage._cdata, storage.nbytes()
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), phase, 0
+            self._count(key, phase, count)
+        elif known[2] != count:
+            self._count(key, known[1] if known[1] in _UNCOUNTED else "gathered", count)
+
+    def _count(self, key: int, phase: str, count: int) -> None:
+        """Let a known storage have been made in ``phase``, and have ``count`` bytes."""
+        find, before, counted = self._known[key]
+        self._known[key] = find, phase, count
+        self._made[before] -= counted
+        self._made[phase] += count
+        self.now += count * (phase not in _UNCOUNTED) - counted * (before not in _UNCOUNTED)
 
     def _forget(self, key: int) -> None:
-        _, phase, count = self._known.pop(key)
-        self._made[phase] -= count
-        self._changing.pop(key, None)
+        self._count(key, "outside", 0)
+        del self._known[key]
 
-    def _look_for_changes(self) -> None:
-        """Find the buffers whose memory was freed, or came back: a resize is no operation."""
-        for key, (find, phase, count) in list(self._known.items()):
-            storage = find()
-            if key not in self._changing and storage is not None and storage.nbytes() != count:
-                self._made[phase] -= count
-                self._known[key] = find, phase, 0
-                self._changing[key] = find
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known:
+            self._follow(storage, "gathered")
+            self._note_peak()
 
     # Names
 
     @contextmanager
-    def modules_named(self) -> Iterator[None]:
-        """Note inside which module's forward operations run, and which nodes of autograd it makes."""
+    def watching(self) -> Iterator[None]:
+        """See what is no operation: in which module's forward they run, and which buffers are freed or come back."""
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            yield
+            with resizes_seen(self._resized):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -251,7 +271,6 @@ class StepMemory(TorchDispatchMode):
         if not self._running and module not in self._names:
             self._names.update((one, name) for name, one in module.named_modules())
         self._running.append((module, next_node_number()))
-        self._look_for_changes()
 
     def _leave(self, module: nn.Module, _inputs: object, _output: object) -> None:
         while self._running:

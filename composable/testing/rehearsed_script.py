@@ -332,7 +332,7 @@ class _Child:
         sys.path.insert(0, str(job.script.resolve().parent))
         stand_in_for_files(self._folder, number)
         end, said = "ended", ""
-        with job.around() as found, rank.modules_named(), mode, rank, names:
+        with job.around() as found, rank.watching(), mode, rank, names:
             try:
                 runpy.run_path(str(job.script), run_name="__main__")
             except ScriptEnds:

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from composable.errors import ConfigError
 from composable.ground.frames import in_backward, outwards
-from composable.ground.torch_private import FakeTensor, let_optimizers_use_lists, tree_leaves, with_values
+from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, with_values
 from composable.testing.ledger import LIBRARIES, LedgerLine, line_of, users_line
-from composable.testing.rehearsal import StepMemory
+from composable.testing.rehearsal import StepMemory, device_in_kernels, operands, with_memory
 
 # Above this, the data of a script is fake too, in what it computes of it outside of its model.
 _MOST_REAL_NUMEL = 2**25
@@ -113,6 +113,8 @@ class RehearsedRank(StepMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF:
+            return device_in_kernels(args[0])
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
@@ -142,7 +144,7 @@ class RehearsedRank(StepMemory):
         """Say whether an operation belongs to the script's data, and is small: then it runs, and gives real tensors."""
         if self._phase() != "outside" or str(kwargs.get("device")) == "meta":
             return False
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = list(operands((*args, *kwargs.values())))
         if any(isinstance(one, FakeTensor) or one.is_meta or one.requires_grad for one in tensors):
             return False
         numel: float = sum(one.numel() for one in tensors)
@@ -175,7 +177,7 @@ class RehearsedRank(StepMemory):
         """Let comparisons have results that fit together: no NaN, nothing infinite."""
         if name in _CARRIED:
             if isinstance(args[0], FakeTensor) and hasattr(args[0], "stand_in"):
-                for one in tree_leaves(result):
+                for one in operands((result,)):
                     if isinstance(one, FakeTensor):
                         one.stand_in = args[0].stand_in  # type: ignore[attr-defined]  # ours
         elif name in _COMPARED and isinstance(result, FakeTensor) and result.dtype == torch.bool:
@@ -208,8 +210,7 @@ class RehearsedRank(StepMemory):
 
     def _count_on_device(self, args: Any, kwargs: Any, result: Any, *, is_collective: bool) -> None:
         phase = self._phase()
-        used = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and not one.is_meta]
-        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and not one.is_meta]
+        used, made = with_memory((*args, *kwargs.values())), with_memory((result,))
         # Operations have all tensors on one device: what was not moved there by a call is there by the annotation.
         is_here = not self._making and (is_collective or any(self.is_here(one) for one in used))
         for one in used:
@@ -219,22 +220,23 @@ class RehearsedRank(StepMemory):
         here = is_here or self._making == "device" or not self.device
         for one in made:
             self._follow(one.untyped_storage(), phase if here else "host")
-        self._note_peak(phase)
+        self._note_peak()
         if self.budget and self.overrun is None and self.now > self.budget:
             self.overrun = self.now, self.place(), *users_line(sys._getframe(2))
 
     def _move_here(self, storage: torch.UntypedStorage, phase: str) -> None:
-        find, kind, count = self._known[storage._cdata]
-        if kind == "host":
-            self._made["host"] -= count
-            self._made[phase] += count
-            self._known[storage._cdata] = find, phase, count
+        if self._known[storage._cdata][1] == "host":
+            self._count(storage._cdata, phase, storage.nbytes())
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         is_outermost = not self._running and self._phase() == "outside"
         super()._enter(module, inputs)
         if is_outermost and torch.is_grad_enabled():
             self.at_rest = self.now
+            # The next step would do what the last one has done. With several optimizers, each has its last one.
+            is_over = self.steps and min(self._stepped.values(), default=0) >= self.steps
+            if is_over and module.training and any(one.requires_grad for one in module.parameters()):
+                raise ScriptEnds
 
 
 def _known(value: Any) -> Any:

@@ -143,7 +143,7 @@ def train_encoder(annotation: str, width: int = 64) -> None:
 
 def peak_of(annotation: str) -> int:
     memory = StepMemory()
-    with memory.modules_named(), memory:
+    with memory.watching(), memory:
         train_encoder(annotation)
     return memory.peak
 

@@ -393,6 +393,23 @@ def test_a_script_ends_after_the_steps_that_are_asked_for(tmp_path: Path) -> Non
     assert report.values()["steps"] == 2 and report.exit_code == 3
 
 
+def test_nothing_of_the_step_after_the_last_one_is_rehearsed(tmp_path: Path) -> None:
+    def reductions(loop: str) -> list[int]:
+        report = rehearse(tmp_path, f"{HEAD}{SHARD}{loop}", steps=2, rehearsed=(0,))
+        assert report.exit_code == 0 and report.values()["steps"] == 2, text_of(report)
+        return [line.step for line in report.runs[0].lines if line.op == "reduce_scatter"]
+
+    of_one = reductions("step()\nstep()\n")
+    assert set(of_one) == {0, 1} and reductions("while True:\n    step()\n") == of_one
+    # Of two optimizers each has its second step; an evaluation behind the last one is rehearsed.
+    two = (
+        "other = fully_shard(nn.Linear(8, 8).to(device))\nanother = torch.optim.SGD(other.parameters())\n"
+        "while True:\n    step()\n    other(one.repeat(2)).sum().backward()\n    another.step()\n"
+        "    model.eval()(torch.randn(2, 64, device=device))\n    model.train()\n"
+    )
+    assert len(reductions(two)) == len(of_one) + 2
+
+
 def test_the_ranks_that_a_script_names_are_rehearsed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os\nrank = int(os.environ['RANK'])\nif rank == 21:\n    print(rank)\n")
