@@ -22,13 +22,7 @@ from torch import nn
 from composable.annotation import ReducingUnit, nothing_annotated, params_of, units_of
 from composable.comm import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
 from composable.engine import Handle, HookFunction, Registration, nearest
-from composable.errors import (
-    ComposableError,
-    ConfigError,
-    SignatureError,
-    UsageError,
-    made_alike,
-)
+from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, made_alike
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, class_name, describe_module, described, list_text
 from composable.replication import Reducer

@@ -46,13 +46,7 @@ from composable.comm.rank_status import (
 )
 from composable.errors import ComposableError, DesyncError, UsageError, place_of_rank
 from composable.ground.names import check_number, ranks_text
-from composable.ground.torch_private import (
-    PrefixStore,
-    Store,
-    groups_of_process,
-    real_backend,
-    store_of_default_group,
-)
+from composable.ground.torch_private import PrefixStore, Store, groups_of_process, real_backend, store_of_default_group
 
 _T = TypeVar("_T")
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
@@ -172,11 +166,7 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
         for rank, word in sorted(words.items(), key=lambda told: told[1] != _LEFT):
             fix = f"rank {rank} has ended by {word[:_LONGEST_WORD]}; start again from a checkpoint"
     first_line = str(error).partition("\n")[0]
-    return DesyncError(
-        f"the wait for {what} has ended by an error of the process group: {first_line}",
-        at=at,
-        fix=fix,
-    )
+    return DesyncError(f"the wait for {what} has ended by an error of the process group: {first_line}", at=at, fix=fix)
 
 
 def _words_of(words: Store, ranks: Sequence[int]) -> dict[int, str]:
@@ -201,8 +191,7 @@ def _in_time(ask: Callable[[], _T], otherwise: _T, limit_s: float = _MIN_PATIENC
 def diverged(lines: Sequence[str]) -> DesyncError:
     """Return the error that a rank raises when it uses a closed group; ``lines``: the lines of the diagnosis."""
     return DesyncError(
-        "\n".join(["the ranks went different ways, and one waits for a call that will never come", *lines]),
-        fix=_FIX,
+        "\n".join(["the ranks went different ways, and one waits for a call that will never come", *lines]), fix=_FIX
     )
 
 

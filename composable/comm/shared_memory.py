@@ -350,7 +350,6 @@ def meet(ranks: Ranks) -> tuple[OwnMemory, dict[int, PeerMemory]]:
     for number, reason in zip(ranks.numbers, ranks.objects(why), strict=True):
         if reason:
             raise ConfigError(
-                f"the ranks cannot share memory: rank {number}: {reason}",
-                fix='choose transport="point_to_point"',
+                f"the ranks cannot share memory: rank {number}: {reason}", fix='choose transport="point_to_point"'
             )
     return memory, memories

@@ -151,10 +151,7 @@ def find_frontier(
                 place.mkdir()
                 yield as_job(candidate), 0, place
 
-    with (
-        tempfile.TemporaryDirectory(prefix="fit") as name,
-        closing(run_processes(waiting(Path(name)))) as runs,
-    ):
+    with tempfile.TemporaryDirectory(prefix="fit") as name, closing(run_processes(waiting(Path(name)))) as runs:
         for run, one in runs:
             candidate = running[run.around]
             if one.end != "ended":

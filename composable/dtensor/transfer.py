@@ -192,11 +192,7 @@ def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _distribute(
-    full: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    *,
-    src_data_rank: int | None = 0,
+    full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
 ) -> RaggedDTensor:
     """Cut a full tensor as ``placements`` say: torch's ``distribute_tensor`` for one ``RaggedShard``.
 

@@ -27,15 +27,7 @@ from composable.engine.routes import Routes
 from composable.errors import UsageError
 from composable.ground.torch_private import FakeTensor, set_versions
 from composable.ground.unfilled import META_FIX
-from composable.planning import (
-    NO_CASTS,
-    BufferPlan,
-    Form,
-    HandleMembers,
-    MixedPrecisionPolicy,
-    Span,
-    SplitNode,
-)
+from composable.planning import NO_CASTS, BufferPlan, Form, HandleMembers, MixedPrecisionPolicy, Span, SplitNode
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 # Version of unsharded parameters whose memory is freed, or being filled: shards never get that far.

@@ -239,12 +239,7 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        plan: BufferPlan,
-        params: Sequence[ShardedParam],
-        split: ShardSplit,
-        routes: Routes,
-        device: torch.device,
+        self, plan: BufferPlan, params: Sequence[ShardedParam], split: ShardSplit, routes: Routes, device: torch.device
     ) -> None:
         self.all_bits = (1 << len(params)) - 1
         # Made once: to hash the spans in every backward would take microseconds.

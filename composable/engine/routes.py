@@ -179,11 +179,7 @@ class _HookPath(Whole):
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        hook: Registration,
-        dtype: torch.dtype,
-        complain: Callable[[ConfigError], None],
+        self, transport: Transport, hook: Registration, dtype: torch.dtype, complain: Callable[[ConfigError], None]
     ) -> None:
         self.transport = transport
         self._hook = hook
@@ -214,10 +210,7 @@ class _HookPath(Whole):
 
 
 def _run_hook(
-    hook: Callable[[torch.Tensor], object],
-    stream: Any,
-    complain: Callable[[ConfigError], None],
-    shard: torch.Tensor,
+    hook: Callable[[torch.Tensor], object], stream: Any, complain: Callable[[ConfigError], None], shard: torch.Tensor
 ) -> torch.Tensor:
     """Run the user's all-reduce hook, which changes a reduced shard [S] in place, and return the shard.
 

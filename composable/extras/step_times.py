@@ -32,10 +32,7 @@ from composable.errors import ConfigError, UsageError
 from composable.extras.drawing import Canvas, shortened
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, described
-from composable.ground.torch_hooks import (
-    before_forward,
-    beside_forward,
-)
+from composable.ground.torch_hooks import before_forward, beside_forward
 from composable.ground.torch_private import opaque
 from composable.planning import name_modules
 from composable.replication import moment, ms_apart

@@ -90,10 +90,7 @@ class FirstValues:
     """
 
     def __init__(
-        self,
-        names: Mapping[nn.Module, str],
-        members: Sequence[HandleMembers],
-        built: Sequence[Sequence[FlatBuffer]],
+        self, names: Mapping[nn.Module, str], members: Sequence[HandleMembers], built: Sequence[Sequence[FlatBuffer]]
     ) -> None:
         self._names = names
         self._handles: list[list[tuple[nn.Parameter, ShardedParam]]] = [

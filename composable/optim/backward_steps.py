@@ -18,14 +18,7 @@ from torch import nn
 
 from composable.annotation import ReducingUnit, model_ranks_of, params_of, unit_of
 from composable.comm import Ranks, compare_in_each
-from composable.engine import (
-    ELEMENT_WISE,
-    Handle,
-    has_torch_optimizer,
-    mark_stepped,
-    stepper_of,
-    unmark_stepped,
-)
+from composable.engine import ELEMENT_WISE, Handle, has_torch_optimizer, mark_stepped, stepper_of, unmark_stepped
 from composable.errors import ComposableError, ConfigError, UsageError, made_alike
 from composable.ground.frames import in_backward
 from composable.ground.names import check_optimizer
@@ -220,8 +213,7 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
     needs_closure = closure is not None and closure.default is closure.empty
     if isinstance(optimizer, torch.optim.LBFGS) or needs_closure:
         raise ConfigError(
-            f"the step of {kind.__name__} needs a closure that runs backward",
-            fix="step it by hand, after backward",
+            f"the step of {kind.__name__} needs a closure that runs backward", fix="step it by hand, after backward"
         )
     if kind.__module__.startswith("torch.distributed."):
         raise ConfigError(
@@ -230,8 +222,7 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
         )
     if CHECKS_ITSELF in vars(optimizer):
         raise ConfigError(
-            "the optimizer is accelerated for steps on all of its parameters",
-            fix="leave accelerate_optimizer out",
+            "the optimizer is accelerated for steps on all of its parameters", fix="leave accelerate_optimizer out"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError("the optimizer is differentiable", fix="step it by hand, after backward")

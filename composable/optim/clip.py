@@ -20,15 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Grid, Ranks
-from composable.dtensor import (
-    NormParts,
-    RaggedDTensor,
-    check_finished,
-    cut_dims,
-    note_written,
-    summed_in,
-    values_of,
-)
+from composable.dtensor import NormParts, RaggedDTensor, check_finished, cut_dims, note_written, summed_in, values_of
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_bool, check_number, list_of_tensors, list_text

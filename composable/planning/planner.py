@@ -17,14 +17,7 @@ from torch.distributed.tensor import Shard
 
 from composable.errors import ConfigError
 from composable.ground.contract import get_registry
-from composable.ground.names import (
-    answer_of,
-    class_name,
-    described,
-    list_text,
-    plain_fqn,
-    readable_twice,
-)
+from composable.ground.names import answer_of, class_name, described, list_text, plain_fqn, readable_twice
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (
     NO_CASTS,

@@ -22,14 +22,7 @@ from composable.ground.names import (
     module_text,
     sibling_lines,
 )
-from composable.planning.estimate import (
-    HandleBytes,
-    HandleCollectives,
-    Reduced,
-    Senders,
-    Traffic,
-    peak_of_step,
-)
+from composable.planning.estimate import HandleBytes, HandleCollectives, Reduced, Senders, Traffic, peak_of_step
 from composable.planning.layout import FlatLayout, Promise, choose_owners
 from composable.planning.options import NO_CASTS, NO_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy
 from composable.planning.subclasses import Subclass

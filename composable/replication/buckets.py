@@ -337,12 +337,7 @@ class Arrangement:
 
 
 def plan_buckets(
-    order: Sequence[int],
-    keys: Sequence[object],
-    param_bytes: Sequence[int],
-    *,
-    first_cap_bytes: int,
-    cap_bytes: int,
+    order: Sequence[int], keys: Sequence[object], param_bytes: Sequence[int], *, first_cap_bytes: int, cap_bytes: int
 ) -> list[list[int]]:
     """Group parameters of equal key, in the order in which their gradients arrive.
 

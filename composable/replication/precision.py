@@ -16,13 +16,7 @@ from composable.ground.contract import is_parallel
 from composable.ground.frames import is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text, join_fqn
 from composable.ground.ownership import HeldWeakly, claim_of
-from composable.planning import (
-    MixedPrecisionPolicy,
-    ParamDtypes,
-    managed_modules,
-    name_modules,
-    skipped_modules,
-)
+from composable.planning import MixedPrecisionPolicy, ParamDtypes, managed_modules, name_modules, skipped_modules
 from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of
 
 
@@ -156,11 +150,7 @@ class LentPart:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        owners: Owners,
-        slots: Sequence[ParamSlot],
-        buffer_dtype: torch.dtype | None,
+        self, root: nn.Module, owners: Owners, slots: Sequence[ParamSlot], buffer_dtype: torch.dtype | None
     ) -> None:
         self._find_module = weakref.ref(root)
         self._owners = owners

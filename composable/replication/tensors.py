@@ -318,9 +318,7 @@ def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iter
         if not isinstance(found, torch.Tensor) or id(found) not in known:
             what = f"a parameter {list(one.shape)}" if isinstance(one, torch.Tensor) else described(one)
             raise ConfigError(
-                f"ignored_params holds {what}, which is not in the module",
-                at=describe_module(roots[0]),
-                fix=fix,
+                f"ignored_params holds {what}, which is not in the module", at=describe_module(roots[0]), fix=fix
             )
         yield found
 

@@ -2,15 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from composable.saving.entries import (
-    Entries,
-    Names,
-    batches,
-    check_float,
-    entries_for,
-    entries_now,
-    ranks_of,
-)
+from composable.saving.entries import Entries, Names, batches, check_float, entries_for, entries_now, ranks_of
 from composable.saving.full_values import (
     IncompatibleKeys,
     full_state_dict,

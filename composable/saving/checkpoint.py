@@ -266,11 +266,7 @@ def find_checkpoint(path: str | PathLike[str] | Storage) -> SavedCheckpoint:
 
 
 def load_checkpoint(
-    path: str | PathLike[str] | Storage,
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    names: Names | None = None,
+    path: str | PathLike[str] | Storage, model: nn.Module, optimizer: Optimizers = None, *, names: Names | None = None
 ) -> SavedCheckpoint:
     """Load a checkpoint of ``save_checkpoint``, written by any number of ranks with any sharding.
 

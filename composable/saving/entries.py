@@ -302,9 +302,7 @@ def entries_for(
         on_meta = entries.on_meta()
         if on_meta and not permits_meta:
             raise UsageError(
-                "full values are asked for, and there are none on the meta device",
-                at=list_text(on_meta),
-                fix=META_FIX,
+                "full values are asked for, and there are none on the meta device", at=list_text(on_meta), fix=META_FIX
             )
         yield model_ranks, entries
     homes = map(ranks_of_param, everything.tensors().values())

@@ -20,14 +20,7 @@ from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
 from composable.errors import ConfigError, UsageError
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described, plain_fqn
-from composable.saving.entries import (
-    Entries,
-    Names,
-    batches,
-    check_float,
-    entries_for,
-    entries_now,
-)
+from composable.saving.entries import Entries, Names, batches, check_float, entries_for, entries_now
 from composable.saving.loads import Differences, find_differences, make_room
 
 
