@@ -126,10 +126,7 @@ def made_alike(make: Callable[[], T], compare: Callable[[T | None, ComposableErr
     """Return the result of ``make``, after ``compare`` has sent this result, or the error, to the other ranks.
 
     The other ranks are about to communicate: they would wait for ever if an error were raised here before they get it.
-
-    Args:
-        make: The function to call; it changes nothing.
-        compare: Called with the result or the error; raises this error, another rank's, or one for ranks that differ.
+    ``make`` changes nothing; ``compare`` raises the error, another rank's, or one for ranks that differ.
     """
     try:
         made = make()

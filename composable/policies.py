@@ -192,11 +192,7 @@ PolicyLike: TypeAlias = Policy | AbstractSet[type[nn.Module]] | Callable[..., bo
 
 
 def resolve_policy(policy: PolicyLike) -> Policy:
-    """Return the policy object for a value of the argument ``policy``.
-
-    Raises:
-        ConfigError: ``policy`` is none of the accepted kinds.
-    """
+    """Return the policy object for a value of the argument ``policy``; raises ``ConfigError`` for other kinds."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, AbstractSet):

@@ -55,10 +55,7 @@ def check_values(
 ) -> None:
     """Raise on every rank unless all that ``states`` manage has values, and copies of shards are equal. Collective.
 
-    Args:
-        states: The states of a root.
-        names: FQN of every module.
-        models: For the ranks of each handle, the same ranks with those of tensor parallelism.
+    ``models`` has, for the ranks of each handle, the same ranks with those of tensor parallelism.
 
     Raises:
         UsageError: Some have no values; it has their FQNs.
@@ -150,12 +147,8 @@ class Additions:
     def check(self, module: nn.Module, tree: Any) -> None:
         """Raise if ``module``, whose forward begins, has parameters that no annotation manages or ignores.
 
-        Args:
-            module: The outermost fully sharded module that runs.
-            tree: The root of the tree of annotated modules that it is in.
-
-        Raises:
-            UsageError: It has; or two things average gradients; or an optimizer in backward has a communication hook.
+        It is the outermost fully sharded module that runs, in the tree with the root ``tree``. Raises ``UsageError``,
+        also if two things average gradients, or an optimizer in backward has a communication hook.
         """
         counts = (tree, CHANGES.registrations, len(optimizers_in_backward()))
         seen, contents, frozen = self._look
@@ -263,10 +256,8 @@ def mark_memory(param: nn.Parameter, fqn: str) -> None:
 def check_views(roots: Sequence[nn.Module]) -> None:
     """Refuse buffers and attributes, of any shapes, that are views of parameters from before the annotation.
 
-    For the end of a first forward: what a module computes anew in each forward has been replaced by then.
-
-    Raises:
-        UsageError: A module holds one.
+    For the end of a first forward: what a module computes anew in each forward has been replaced by then. Raises
+    ``UsageError``.
     """
     for module, fqn in name_modules(roots).items():
         values = {name: one for name, one in vars(module).items() if name not in _TORCHS}

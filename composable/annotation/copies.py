@@ -33,8 +33,7 @@ def handles_within(modules: Collection[nn.Module], verb: str, fix: str) -> list[
         fix: The fix for a handle with modules outside of the part; ``{names}`` stands for its modules.
 
     Raises:
-        UsageError: A handle has modules in the part and outside; names the modules to take instead. Or
-            ``unshard_params`` shows the parameters.
+        UsageError: A handle has modules in the part and outside, or ``unshard_params`` shows the parameters.
     """
     found: dict[Handle | None, None] = {}
     for module in modules:
@@ -56,10 +55,7 @@ def handles_within(modules: Collection[nn.Module], verb: str, fix: str) -> list[
 def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any, Any]) -> nn.Module:
     """Return the deep copy of a fully sharded module, with all that is below it.
 
-    Args:
-        module: The module.
-        plain_class: Its class before it was annotated.
-        memo: The memo of the running ``copy.deepcopy``.
+    ``plain_class`` is its class before it was annotated, ``memo`` that of the running ``copy.deepcopy``.
 
     Raises:
         UsageError: A backward is running; gradients wait for the last backward; the root module is not copied too; or

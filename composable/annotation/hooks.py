@@ -53,10 +53,7 @@ def register_fully_shard_hooks(
 ) -> list[RemovableHandle]:
     """Let ``module`` unshard before and reshard after its forward and its backward.
 
-    Args:
-        module: A fully sharded module, or an annotated module without parameters of its own.
-        state: State of the annotation that manages it.
-        handle: Its handle, ``None`` if it has none.
+    It is fully sharded, or annotated without parameters of its own, and then its ``handle`` is ``None``.
     """
     hooks = _hooks_of(module, state, handle)
     return around_forward(module, hooks.pre_forward, hooks.post_forward)
@@ -308,8 +305,7 @@ def _is_in_place(handle: Handle) -> bool:
 def _put_right(handle: Handle, scheduler: Scheduler) -> None:
     """Copy parameters that were assigned since the last forward, such as by a load of a part, into the shards.
 
-    Raises:
-        UsageError: A parameter has another shape or dtype, or ``check_held`` raises.
+    Raises ``UsageError`` if a parameter has another shape or dtype, and as ``check_held``.
     """
     check_held(handle)
     assigned = [found for found in misplaced(handle) if found.is_stranger]
@@ -372,13 +368,9 @@ def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _leaks(outputs: Iterable[torch.Tensor], first_node: int) -> bool:
-    """Say whether a call made autograd nodes that are younger than its outputs.
+    """Say whether a call made autograd nodes that are younger than its outputs, from the number ``first_node`` on.
 
     They belong to tensors that left the call in another way, such as an attribute; they run before an output's hook.
-
-    Args:
-        outputs: The outputs of the call.
-        first_node: Number of the first node that the call could make.
     """
     youngest = next_node_number() - 1
     if youngest < first_node:
@@ -393,10 +385,8 @@ def _leaks(outputs: Iterable[torch.Tensor], first_node: int) -> bool:
 def _without_own_memory(output: Any, handle: Handle) -> Any:
     """Return the output with copies of the tensors that are views of the handle's buffers; ``None``: there are none.
 
-    A module that returns a parameter, or part of one, would return memory that is freed and filled again.
-
-    Raises:
-        UsageError: Such a tensor lies in an object of an unknown class.
+    A module that returns a parameter, or part of one, would return memory that is freed and filled again. Raises
+    ``UsageError`` if such a tensor lies in an object of an unknown class.
     """
     if isinstance(output, torch.Tensor):
         tensors = [output]

@@ -184,11 +184,7 @@ class ReplicateState(AnnotationState, Companion):
 
     @opaque
     def casting_post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
-        """Run ``post_forward``, and return the output in the dtype of the policy.
-
-        Raises:
-            UsageError: The forward wrote to the copy of a parameter.
-        """
+        """Run ``post_forward``; return the output in the policy's dtype. ``UsageError``: forward wrote to a copy."""
         precision = self.precision
         if precision is None:  # This hook is registered with a policy only.
             return None
@@ -426,12 +422,7 @@ def replicate_state_of(module: nn.Module) -> ReplicateState | None:
 
 
 def check_replicated(module: object, caller: str) -> ReplicateState:
-    """Return the state of the annotation on ``module``.
-
-    Raises:
-        ConfigError: ``module`` is no module.
-        UsageError: It is not annotated.
-    """
+    """Return the state of the annotation on ``module``; ``ConfigError``: no module, ``UsageError``: no annotation."""
     check_module("module", module)
     assert isinstance(module, nn.Module), "checked above"
     state = replicate_state_of(module)

@@ -392,10 +392,8 @@ class Root:
 def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
     """Return, for the ranks of each handle, the same ranks together with the ranks of tensor parallelism.
 
-    Collective over all of these ranks, if there is tensor parallelism.
-
-    Raises:
-        ConfigError: On every rank: the ranks form no grid.
+    Collective over all of these ranks, if there is tensor parallelism. Raises ``ConfigError`` on all if they are no
+    grid.
     """
     beside: dict[Ranks, dict[tuple[int, ...], Ranks]] = {}
     seen: set[tuple[Ranks, DeviceMesh]] = set()
@@ -492,11 +490,8 @@ def _compare_plans(
 ) -> None:
     """Raise on every rank unless all ranks annotated the same plans, and none has a failure.
 
-    Ranks of tensor parallelism with other blocks have other plans: they only share failures.
-
-    Raises:
-        DesyncError: With the first line in which a rank differs.
-        UsageError: ``failure``, or that of another rank.
+    Ranks of tensor parallelism with other blocks have other plans: they only share failures. A ``DesyncError`` has the
+    first line in which a rank differs.
     """
     members: dict[Ranks, list[FullyShardState]] = {}
     for state in states:

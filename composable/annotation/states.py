@@ -99,11 +99,7 @@ def params_of(unit: ReducingUnit) -> list[str]:
 
 
 def check_ranks_below(state: AnnotationState, grid: Grid) -> None:
-    """Refuse an annotation on ``grid`` that lacks ranks of an annotation below it.
-
-    Raises:
-        ConfigError: It names the module below.
-    """
+    """Raise ``ConfigError`` for an annotation on ``grid`` that lacks ranks of one below it, with its place."""
     for module, other in states_below(state.modules):
         check_inside(other.grid, grid, partial(describe_module, module))
 
@@ -111,10 +107,7 @@ def check_ranks_below(state: AnnotationState, grid: Grid) -> None:
 def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
     """Refuse the call ``what`` inside of torch's ``Join``: ranks without inputs would not see its changes.
 
-    All ranks that have inputs raise alike, before they communicate.
-
-    Raises:
-        UsageError: An annotation at or below ``modules`` runs inside of ``Join``.
+    All ranks that have inputs raise ``UsageError`` alike, before they communicate.
     """
     for module, state in states_below(modules):
         if state.is_joined:
@@ -143,9 +136,7 @@ def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:
 def take_over_optimizers(unit: ReducingUnit) -> None:
     """Let the optimizers of ``_apply_optimizer_in_backward`` step as soon as the averaged gradients are there.
 
-    Raises:
-        UsageError: There is a communication hook.
-        ConfigError: A gradient is sparse.
+    Raises ``UsageError`` if there is a communication hook, and ``ConfigError`` if a gradient is sparse.
     """
     tensors = [one.sharded for one in unit.params] if isinstance(unit, Handle) else [one.param for one in unit.params]
     if not forget_torch_hooks(tensors) or step_torch_optimizers in unit.steppers:

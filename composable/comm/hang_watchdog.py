@@ -86,8 +86,7 @@ def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **detail
 def calling(what: str) -> Iterator[None]:
     """Record that waits in this context are part of the call ``what``, such as one in which modules are annotated.
 
-    Raises:
-        UsageError: Another thread is in such a call: the messages of both would meet in any order.
+    Raises ``UsageError`` if another thread is in such a call: the messages of both would meet in any order.
     """
     with Meeting(None, "", what) as own:
         before = own.before_in_another_thread()
@@ -218,11 +217,7 @@ def watch_ranks() -> None:
 
 
 def check_store() -> None:
-    """Raise unless the store of the default group answers: torch tries for minutes to reach one that has ended.
-
-    Raises:
-        DesyncError: The process that holds the store has ended.
-    """
+    """Raise ``DesyncError`` if the process with the store of the default group has ended: torch tries for minutes."""
     try:
         store_of_default_group().check(["composable watch"])
     except dist.DistError as error:
@@ -294,11 +289,7 @@ class _Seen:
 
 
 class _Thread(threading.Thread):
-    """The watchdog thread, which runs until the process group is destroyed.
-
-    Attributes:
-        limit_s: How long a wait may take before the thread asks the ranks.
-    """
+    """The watchdog thread, until the process group is destroyed; it asks the ranks where a wait takes ``limit_s``."""
 
     def __init__(self, watch: _Watch, group: dist.ProcessGroup, limit_s: float) -> None:
         super().__init__(name="composable watch", daemon=True)

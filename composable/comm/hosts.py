@@ -59,14 +59,7 @@ def _launched(ranks: Ranks) -> tuple[int, ...]:
 
 
 def rows_of_hosts(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, in ascending order.
-
-    Args:
-        hosts: The number of the host of each rank, as ``hosts_of`` gives them.
-
-    Raises:
-        ConfigError: Hosts have different numbers of ranks.
-    """
+    """Return the ranks of each host, in ascending order, from ``hosts_of``; ``ConfigError``: their numbers differ."""
     rows = tuple(tuple(rank for rank, own in enumerate(hosts) if own == host) for host in sorted(set(hosts)))
     found = Counter(len(row) for row in rows)
     if len(found) > 1:

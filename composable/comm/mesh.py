@@ -101,8 +101,7 @@ class Grid:
     def hybrid(shard: Ranks, replicas: Ranks) -> "Grid":
         """Return the grid of all shard groups and replicas. Collective over all their ranks.
 
-        Raises:
-            ConfigError: On every rank: the groups form no grid, with copies of a shard at one place in each group.
+        Raises ``ConfigError`` on every rank if the groups are no grid, with copies of a shard at one place in each.
         """
         rows = tuple(replicas.objects(shard.numbers))
         if replicas.is_alone and shard.is_alone:
@@ -146,15 +145,9 @@ class Grid:
 
 
 def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
-    """Refuse nested annotations if the inner one has ranks that the outer one lacks.
+    """Raise ``ConfigError`` if the inner one of nested annotations has ranks that the outer one lacks.
 
-    Args:
-        below: Ranks of the inner annotation.
-        around: Ranks of the outer annotation.
-        place: Returns the place of the inner annotation; called only for an error.
-
-    Raises:
-        ConfigError: The inner annotation has such a rank.
+    ``place`` returns the place of the inner annotation, and is called only for an error.
     """
     inner, outer = below.everyone.numbers, around.everyone.numbers
     # Of many modules below, most are on the same ranks, and a search for each rank would be quadratic.
@@ -350,9 +343,8 @@ def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool |
 def _as_pair(groups: object) -> tuple[dist.ProcessGroup, ...]:
     """Return the one or two process groups that a user gave.
 
-    Raises:
-        ConfigError: Something else was given, or a group that was destroyed or is another library's. No rank can be
-            told, so this rank raises alone.
+    Raises ``ConfigError`` for other values, and groups that were destroyed or are another library's. No rank can be
+    told, so this rank raises alone.
     """
     pair = groups if isinstance(groups, tuple) else (groups,)
     if not all(isinstance(group, dist.ProcessGroup) and _is_registered(group) for group in pair) or len(pair) not in (
@@ -419,14 +411,9 @@ def other_grid(
 def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     """Return a mesh with the dims of both meshes, which have one root, and the index of ``mesh``'s dim in it.
 
-    No communication.
-
-    Args:
-        mesh: The mesh of one dim to shard parameters over.
-        other: The mesh over which tensor parallelism has split or replicated a parameter.
-
-    Raises:
-        ConfigError: Both meshes have ranks beside this one in common, or are no parts of one mesh with names.
+    ``mesh`` has one dim, to shard parameters over; tensor parallelism has split or replicated a parameter over
+    ``other``. No communication. Raises ``ConfigError`` if both have ranks beside this one in common, or are no parts of
+    one mesh with names.
     """
     shared = {*ranks_of_mesh(mesh)} & {*ranks_of_mesh(other)}
     if len(shared) > 1 or set(mesh.mesh_dim_names or ()) & set(other.mesh_dim_names or ()):

@@ -30,8 +30,7 @@ class ModelRanks:
     def of(data: Ranks, others: Sequence[Ranks]) -> "ModelRanks":
         """Return the ranks of ``data`` and ``others``. Collective over all of them, unless ``others`` adds none.
 
-        Raises:
-            ConfigError: On every rank: the ranks form no grid of columns with the same number of ranks.
+        Raises ``ConfigError`` on every rank if they are no grid of columns with the same number of ranks.
         """
         inside = set(data.numbers)
         others = [ranks for ranks in others if not inside.issuperset(ranks.numbers)]

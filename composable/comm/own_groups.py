@@ -28,25 +28,18 @@ _MANY = 16
 
 
 def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
-    """Return the name of the transport that suits these ranks if they all share a host. Not collective.
-
-    Raises:
-        ConfigError: As ``choose_transport``.
-    """
+    """Return the name of the transport for these ranks if they all share a host; errors as ``choose_transport``."""
     return _choose(ranks, (0,) * ranks.size, name)
 
 
 def settle_transport_for(ranks: Ranks, name: str = "auto") -> str:
     """Return the name of the transport for these ranks on their actual hosts. Collective if hosts make a difference.
 
-    If some ranks cannot map the memory of others, all ranks log it, and take the next transport.
+    ``name`` is the user's choice, which has been checked. If some ranks cannot map the memory of others, all ranks log
+    it, and take the next transport.
 
     Call it after the ranks have compared their calls. Before, the exchange of hosts may run against a collective of
     another size on another rank, which ends the process.
-
-    Args:
-        ranks: The ranks of the transport.
-        name: The user's choice, which has been checked.
     """
     on_one_host = choose_transport_for(ranks, name)
     if name != "auto" or not transport_class(on_one_host).asks_hosts:
@@ -77,11 +70,7 @@ def _can_map(ranks: Ranks) -> bool:
 
 
 def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
-    """Return the transport of ``group``, one for all callers if it is shared. Collective at first use.
-
-    Raises:
-        ConfigError: ``name`` is unknown.
-    """
+    """Return the transport ``name`` of ``group``, one for all callers if it is shared. Collective at first use."""
     transport = transport_class(name)
     if not transport.is_shared:
         return transport(group)
@@ -95,9 +84,7 @@ def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
 def host_transport_of(ranks: Ranks, name: str) -> Transport:
     """Return the transport for tensors in host memory between ``ranks``, shared if it can be. Collective at first use.
 
-    Args:
-        ranks: The ranks of the transport.
-        name: Name of their transport for parameters, which is used if the parameters are in host memory.
+    ``name`` is that of their transport for parameters, which is used if these are in host memory.
     """
     group = ranks.process_group
     if ranks.device.type == "cpu":
@@ -108,11 +95,7 @@ def host_transport_of(ranks: Ranks, name: str) -> Transport:
 
 
 class OwnTransport(Transport):
-    """A transport in a group of its own, which is made when the first collective needs it.
-
-    Args:
-        ranks: The ranks of the transport. The new group has them in the order of their global ranks.
-    """
+    """A transport in a group of its own, made when the first collective needs it, in the order of global ranks."""
 
     name = "own"
 
@@ -209,11 +192,7 @@ def _make_like(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
 def part_of(ranks: Ranks, size: int) -> Ranks:
     """Return this rank's part of ``ranks``, ``size`` consecutive ranks; each caller gets the same group.
 
-    The first call is collective over the part: all its ranks, in the same order.
-
-    Args:
-        ranks: The ranks to divide into parts.
-        size: The number of ranks in a part, a divisor of ``ranks.size``.
+    The first call is collective over the part: all its ranks, in the same order. ``size`` divides ``ranks.size``.
     """
     start = ranks.rank - ranks.rank % size
     numbers = ranks.numbers[start : start + size]

@@ -39,8 +39,6 @@ class _Reduce(_PeerGather):
     """A reduction under way: slices from every peer, and their sum once they have arrived.
 
     Args:
-        transport: The transport that sent the slices.
-        tag: Tag of the messages.
         shard: The result.
         lowest: The slice of the lowest peer; ``shard`` itself where both have the same dtype.
         others: The other ranks' slices, this rank's among them, in rank order.
@@ -104,14 +102,7 @@ class PointToPointTransport(DirectTransport):
     def _exchange(
         self, messages: Messages, sent: Sequence[torch.Tensor], landing: Sequence[torch.Tensor], tag: int
     ) -> None:
-        """Send one tensor to each peer, and receive one tensor from each.
-
-        Args:
-            messages: The exchange, which gets the works.
-            sent: The tensors to send, by rank.
-            landing: The tensors to receive into, by rank.
-            tag: Tag of the messages.
-        """
+        """Send ``sent[r]`` to each peer r, and receive into ``landing[r]``; ``messages`` gets the works."""
         group, peers = self._group, self.peers
         calls = [
             map(call, [[by_rank[peer]] for peer in order], [self.addresses[peer] for peer in order], repeat(tag))

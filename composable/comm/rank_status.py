@@ -291,9 +291,8 @@ def notice_transport(transport: Any) -> None:
 def notice_tree(tree: Any) -> None:
     """Record an annotation, as long as it lives.
 
-    Args:
-        tree: Called by another thread. ``tell(in_backward=...)`` gets whether a thread of this process runs a backward,
-            and returns an ``AnnotationStatus`` or ``None``; ``name_of(started)`` returns the name of its collective.
+    Another thread calls ``tree.tell(in_backward=...)``, which gets whether a thread of this process runs a backward and
+    returns an ``AnnotationStatus`` or ``None``; and ``tree.name_of(started)``, for the name of its collective.
     """
     _RECORD.trees.add(tree)
     _RECORD.trainer = threading.get_ident()
@@ -491,8 +490,7 @@ def _all_of(found: Any) -> list[Any]:
 def diagnose(ranks: Mapping[int, RankStatus | None]) -> Diagnosis:
     """Return the groups in which ranks wait for a collective that will never come, and the place of each rank.
 
-    Args:
-        ranks: The status of every rank; ``None`` for a rank that does not answer.
+    The status of a rank is ``None`` if it does not answer.
     """
     known = {rank: status for rank, status in ranks.items() if status is not None}
     waits = {rank: status.wait for rank, status in known.items() if status.wait is not None}

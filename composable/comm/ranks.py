@@ -146,11 +146,8 @@ class Ranks:
     def agreed(self) -> Iterator[None]:
         """Run a block that may raise on some ranks, and raise on every rank if it raised on any.
 
-        The block itself must not communicate among these ranks.
-
-        Raises:
-            Exception: The error of the block on this rank.
-            ComposableError: The error of another rank, of the same type where it is an error of this library.
+        The block itself must not communicate among these ranks. Its error is raised on this rank, and on others an
+        error of the same type where it is one of this library.
         """
         failure: Exception | None = None
         try:
@@ -402,9 +399,7 @@ def compare_in_each(
 ) -> None:
     """Compare the lines of each group, small groups first; a failure in one is passed on to the next. Collective.
 
-    Raises:
-        ComposableError: ``failure``, or the failure of another rank.
-        DesyncError: The lines of a group differ.
+    Raises ``failure``, or the failure of another rank; or ``DesyncError`` if the lines of a group differ.
     """
     for ranks in sorted(lines, key=lambda ranks: ranks.order):
         text = "\n".join(lines[ranks])
@@ -440,12 +435,9 @@ def reduce_scatter_in(group: dist.ProcessGroup, source: torch.Tensor, shard: tor
 
 
 def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> None:
-    """Wait for the work that another module's or a user's collective returned; ``None``: the collective is over.
+    """Wait for the work that a collective of another module or the user returned; ``None``: the collective is over.
 
-    Args:
-        work: The returned work.
-        group: The group of the collective.
-        what: The call that started the collective; empty: a communication hook of the user.
+    ``what`` names the call that started it; empty: a communication hook of the user.
     """
     if work is not None:
         # The collective is the last one that the group has started.
@@ -456,8 +448,7 @@ def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> Non
 def wait_for_hook(future: Any, what: str, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of the future of a communication hook, ``what`` in messages, once it is there.
 
-    Raises:
-        ConfigError: Nobody has set the future in the time in which a collective of ``group`` ends or fails.
+    Raises ``ConfigError`` if nobody sets it in the time in which a collective of ``group`` ends or fails.
     """
     group = group or default_group()
     if isinstance(future, torch.futures.Future) and not future.done() and real_backend(group):
@@ -482,11 +473,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of all ranks.
-
-    Raises:
-        UsageError: There is no process group.
-    """
+    """Return the group of all ranks; raises ``UsageError`` if there is no process group."""
     world = dist.group.WORLD
     if world is None:
         raise UsageError(

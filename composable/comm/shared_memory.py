@@ -38,13 +38,7 @@ _SPINS = 20
 
 
 class _Exchange(Messages):
-    """A collective under way, which is the work that it waits for: gathers and reductions send and wait.
-
-    Args:
-        transport: The transport.
-        tag: Tag of the messages.
-        nbytes: Size of each rank's message.
-    """
+    """A collective under way, which is the work that it waits for; the message of each rank has ``nbytes``."""
 
     __slots__ = ("block", "left", "nbytes")
 
@@ -108,8 +102,6 @@ class _Reduction(_Exchange):
     """A reduce-scatter under way, or the first half of an all-reduce: every rank adds up one slice.
 
     Args:
-        transport: The transport.
-        tag: Tag of the messages.
         source: [N].
         bounds: Where the slices of the ranks begin and end.
         result: The sum of this rank's slice; ``None``: a message, which has room for it where its own slice would be.
@@ -253,9 +245,8 @@ class SharedMemoryTransport(DirectTransport):
     def receive(self, exchange: _Exchange, tag: int, peer: int) -> Block:
         """Wait for the message of ``peer`` in ``exchange``, and return its block.
 
-        Raises:
-            RuntimeError: The peer has ended, takes longer than the group permits, or sent another size; or the ranks
-                have diverged.
+        Raises ``RuntimeError`` if the peer has ended, takes longer than the group permits, or sent another size; or if
+        the ranks have diverged.
         """
         key, memory, started = (tag, exchange.number), self._memories[peer], 0.0
         for _ in range(_SPINS):
@@ -326,11 +317,7 @@ class SharedMemoryTransport(DirectTransport):
 
 
 def meet(ranks: Ranks) -> tuple[OwnMemory, dict[int, PeerMemory]]:
-    """Make this rank's memory, and map the memory of each other rank, by its global rank. Collective.
-
-    Raises:
-        ConfigError: As ``SharedMemoryTransport``, on every rank.
-    """
+    """Make this rank's memory, and map that of each other rank, by its global rank. Collective, as are its errors."""
     why, told, memories = "", (0, 0, b""), {}
     try:
         if not real_backend(ranks.process_group):

@@ -97,12 +97,9 @@ class Transport(ABC):
 
     @classmethod
     def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
-        """Say whether this transport is the one to take, if none of lower cost is.
+        """Say whether this transport is the one for tensors of a device, if none of lower cost is.
 
-        Args:
-            device_type: Device type of the tensors to move.
-            backend: Backend of the group.
-            hosts: The number of the host of each rank.
+        ``backend`` is that of the group, ``hosts`` the number of the host of each rank.
         """
         return cls.serves(device_type, backend)
 
@@ -175,15 +172,7 @@ def transport_names() -> list[str]:
 
 
 def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
-    """Return the transport of this name.
-
-    Args:
-        name: The name.
-        *others: Other values that a user may write, for the message.
-
-    Raises:
-        ConfigError: No transport has this name.
-    """
+    """Return the transport of this name; ``others`` are values that ``ConfigError`` names beside known ones."""
     if not isinstance(name, str) or name not in _REGISTERED:
         known = ", ".join(map(repr, [*others, *transport_names()]))
         raise ConfigError(f"transport is {name!r:.80}", fix=f"pass one of {known}")
@@ -243,10 +232,7 @@ class Messages(Started):
     An exception may stop the code that was to wait, even during the start. A work that nobody holds frees memory that
     gloo still needs, and gloo writes to memory that is freed before its work is over. So this object is made before
     the works are posted, by one call of ``works.extend``: Python runs no signal handler inside that call, so every
-    posted work is on record.
-
-    Raises:
-        DesyncError: The transport is closed.
+    posted work is on record. Raises ``DesyncError`` if the transport is closed.
     """
 
     __slots__ = ("works",)
@@ -290,10 +276,8 @@ class _Running(Messages):
     """A collective of the process group, then the scaling of its result, and the cast.
 
     Args:
-        transport: The transport that starts the collective.
         tag: Twice the key of the buffer; one more for a reduce-scatter.
-        call: The function that starts it.
-        args: The arguments of the call.
+        call: The function that starts it, with ``args``.
         result: The tensor that the collective fills.
         factor: The factor that ``result`` is multiplied by, if any.
         cast: The tensor of another dtype that ``result`` is copied to in the end, if any.
@@ -379,9 +363,6 @@ class ProcessGroupTransport(Transport):
 
     It calls the process group itself: the functions of ``torch.distributed`` cost half as much host time again, in
     checks that planning has made already.
-
-    Args:
-        group: The shard group.
     """
 
     name = "process_group"

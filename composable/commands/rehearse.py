@@ -88,12 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class RehearsalReport:
-    """What a rehearsal has found, as text and as values.
-
-    Attributes:
-        runs: What the ranks have done.
-        others: What the script needs with other annotations.
-    """
+    """What a rehearsal has found, as text and as values; ``others``: what the script needs with other annotations."""
 
     def __init__(self, job: ScriptRun, runs: Sequence[RankOutcome]) -> None:
         self._job, self.runs = job, runs

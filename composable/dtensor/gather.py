@@ -132,11 +132,7 @@ RECORD = _RaggedRecord()
 
 
 def count_fallback(op: str, layout: RaggedLayout) -> None:
-    """Count the gather of a tensor of ``layout`` that ``op`` is about to begin.
-
-    Raises:
-        UsageError: ``strict_mode`` is on.
-    """
+    """Count the gather of a tensor of ``layout`` that ``op`` is about to begin; ``UsageError`` in ``strict_mode``."""
     if RECORD.strict_depth:
         raise UsageError(
             f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
@@ -220,9 +216,8 @@ def written(op: OpOverload) -> list[str]:
 def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``op`` on full tensors. Collective, and counted as a fallback, unless all operands are whole already.
 
-    Raises:
-        UsageError: A model averager of torch runs ``op``; it is a collective; ``strict_mode`` is on; an operand is a
-            plain tensor that may differ between ranks; or the operation draws random numbers, which would differ.
+    Raises ``UsageError`` if a model averager of torch runs ``op``; it is a collective; ``strict_mode`` is on; an
+    operand is a plain tensor that may differ between ranks; or the operation draws random numbers, which would differ.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
@@ -468,11 +463,7 @@ class GatheredView(DTensor):
     source: _Source
 
     def check_fresh(self) -> None:
-        """Raise unless the view still shows the values of its ragged tensor.
-
-        Raises:
-            UsageError: The ragged tensor was changed since.
-        """
+        """Raise ``UsageError`` unless the view still shows the values of its ragged tensor."""
         if self.source.is_stale:
             raise UsageError(
                 f"a view of shape {list(self.shape)} shows values that a ragged tensor no longer has",

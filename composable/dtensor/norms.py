@@ -24,11 +24,8 @@ class NormParts:
     """The rule that joins norms of pieces to the norm of the whole, on one rank and over ranks, in fp64.
 
     A *part* is the power of a piece's norm, and parts are added. For the infinite order, a part is the largest
-    magnitude, and whether there is a NaN, which a maximum over ranks need not propagate.
-
-    Attributes:
-        order: Order of the norm: 0 or above.
-        op: How ranks combine their parts.
+    magnitude, and whether there is a NaN, which a maximum over ranks need not propagate. ``op`` combines the parts of
+    ranks; ``order`` is 0 or above.
     """
 
     def __init__(self, order: float) -> None:

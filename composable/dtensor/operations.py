@@ -288,11 +288,8 @@ def _zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
 def _local_lists(cls: Any, args: Sequence[Any], *, same_dtype: bool, plain_list: int = -1) -> list[Any] | None:
     """Return the arguments, their lists cut to tensors with local work; ``None``: run the elements one by one.
 
-    Args:
-        cls: The tensor subclass.
-        args: All arguments.
-        same_dtype: Accept only operands that keep the first argument's dtype.
-        plain_list: Position of a list that has one plain tensor for each element.
+    ``same_dtype``: accept only operands that keep the first argument's dtype. ``plain_list``: the position of a list
+    that has one plain tensor for each element.
     """
     try:
         specs: list[RaggedSpec] = [tensor._spec for tensor in args[0]]

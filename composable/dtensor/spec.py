@@ -137,11 +137,7 @@ class RaggedLayout:
         return RaggedLayout, (self.mesh, self.mesh_dim, self.shape, *cut), {"is_stored": self.is_stored}
 
     def block_at(self, places: Sequence[int]) -> tuple[tuple[int, ...], torch.Size]:
-        """Return the offsets in the whole at which the block of a rank begins, and the block's shape.
-
-        Args:
-            places: The places of the rank within the mesh dims of the splits.
-        """
+        """Return offset in the whole and shape of the block of the rank at ``places`` in the mesh dims of splits."""
         offsets, sizes = [0] * len(self.shape), [*self.shape]
         for split, place in zip(self.splits, places, strict=True):
             start, stop = part_of_dim(sizes[split.dim], self.mesh.size(split.mesh_dim), place)
@@ -338,10 +334,9 @@ def ragged_spec(
 def spec_of_placements(
     mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
 ) -> RaggedSpec:
-    """Return the spec of a tensor with these placements.
+    """Return the spec of a tensor with these placements: one ``RaggedShard``, ``Replicate`` and ``Shard``.
 
-    Raises:
-        ConfigError: There are placements beside one ``RaggedShard``, ``Replicate`` and ``Shard``, or they do not fit.
+    Raises ``ConfigError`` if there are others, or they do not fit.
     """
     cuts = [(dim, placement) for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
     known = layout_of(mesh, placements)
@@ -406,12 +401,9 @@ def chunks_of(layout: RaggedLayout) -> "list[ChunkStorageMetadata]":
 
 
 def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> "list[WriteItem]":
-    """Return one write item for each box of ``local`` [local_shape].
+    """Return one write item for each box of ``local`` [local_shape]; ``UsageError`` on the meta device.
 
     All replicas with the same cut offer their items; whoever saves shares them out.
-
-    Raises:
-        UsageError: ``local`` is on the meta device, and has no values to write.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -434,8 +426,7 @@ def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> "list
 def piece_at(index: "MetadataIndex", local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return the box that starts at ``index.offset`` as a view of the local tensor [local_shape].
 
-    Raises:
-        ConfigError: This rank owns no such box.
+    Raises ``ConfigError`` if this rank owns no such box.
     """
     values = PackedPiece.values_of(local)
     flat = values.detach().view(-1)

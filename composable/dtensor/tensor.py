@@ -405,14 +405,9 @@ def _forget(key: int, _: object) -> None:
 def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
     """Refuse the call ``what``, which uses gradients, unless all these gradients are complete.
 
-    Not collective: the same reductions are under way on every rank. To read a gradient and show it is allowed.
-
-    Args:
-        what: Name of the call, for messages.
-        tensors: Its gradients, or the parameters of these, of any shapes and dtypes.
-
-    Raises:
-        UsageError: The backwards of a module have ended, and its reductions have not.
+    ``tensors`` are the gradients, or the parameters of these, of any shapes and dtypes. Not collective: the same
+    reductions are under way on every rank. To read a gradient and show it is allowed. Raises ``UsageError`` if the
+    backwards of a module have ended, and its reductions have not.
     """
     if RECORD.unfinished:
         owners = _owners_of_params()

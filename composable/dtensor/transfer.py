@@ -196,10 +196,8 @@ def _distribute(
 ) -> RaggedDTensor:
     """Cut a full tensor as ``placements`` say: torch's ``distribute_tensor`` for one ``RaggedShard``.
 
-    Collective: the values of ``src_data_rank`` (a rank within each mesh dim) count. ``None``: every rank's own.
-
-    Raises:
-        ConfigError: Other placements than one ``RaggedShard``, ``Replicate`` and ``Shard``.
+    Collective: the values of ``src_data_rank`` (a rank within each mesh dim) count. ``None``: every rank's own. Raises
+    ``ConfigError`` for other placements than one ``RaggedShard``, ``Replicate`` and ``Shard``.
     """
     spec = spec_of_placements(mesh, full.shape, full.dtype, placements)
     full = full.detach()

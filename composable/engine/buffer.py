@@ -209,10 +209,7 @@ class FlatBuffer:
         """Copy pieces that torch has moved to other memory back into the shard.
 
         ``to_empty`` of a single module and loads that assign move them. Nothing happens while one of
-        the parameters is still on the meta device. Not collective.
-
-        Raises:
-            UsageError: A parameter was cast to another dtype.
+        the parameters is still on the meta device. Not collective. Raises ``UsageError`` if a parameter was cast.
         """
         pieces = [param.ragged._local_tensor for param in self.params]
         if all(param.is_attached for param in self.params) or any(piece.is_meta for piece in pieces):

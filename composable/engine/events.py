@@ -63,9 +63,8 @@ class StepListener:
     def backward_ends(self, *, averages: bool, ends: bool) -> None:
         """Nothing of a backward is left to compute.
 
-        Args:
-            averages: Gradients are reduced in this backward.
-            ends: The reductions end with it, and not in a later backward.
+        ``averages``: gradients are reduced in this backward. ``ends``: the reductions end with it, and not in a later
+        one.
         """
 
     def gradients_come(self) -> None:

@@ -64,9 +64,7 @@ class GradientFinalizer:
     def take(self, ledger: GradientLedger, max_buffers: int) -> GradientBuffer | None:
         """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce.
 
-        Args:
-            ledger: Ledger of the flat buffer.
-            max_buffers: Limit of gradient buffers that are alive, this one included; waits for reductions to keep it.
+        Waits for reductions until at most ``max_buffers`` gradient buffers are alive, this one included.
         """
         flat = ledger.flat
         gradients = flat.gradients
@@ -170,11 +168,8 @@ class GradientFinalizer:
     def end(self, tidy: Callable[[], None]) -> None:
         """Reduce the gradients that are left on any rank, and give each to its sharded parameter.
 
-        Args:
-            tidy: Called when all reductions have ended, before parameters get their gradients.
-
-        Raises:
-            UsageError: A gradient could not be reduced, on this rank or on one whose message says so.
+        ``tidy`` is called when all reductions have ended, before parameters get their gradients. Raises ``UsageError``
+        if a gradient could not be reduced, on this rank or on one whose message says so.
         """
         self._is_settled = False
         with torch.no_grad():
@@ -323,11 +318,7 @@ def chosen_text(handle: Handle) -> str:
 
 
 class HandleChoices:
-    """The choices of users for some handles that have to be equal on all ranks.
-
-    Args:
-        handles: In an order equal on all ranks.
-    """
+    """The choices of users for some handles that have to be equal on all ranks, in an order equal on all ranks."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = tuple(handles)
@@ -360,7 +351,6 @@ class Agreement:
 
     Attributes:
         goes_on: Some rank had more to reduce when it sent its message.
-        transport: As given.
     """
 
     def __init__(
@@ -442,8 +432,7 @@ class Agreement:
     def raise_together(self, failure: Exception | None) -> None:
         """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one.
 
-        Raises:
-            DesyncError: The ranks chose to reduce gradients in different ways, or started collectives in other orders.
+        It is a ``DesyncError`` if they reduce gradients in different ways, or started collectives in other orders.
         """
         if not self._differs:
             self._ranks.compare("", failure, call="a backward")
@@ -455,15 +444,11 @@ class Agreement:
 
 
 def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:
-    """Return the handles of ``kept`` whose shard some rank has written since the last gather.
+    """Return the handles of ``kept``, which are unsharded, whose shard some rank has written since the last gather.
 
     Collective over the ranks of each handle: one small message. If there are handles of all ranks, handles of a part of
     the ranks, such as experts, add no message: if one of these was written on any rank, all of them count as written.
-
-    Args:
-        everyone: All ranks of the root.
-        ranks_of: The ranks of each handle.
-        kept: Unsharded handles; the handles on ``everyone`` are the same on all ranks.
+    The handles on ``everyone``, all ranks of the root, are the same on all ranks.
     """
     groups: dict[Ranks, list[Handle]] = {}
     for handle in kept:

@@ -145,11 +145,7 @@ def step_torch_optimizers(params: Sequence[nn.Parameter]) -> None:
 
 
 def refuse_steppers(steppers: Sequence[Stepper], fqn: str) -> None:
-    """Raise if an optimizer steps the parameters inside backward, so that they cannot have a communication hook.
-
-    Raises:
-        UsageError: There are steppers.
-    """
+    """Raise ``UsageError`` if an optimizer steps the parameters in backward: they can have no communication hook."""
     if steppers:
         raise UsageError(
             "an optimizer steps these parameters inside backward, so they cannot have a communication hook",
@@ -168,11 +164,10 @@ def refuse_graph_of_backward(fqn: str) -> UsageError:
 
 
 def check_backward(fqn: str) -> None:
-    """Raise if an optimizer cannot step the parameter ``fqn``, and others, in the backward that begins.
+    """Raise ``UsageError`` if an optimizer cannot step the parameter ``fqn``, and others, in the backward that begins.
 
-    Raises:
-        UsageError: The backward makes a graph, or runs inside of another backward: then the step goes on after it, and
-            a forward that is run again would read new values.
+    A backward that makes a graph, or runs inside of another one, goes on after the step, and a forward that is run
+    again would read new values.
     """
     if torch.is_grad_enabled():
         raise refuse_graph_of_backward(fqn)
@@ -376,11 +371,7 @@ class Gradients:
                 self.is_kept = True
 
     def drop_zeroed(self) -> int:
-        """Forget kept gradients of parameters whose ``grad`` the user has dropped or set to zero.
-
-        Returns:
-            The bits of these parameters.
-        """
+        """Forget kept gradients of parameters whose ``grad`` the user has dropped or set to zero; return their bits."""
         dropped, self.is_kept = 0, False
         for number, param in enumerate(self._params):
             if param.drop_zeroed_gradient():
@@ -432,13 +423,10 @@ class Gradients:
         return self._has_hooks
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
-        """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to their gradients.
+        """Make ``reduced`` [S], a mean over the ranks, the gradient of some sharded parameters, or add it to theirs.
 
-        Args:
-            reduced: The mean over the ranks.
-            bits: Bits of these parameters.
-            with_hooks: Run hooks on the gradient as on any leaf: those of ``register_hook`` on what is added, then
-                those of ``register_post_accumulate_grad_hook``.
+        ``bits`` are of these parameters. ``with_hooks``: run hooks on the gradient as on any leaf: those of
+        ``register_hook`` on what is added, then those of ``register_post_accumulate_grad_hook``.
         """
         pieces = reduced.split_with_sizes(self._piece_sizes)
         chosen = self._pieces

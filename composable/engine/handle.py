@@ -50,11 +50,7 @@ class _Managed:
 
 
 def refuse_waiting_copies(what: str, handle: "Handle") -> None:
-    """Raise for an action that cannot run while gradients wait for an all-reduce over copies.
-
-    Raises:
-        UsageError: Some do.
-    """
+    """Raise ``UsageError`` for an action that cannot run while gradients wait for an all-reduce over copies."""
     if any(flat.gradients.awaits_copies for flat in handle.buffers):
         raise UsageError(
             f"{what} while gradients wait for the all-reduce that set_requires_all_reduce(False) left out",

@@ -30,8 +30,7 @@ def misplaced(handle: Handle) -> list[Misplaced]:
 def refuse_strangers(handle: Handle) -> None:
     """Raise where a module holds neither face of a parameter of ``handle``, unless a context shows the parameters.
 
-    Raises:
-        UsageError: Since the forward, a parameter was replaced or removed, or a load has assigned it.
+    Since the forward, a parameter was then replaced or removed, or a load has assigned it: ``UsageError``.
     """
     # A forward has checked this already, so a backward is next.
     if handle.held_with is None:
@@ -42,10 +41,8 @@ def refuse_strangers(handle: Handle) -> None:
 def attach(handle: Handle) -> None:
     """Copy into the shards the parameters that a load assigned, and the pieces that torch has moved to other memory.
 
-    Modules then hold the same parameter objects as before. Not collective.
-
-    Raises:
-        UsageError: A parameter has another dtype or shape now, or ``check_held`` raises.
+    Modules then hold the same parameter objects as before. Not collective. Raises ``UsageError`` if a parameter has
+    another dtype or shape now, and as ``check_held``.
     """
     if handle.is_unsharded or handle.held_with is not None:
         return
@@ -68,9 +65,7 @@ def check_held(handle: Handle) -> None:
     """Refuse parameters that the user tied, replaced or removed: an optimizer may hold the old ones, or the new.
 
     Parameters that a load assigned are allowed, and so is any parameter in the place of one on the meta device.
-
-    Raises:
-        UsageError: A parameter was tied, replaced or removed, or ``functional_call`` has put in another one.
+    Raises ``UsageError``, also where ``functional_call`` has put in another one.
     """
     for _, _, param, held in (found for found in misplaced(handle) if found.is_stranger):
         at = f"{handle.described}, parameter {param.fqn!r}"
@@ -99,11 +94,7 @@ def check_held(handle: Handle) -> None:
 
 
 def check_lent(handle: Handle) -> None:
-    """Refuse a forward that cannot use what a context shows.
-
-    Raises:
-        UsageError: It would need gradients, or these are not the whole parameters.
-    """
+    """Raise ``UsageError`` for a forward that needs gradients, or whole parameters, that a context does not show."""
     if handle.lent is not Lent.WHOLE or torch.is_grad_enabled():
         raise UsageError(
             "a forward cannot run while unshard_params shows copies or gradients of the parameters",
@@ -186,10 +177,9 @@ def freed_parameter_read(error: RuntimeError, handles: Sequence[Handle]) -> Exce
 
 
 def refuse_split_backward(handles: Sequence[Handle]) -> None:
-    """Raise for a stage of torch's pipelines that searches the graph for parameters that modules hold.
+    """Raise ``UsageError`` for a stage of torch's pipelines that searches the graph for parameters that modules hold.
 
-    Raises:
-        UsageError: ``unshard_params`` does not show the parameters: the graph has the unsharded ones instead.
+    The graph has the unsharded ones, and modules hold others unless ``unshard_params`` shows these.
     """
     if any(handle.held_with is None for handle in handles):
         raise UsageError(

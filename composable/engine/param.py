@@ -137,9 +137,7 @@ class ShardedParam:
         """Return this rank's block of a gradient of the leaf, a plain tensor [shape].
 
         Collective over the ranks with the blocks, if the parameter is split and the gradient has another placement.
-
-        Raises:
-            UsageError: The parameter's class gathers it, and there is no plain tensor in the gradient.
+        Raises ``UsageError`` if the parameter's class gathers it, and there is no plain tensor in the gradient.
         """
         form = self.form
         if self.is_split:
@@ -199,8 +197,7 @@ class ShardedParam:
     def take(self, value: torch.Tensor) -> None:
         """Copy the value of a parameter that replaced the sharded one: ragged with the same cut, or full.
 
-        Raises:
-            UsageError: The value has another shape, another cut, or a state of its own.
+        Raises ``UsageError`` if the value has another shape, another cut, or a state of its own.
         """
         if self.form is not None and self.form.kind == "bytes" and isinstance(value, self.form.cls):
             raise UsageError(

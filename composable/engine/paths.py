@@ -61,12 +61,7 @@ class RestingPlace:
 
 
 class Gather:
-    """One all-gather, which fills a buffer from the shards of all ranks.
-
-    Attributes:
-        transport: Moves the bytes.
-        key: Key of the buffer, the same on all ranks.
-    """
+    """One all-gather, which fills a buffer from the shards of all ranks; its ``key`` is the same on all ranks."""
 
     def __init__(self, transport: Transport, key: int) -> None:
         self.transport = transport
@@ -83,13 +78,9 @@ class Gather:
 class CopyGather(Gather):
     """One all-gather of shards in another dtype than the buffer's, or on the host.
 
-    To cast or move it costs no extra copy: this rank's shard is copied into the buffer in any case.
-
-    Args:
-        transport: Moves the bytes.
-        key: Key of the buffer.
-        home: Where the shard rests. If that is page-locked, ``begin`` returns before the shard was read, and
-            the host must not write to the shard until the current stream has copied it.
+    To cast or move it costs no extra copy: this rank's shard is copied into the buffer in any case. If ``home``, where
+    the shard rests, is page-locked, ``begin`` returns before the shard was read, and the host must not write to the
+    shard until the current stream has copied it.
     """
 
     def __init__(self, transport: Transport, key: int, home: RestingPlace) -> None:
@@ -190,11 +181,7 @@ class SumPath(ScatterPath):
 
 
 class _Around:
-    """A path around another one.
-
-    Attributes:
-        inner: The other path.
-    """
+    """A path around another one, ``inner``."""
 
     def __init__(self, inner: GradientPath) -> None:
         self.inner = inner
@@ -206,13 +193,10 @@ class _Around:
 
 
 class ThenPath(_Around):
-    """Another path, then a function on its reduced shard.
+    """Another path, then a function of its reduced shard [S], which returns the shard to use in its place.
 
-    Args:
-        inner: The other path.
-        function: Called with the reduced shard [S]; returns the shard to use in its place.
-        at_once: Call it before ``begin`` returns: so functions that communicate run in one order on all ranks, and
-            never for a step that was abandoned.
+    ``at_once``: call it before ``begin`` returns: so functions that communicate run in one order on all ranks, and
+    never for a step that was abandoned.
     """
 
     def __init__(
@@ -244,9 +228,6 @@ class Replicas:
 
     The second leg of a reduction starts when the next reduction begins, or when its result is waited for: so it runs
     beside the first leg of the next reduction.
-
-    Args:
-        transport: Between these ranks.
     """
 
     def __init__(self, transport: Transport) -> None:

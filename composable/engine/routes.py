@@ -103,8 +103,7 @@ def _copy_hook(state: Any, function: HookFunction, memo: dict[int, Any]) -> tupl
 def nearest(registrations: Sequence[Registration]) -> Registration | None:
     """Return the registration that holds for a handle: of all that reach it, the one on the innermost module.
 
-    Raises:
-        ConfigError: Neither of two modules is inside the other.
+    Raises ``ConfigError`` if neither of two modules is inside the other.
     """
     found: Registration | None = None
     for one in registrations:
@@ -166,13 +165,10 @@ DEFAULT_COMMS = Comms()
 
 
 class _HookPath(Whole):
-    """A path through a communication hook, which reduces and divides.
-
-    Attributes:
-        transport: Allocates memory; no bytes go through it.
+    """A path through a communication hook, which reduces and divides; no bytes go through the transport.
 
     Args:
-        transport: Between the ranks of the shard group.
+        transport: Between the ranks of the shard group; allocates memory.
         hook: The hook with its state.
         dtype: Dtype of the result.
         complain: Called with the error if a result is wrong.
@@ -214,11 +210,8 @@ def _run_hook(
 ) -> torch.Tensor:
     """Run the user's all-reduce hook, which changes a reduced shard [S] in place, and return the shard.
 
-    Args:
-        hook: The hook.
-        stream: The stream it runs on; ``None``: the current one.
-        complain: Called with the error if its result is wrong: it may have run collectives, so the ranks go on.
-        shard: The shard.
+    It runs on ``stream``; ``None``: the current one. If its result is wrong, ``complain`` gets the error: the hook may
+    have run collectives, so the ranks go on.
     """
     if stream is None:
         returned = hook(shard)
@@ -253,8 +246,7 @@ def _reduced(shard: torch.Tensor) -> Reduction:
 def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:
     """Let a communication hook average ``gradients`` [N] over ranks that each keep all of them.
 
-    Returns:
-        The averages, in the same memory or not, or ``None``; and the error if they are wrong.
+    Returns the averages, in the same memory or not, or ``None``; and the error if they are wrong.
     """
     averaged = gradients.view(-1)
     what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)

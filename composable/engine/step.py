@@ -340,11 +340,7 @@ class Completion:
                     gather(own)
 
     def complete_the_rest(self, gather: Callable[[HandleStep], object]) -> None:
-        """Complete the handles that are left when a backward ends; see ``complete_after``.
-
-        Raises:
-            UsageError: A gradient grew after an optimizer in backward had stepped on it.
-        """
+        """Complete the handles that are left when a backward ends; see ``complete_after``, also for the error."""
         while self._queue:
             _, own, is_gather = self._queue.pop()
             if not is_gather:

@@ -127,13 +127,9 @@ def _check_options(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _LocalPiece(NamedTuple):
-    """This rank's piece of one parameter.
+    """This rank's piece of one parameter, in a param group.
 
-    Attributes:
-        param: The parameter.
-        local: Its local tensor.
-        group: Index of its param group.
-        place: Id of a flat buffer, and the index among its pieces with elements here; ``None``: it has no neighbours.
+    ``place`` is the id of a flat buffer, and the index among its pieces with elements here; ``None``: no neighbours.
     """
 
     param: RaggedDTensor
@@ -285,9 +281,6 @@ class _Plan(LentPieces):
     """The plan of an optimizer's step with its current parameters, gradients and state.
 
     The constructor moves the state of pieces that are stepped as one tensor into one tensor.
-
-    Args:
-        optimizer: The optimizer that steps.
 
     Attributes:
         locals: The local tensors of the sharded parameters.

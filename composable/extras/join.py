@@ -159,8 +159,7 @@ class JoinSteps:
     def follow(self, *, keeps_own: bool) -> bool:
         """Do what ranks with inputs announce, until they end a step; returns whether the optimizer steps after it.
 
-        Args:
-            keeps_own: No optimizer steps on this rank: at the end, restore the present gradients of replicated parts.
+        ``keeps_own``: no optimizer steps on this rank: at the end, restore the present gradients of replicated parts.
         """
         with torch.no_grad():
             is_first, self._phase = self._phase is not _Phase.FOLLOWING, _Phase.FOLLOWING
@@ -201,19 +200,14 @@ class JoinSteps:
         return is_open and self._has_listeners
 
     def tell(self, part: int, what: str, *args: Any) -> None:
-        """Announce the event that starts in a part of the model to the ranks without inputs, if any. Collective.
-
-        Raises:
-            DesyncError: Ranks with inputs announce different events.
-        """
+        """Announce the event that starts in a part of the model to the ranks without inputs, if any. Collective."""
         if self.is_telling():
             self._meet((part, what, args))
 
     def _meet(self, told: _Message | None) -> list[_Message | None]:
         """Send this rank's message, and return the message of each rank; ``None``: it has no inputs. Collective.
 
-        Raises:
-            DesyncError: Ranks with inputs announce different events.
+        Raises ``DesyncError`` if ranks with inputs announce different events.
         """
         every = _exchanged(self._ranks, told)
         found = [one for one in every if one is not None]

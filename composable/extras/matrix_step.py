@@ -26,12 +26,9 @@ from composable.planning import choose_owners
 
 
 class Owners:
-    """The owner of each of some sharded parameters, and the way of pieces to them and back.
+    """The owner of each of some sharded parameters, in its shard group, and the way of pieces to them and back.
 
     Collective methods: all ranks of the shard groups, with the same parameters.
-
-    Attributes:
-        ranks: For each parameter, its owner within its shard group.
     """
 
     def __init__(self, layouts: Sequence[RaggedLayout]) -> None:
@@ -307,12 +304,9 @@ def _step_at_owners(
 ) -> None:
     """Update whole parameters in place, each with its state and gradient, at its owner. Collective if any is cut.
 
-    Args:
-        owners: The owners.
-        steps: The parameters.
-        entries: The state of each, which moves to its owner if it was loaded elsewhere; empty before the first step.
-        new_state: Makes the state of a parameter from a tensor of its shape, on the meta device if others own it.
-        update: Updates a parameter, as ``MatrixOptimizer.update``.
+    ``entries`` has the state of each, which moves to its owner if it was loaded elsewhere; empty before the first step.
+    ``new_state`` makes the state of a parameter from a tensor of its shape, on the meta device if others own it;
+    ``update`` updates a parameter, as ``MatrixOptimizer.update``.
     """
     for index, step in steps.items():
         entry, owner, layout = entries[index], owners.ranks[index], step.param._spec.layout

@@ -227,11 +227,7 @@ class _IdleRank(JoinHook):
 
 
 def _ranks_of(module: nn.Module) -> Ranks:
-    """Return the ranks that share the annotated modules at or below ``module``.
-
-    Raises:
-        UsageError: No module there is annotated, or modules there are annotated on different ranks.
-    """
+    """Return the ranks that share annotated modules at or below ``module``; ``UsageError``: none, or several sets."""
     found = [state.grid.everyone for state in states_of(module.modules())]
     if not found:
         raise nothing_annotated("joinable", module)
@@ -251,8 +247,7 @@ def _ranks_of(module: nn.Module) -> Ranks:
 def _states_to_join(module: nn.Module) -> list[AnnotationState]:
     """Return the states of roots and of ``replicate`` at or below ``module``, in an order equal on all ranks.
 
-    Raises:
-        UsageError: A state belongs to modules around ``module`` too, or has ``static_graph=True``.
+    Raises ``UsageError`` if one belongs to modules around ``module`` too, or has ``static_graph=True``.
     """
     modules = dict.fromkeys(module.modules())
     found: dict[AnnotationState, None] = {}

@@ -83,10 +83,7 @@ ParamInitFn = Callable[[nn.Module], object]
 class FirstValues:
     """The first values of one annotation's shards, while its modules still hold their original parameters.
 
-    Args:
-        names: The modules that the annotation manages, in order, with their FQNs.
-        members: Each handle's original parameters.
-        built: Each handle's buffers.
+    ``names`` has its modules in order, ``members`` each handle's original parameters, ``built`` each handle's buffers.
     """
 
     def __init__(
@@ -112,8 +109,7 @@ class FirstValues:
     def make(self, fn: ParamInitFn | None) -> None:
         """Fill the shards with this rank's own values.
 
-        Raises:
-            ConfigError: ``fn`` left a parameter or buffer without values, or changed another module than its own.
+        Raises ``ConfigError`` if ``fn`` left a tensor without values, or changed another module than its own.
         """
         kept: set[int] = set()
 
@@ -129,11 +125,7 @@ class FirstValues:
                     param.write_full(original)
 
     def prepare(self, fn: ParamInitFn | None, *, is_source: bool) -> None:
-        """Collect all values on the first rank, which is the source, before they are sent.
-
-        Raises:
-            ConfigError: The errors of ``make``; or a value is missing on the source.
-        """
+        """Collect all values on the first rank, the source, before they are sent; errors as ``make``."""
         if fn is not None:
 
             def keep(original: nn.Parameter, value: torch.Tensor) -> None:
@@ -183,12 +175,8 @@ class FirstValues:
         """Call ``fn`` on each module that owns a parameter or buffer on the meta device, in order.
 
         A tensor with several owners stays one: each owner gets the tensor that the owner before it left. Values of one
-        owner stay if a later owner only allocates the tensor anew.
-
-        Args:
-            fn: The user's function.
-            keep: Called with an original and its full value, once nothing changes it any more.
-            is_final: No values come later, so a tensor without values is an error.
+        owner stay if a later owner only allocates the tensor anew. ``keep`` gets an original and its full value, once
+        nothing changes it any more. ``is_final``: no values come later, so a tensor without values is an error.
         """
         own = {module: self._own(module) for module in self._names}
         todo = {module: tensors for module, tensors in own.items() if any(one.is_meta for one in tensors.values())}

@@ -50,12 +50,8 @@ def cast_floats(value: Any, dtype: torch.dtype, swaps: list[_Swap] | None = None
     """Return ``value`` with its floating-point tensors, of any shapes, cast to ``dtype`` by differentiable operations.
 
     It looks into tuples, lists, dicts, dataclasses and all other containers of torch's pytrees; a value with nothing
-    to cast stays the same object.
-
-    Args:
-        value: Any value.
-        dtype: The dtype to cast to.
-        swaps: If given, containers that can be written to stay the same objects, and what was written is added here.
+    to cast stays the same object. With ``swaps``, containers that can be written to stay the same objects, and what was
+    written is added there.
     """
     if isinstance(value, torch.Tensor):
         return value if value.dtype is dtype or not value.is_floating_point() else value.to(dtype)
@@ -240,9 +236,8 @@ class Lending(ABC):
     def enter(self, owners: Owners, *, is_outermost: bool) -> None:
         """Put the other tensors into modules for a call.
 
-        Args:
-            owners: The dicts of buffers of the modules: modules own this object, which holds none.
-            is_outermost: No other call of the modules is running; an interrupted call is over.
+        ``owners`` has the dicts of buffers: modules own this object, which holds none. ``is_outermost``: no other call
+        of the modules is running; an interrupted call is over.
         """
         if is_outermost:
             self._depth = 0
@@ -294,13 +289,10 @@ class Lending(ABC):
 
 
 class CastBuffers(Lending):
-    """Puts copies of floating-point buffers, in another dtype, into modules while one runs, forward or backward.
+    """Puts copies of floating-point buffers, in ``dtype``, into modules while one runs, forward or backward.
 
     Before and after, modules hold their own buffers, with the values that the computation wrote into the copies:
     code that reads a model between steps sees no copy.
-
-    Args:
-        dtype: The dtype of the copies.
     """
 
     __slots__ = ("_dtype", "_lender", "_lent")
@@ -365,8 +357,7 @@ class _Copy(NamedTuple):
 class LowPrecisionParams(Lending):
     """Puts copies of parameters, in another dtype, into modules while one of them runs, forward or backward.
 
-    Args:
-        slots: All places of the parameters, also of tied ones. A parameter that has the dtype already stays.
+    ``slots`` are all their places, also of tied ones. A parameter that has the dtype already stays.
     """
 
     __slots__ = ("_copies", "_is_lent", "_recurrent", "_slots")

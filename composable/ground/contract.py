@@ -107,8 +107,7 @@ def managing_state(module: nn.Module, api_name: str) -> object | None:
 def set_member(module: nn.Module, api_name: str, state: object) -> None:
     """Register ``module`` as a member of ``state``, the state of an ancestor's annotation.
 
-    Raises:
-        ConfigError: ``module`` has this annotation or an incompatible one, or is a member of another state.
+    Raises ``ConfigError`` if it has this annotation or an incompatible one, or is a member of another state.
     """
     record = _record_of(module)
     why = [f"{one.name} is on it" for one in record.annotations.values() if api_name in {one.name, *one.incompatible}]

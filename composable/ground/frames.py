@@ -64,9 +64,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
     """Return the place of a thread in the user's code: "train.py:20, in run"; empty if it runs no such code.
 
-    Args:
-        frame: The innermost frame of the thread.
-        not_the_users: The beginnings of the paths of files that are not the user's.
+    ``not_the_users`` are the beginnings of the paths of other files.
     """
     for each in outwards(frame):
         if not each.f_code.co_filename.startswith(not_the_users):
@@ -143,12 +141,9 @@ _OPAQUE = (type, torch.Tensor, str, bytes, types.ModuleType, types.FunctionType,
 
 
 def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
-    """Return the modules that the running ``copy.deepcopy`` copies, as a set that keeps order.
+    """Return the modules that the running ``copy.deepcopy`` with this memo copies, as a set that keeps order.
 
     Only the outermost call has the object that the user copies: it is read from that call's frame.
-
-    Args:
-        memo: The memo of that ``deepcopy``.
     """
     outermost = next(reversed(list(_copied_values(memo))), None)
     known: tuple[object, dict[nn.Module, None]] | None = memo.get(_MEMO_KEY)

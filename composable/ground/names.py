@@ -87,8 +87,7 @@ def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
 def sibling_lines(entries: Iterable[tuple[str, str, str]]) -> list[str]:
     """Return a line for each entry, or one line for entries in a row that differ only in a number that rises by one.
 
-    Args:
-        entries: For each, a name with its indent, the text right after the name, and a description.
+    An entry is a name with its indent, the text right after the name, and a description.
     """
     runs: list[tuple[tuple[str, str, str], int, int]] = []  # equal parts of a run, first and last number
     for name, after, text in entries:
@@ -123,10 +122,7 @@ def describe_module(module: nn.Module) -> str:
 def fqn_in_model(module: nn.Module, name: str, fqn: str = "") -> str:
     """Return the FQN of a parameter or buffer below the outermost module that is alive; slow, for errors only.
 
-    Args:
-        module: The module that holds the parameter or buffer.
-        name: Its name in ``module``.
-        fqn: An FQN from another place; returned if it ends with the found FQN, so has more parts.
+    ``module`` holds it under ``name``. ``fqn`` is from another place, and returned if it ends with the one found.
     """
     found = join_fqn(_find_fqn(module), name)
     return fqn if fqn.endswith(f".{found}") else found
@@ -185,11 +181,7 @@ def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
 def check_number(
     name: str, value: object, *, fix: str, least: float | None = None, above: float | None = None
 ) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        ConfigError: It is no number, a tensor of several numbers, NaN, below ``least``, or not above ``above``.
-    """
+    """Return ``value`` as a float; ``ConfigError``: no number, NaN, below ``least``, or not above ``above``."""
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     if isinstance(number, Real) and not isinstance(number, bool):
         found = float(number)
@@ -199,11 +191,7 @@ def check_number(
 
 
 def as_path(name: str, value: object) -> Path:
-    """Return the argument ``name``, which is ``value``, as the path of a file or folder.
-
-    Raises:
-        ConfigError: It is no path.
-    """
+    """Return the argument ``name``, which is ``value``, as the path of a file or folder, or raise ``ConfigError``."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} is {described(value)}", fix="pass a path")
@@ -213,8 +201,7 @@ def as_path(name: str, value: object) -> Path:
 def as_kind(kind: Any, value: Any, name: str) -> Any:
     """Return a value that was read from JSON as ``kind``, a dataclass or a type such as ``tuple[int, ...]``.
 
-    Raises:
-        ValueError: It is of another kind; ``name`` says in the message where it was.
+    Raises ``ValueError`` if it is of another kind; ``name`` says in the message where it was.
     """
     origin, of = get_origin(kind), get_args(kind)
     if type(None) in of:

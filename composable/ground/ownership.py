@@ -255,8 +255,7 @@ def is_left_alone(module: nn.Module) -> bool:
 def check_callers() -> None:
     """Refuse a forward inside a wrapper of torch that averages gradients of annotated parameters too.
 
-    Raises:
-        UsageError: The running call is inside such a wrapper, older than the annotation, so only a forward shows it.
+    Such a wrapper is older than the annotation, so only a forward shows it: ``UsageError``.
     """
     for module in modules_in_call():
         error = _averaged_twice(rival_on(module), module._modules.get("module") or module)

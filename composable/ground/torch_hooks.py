@@ -487,7 +487,6 @@ class Contents:
     """The children and parameters of modules, compared in each forward: some 100 ns for each module.
 
     Args:
-        modules: The modules.
         of_params: ``dict.values``, or ``dict.keys`` where the library itself replaces the parameter under a name.
         owner: The one of these modules that owns this object, which holds it weakly.
     """

@@ -127,14 +127,10 @@ _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
 def queue_callback(callback: Callable[[], None], needed_by: object = None) -> None:
-    """Ask autograd to run ``callback`` at the end of the backward that is running.
+    """Ask autograd to run ``callback`` at the end of the backward that is running, if it ends well.
 
-    Args:
-        callback: Runs if the backward ends well.
-        needed_by: The object that needs the callback; its ``untraceable``, if any, says why a graph cannot call it.
-
-    Raises:
-        UsageError: Compiled autograd runs the backward: it takes callbacks and never calls them.
+    ``needed_by.untraceable``, if any, says why a graph cannot call it: compiled autograd takes callbacks and never
+    calls them, which is a ``UsageError``.
     """
     if (refusal := refusal_of_compiled(needed_by)) is not None:
         raise refusal
@@ -526,12 +522,9 @@ def _code_in(file: str, function: str) -> CodeType | None:
 
 
 def replace_body(function: Any, body: Callable[..., Any], *, only_with: tuple[str, int] = ("", -1)) -> None:
-    """Make ``function`` of torch, the same object, run ``body``, which gets torch's own code as its first argument.
+    """Make ``function`` of torch, the same object, run ``body``, which gets torch's code as its first argument; once.
 
-    Args:
-        function: A Python function of torch; replaced only once.
-        body: Runs in its place.
-        only_with: Name and position of an argument of ``function``: calls without it run torch's own code.
+    ``only_with`` has name and position of an argument of ``function``: calls without it run torch's own code.
     """
     if hasattr(function, "__wrapped__"):
         return

@@ -182,12 +182,7 @@ def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
 
 
 class _Home(NamedTuple):
-    """The ranks and the mesh of a tensor that an annotation has.
-
-    Attributes:
-        ranks: All ranks whose gradients the annotation averages.
-        mesh: The mesh over which tensor parallelism has split or copied the tensor; ``None``: there is none.
-    """
+    """The ranks that average gradients of a tensor, and the mesh of its tensor parallelism; ``None``: there is none."""
 
     ranks: Ranks
     mesh: DeviceMesh | None

@@ -44,11 +44,7 @@ def state_like(param: RaggedDTensor, values: torch.Tensor) -> RaggedDTensor:
 
 
 class LentPieces:
-    """The local tensors of an optimizer's sharded parameters, with their gradients and state, lent to one step.
-
-    Attributes:
-        state: The state of the local tensors, which the step sees and changes.
-    """
+    """The local tensors of an optimizer's sharded parameters, with gradients and ``state``, lent to one step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state: State = defaultdict(dict)
@@ -83,11 +79,7 @@ class LentPieces:
 
 
 class LocalStep:
-    """The steps of an optimizer on local tensors, each from ``begin`` to ``end``.
-
-    Args:
-        kind: The optimizer's class, which computes each element from that element alone.
-    """
+    """The steps of an optimizer on local tensors, each from ``begin`` to ``end``; its class is element-wise."""
 
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         groups = property(lambda _: self._local_groups())

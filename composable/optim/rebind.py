@@ -30,11 +30,7 @@ CHECKS_ITSELF = "_composable_local_step"
 
 
 def check_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse parameters that an annotation has replaced.
-
-    Raises:
-        UsageError: The optimizer was built before the annotation, or inside forward or backward.
-    """
+    """Raise ``UsageError`` if the optimizer was built before an annotation, or inside forward or backward."""
     for group in optimizer.param_groups:
         replacement = first_replacement(group["params"])
         if replacement is not None:
@@ -46,11 +42,7 @@ def check_replaced(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to update parameters that an annotation has replaced, or that have no values.
-
-    Raises:
-        UsageError: A parameter was replaced, or a sharded parameter is still on the meta device.
-    """
+    """Raise ``UsageError`` for parameters that an annotation has replaced, or that are on the meta device."""
     check_replaced(optimizer)
     for group in optimizer.param_groups:
         params = group["params"]
@@ -121,10 +113,7 @@ def cut_state(entry: dict[Any, Any], param: RaggedDTensor) -> None:
     """Make the state of ``param`` ragged, in place: whole tensors of its shape become this rank's pieces.
 
     No communication: every rank holds the whole tensors. Tensors of other shapes become replicated DTensors, numbers
-    stay plain.
-
-    Raises:
-        UsageError: A tensor is cut in another way than ``param``, such as by tensor parallelism.
+    stay plain. Raises ``UsageError`` for a tensor that is cut in another way, such as by tensor parallelism.
     """
     layout = param._spec.layout
     for key, value in entry.items():

@@ -135,10 +135,9 @@ class HandleBytes(NamedTuple):
 
 
 def peak_of_step(handles: Sequence[HandleBytes]) -> int:
-    """Return the peak bytes of forward and backward, without the bytes that rest between steps.
+    """Return the peak bytes of forward and backward, without those that rest between steps.
 
-    Args:
-        handles: Left to right, depth first, as they run.
+    ``handles`` are left to right, depth first, as they run.
     """
     return max(_forward(handles), max(_backward(handles), default=0))
 

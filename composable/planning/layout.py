@@ -146,11 +146,7 @@ def part_of_dim(size: int, count: int, place: int) -> tuple[int, int]:
 def boxes(
     shape: Sequence[int], lo: int, hi: int, order: Sequence[int] = ()
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split the flat range ``[lo, hi)`` of a tensor into axis-aligned boxes.
-
-    Returns:
-        At most ``2 * ndim - 1`` pairs of (offsets, sizes), in flat order.
-    """
+    """Split the flat range ``[lo, hi)`` of a tensor into boxes (offsets, sizes), at most ``2 * ndim - 1``, in order."""
     if order:
         back = _inverse(order)
         return [
@@ -391,13 +387,10 @@ def _piece(shape: torch.Size, align: Align, order: Sequence[int]) -> _Piece:
 def _place(
     pieces: Iterable[_Piece], shard_numel: int, slack: int, *, start_align: int = 1, is_greedy: bool = True
 ) -> _Placement | None:
-    """Lay the pieces into shards of ``shard_numel``, spending at most ``slack`` on gaps.
+    """Lay the pieces into shards of ``shard_numel``, spending at most ``slack`` on gaps; ``None``: a promise is broken.
 
     A gap before a piece moves the first cut inside it onto a block. ``is_greedy`` spends slack on
     pieces without a promise too, and on starts that are multiples of ``start_align``.
-
-    Returns:
-        ``None`` if a promise cannot be kept.
     """
     starts: list[int] = []
     end = aligned_count = 0
@@ -485,11 +478,8 @@ def choose_owners(cuts: Sequence[Sequence[int]], shapes: Sequence[torch.Size]) -
     """Return for each matrix the rank that computes with the whole of it; the same on all ranks.
 
     That is the rank that holds most of it, or, among ranks that hold nearly as much, the one with the least work so
-    far: multiplications of a matrix with its transpose. Whole matrices come first, then those with most work.
-
-    Args:
-        cuts: The bounds of each matrix, see ``RaggedShard``, over the same ranks.
-        shapes: Their shapes.
+    far: multiplications of a matrix with its transpose. Whole matrices come first, then those with most work. ``cuts``
+    are the bounds of each matrix, see ``RaggedShard``, over the same ranks.
     """
     owners = [0] * len(cuts)
     loads = [0] * (len(cuts[0]) - 1 if cuts else 0)

@@ -148,8 +148,7 @@ NO_CASTS = MixedPrecisionPolicy()
 def as_mixed_precision(policy: object) -> MixedPrecisionPolicy:
     """Return this library's policy for ``policy``, which may also be torch's; for ``None``, a policy without casts.
 
-    Raises:
-        ConfigError: It is no such policy, or has an option that this library lacks.
+    Raises ``ConfigError`` for other values, and for options that this library lacks.
     """
     if policy is None:
         return NO_CASTS
@@ -347,17 +346,8 @@ def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
 class ShardOptions:
     """The options of a plan, beside the module: the arguments of ``plan``, checked alone and together.
 
-    Strategy and policies may be given as text, or as torch's own; the attributes are those of this library.
-
-    Attributes:
-        strategy: What is sharded, and when parameters are freed.
-        mp_policy: Dtypes of computation and reduction.
-        offload_policy: Where shards, gradients and optimizer state rest.
-        hosts: The host of each rank, as in ``ShardPlan``.
-        is_queued: As in ``ShardPlan``.
-
-    Raises:
-        ConfigError: Options are wrong, or contradict each other.
+    Strategy and policies may be given as text, or as torch's own; the attributes are those of this library. ``hosts``
+    and ``is_queued`` are as in ``ShardPlan``. Raises ``ConfigError`` if options are wrong, or contradict each other.
     """
 
     world_size: int

@@ -119,12 +119,9 @@ def plan(
 def make_plan(
     module: nn.Module | Sequence[nn.Module], options: ShardOptions
 ) -> tuple[ShardPlan, tuple[HandleMembers, ...]]:
-    """Make the plan, and for each of its handles the modules and parameters that it names.
+    """Make the plan, and for each of its handles the modules and parameters that it names; errors as in ``plan``.
 
     The registry of the annotated modules may have this annotation already, which is entered before it plans.
-
-    Raises:
-        ConfigError: An argument is wrong, as in ``plan``.
     """
     handles, kept_fqns, ignored_fqns = find_structure(
         module, options.policy, options.ignored_params, options.ignored_modules
@@ -315,11 +312,7 @@ def _checked_align(fqn: str, align: Any) -> Align:
 
 
 def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None:
-    """Return the dim that ``shard_placement_fn`` asks to cut, counted from the first; ``None``: the default.
-
-    Raises:
-        ConfigError: The function raised, or its result is no ``Shard`` of a dim that the parameter has.
-    """
+    """Return the dim that ``shard_placement_fn`` asks to cut, counted from the first; ``None``: the default."""
     placement = None if function is None else _ask(function, "shard_placement_fn", found, found.param)
     if placement is None:
         return None

@@ -44,11 +44,7 @@ _MARK = "_composable_replaced_by"
 
 
 class Replacement:
-    """The mark on a replaced parameter.
-
-    Attributes:
-        fqn: Name of the parameter, for messages.
-    """
+    """The mark on a replaced parameter, whose name for messages is ``fqn``."""
 
     __slots__ = ("_module", "_name", "fqn")
 
@@ -197,14 +193,12 @@ def find_structure(
 ) -> tuple[tuple[HandleMembers, ...], tuple[str, ...], tuple[str, ...]]:
     """Find the handles of an annotation on ``module``; changes nothing.
 
-    The annotated modules may carry the annotation's own registry entry already.
+    The annotated modules may carry the annotation's own registry entry already. Raises ``ConfigError`` if an argument
+    is wrong, a parameter cannot be sharded, or something else averages its gradient.
 
     Returns:
         The handles that own parameters, left to right, depth first; the FQNs of the outermost modules below that an
         earlier annotation manages; and the FQNs of parameters that are left alone.
-
-    Raises:
-        ConfigError: An argument is wrong, or a parameter cannot be sharded, or something else averages its gradient.
     """
     starts = named_roots(module)
     root = starts[0][1]
@@ -242,8 +236,8 @@ def find_structure(
 def named_roots(module: object) -> tuple[_Named, ...]:
     """Check the modules to annotate and return (FQN, module) pairs; an FQN is ``''``, or the position in the list.
 
-    Raises:
-        ConfigError: It is neither a module nor a list of different modules, or one is a container without forward.
+    Raises ``ConfigError`` unless it is a module or a list of different modules, and none is a container without
+    forward.
     """
     if not isinstance(module, list | tuple):
         return (("", _checked_root(module, None)),)
@@ -333,8 +327,7 @@ class _Exclusion:
 def _exclude(starts: Sequence[_Named], params: list[nn.Parameter], to_ignore: set[nn.Module]) -> _Exclusion:
     """Find the subtrees that must not be entered: ignored, replicated, or annotated before.
 
-    Raises:
-        ConfigError: An ignored parameter is sharded already, or roots are nested.
+    Raises ``ConfigError`` if an ignored parameter is sharded already, or roots are nested.
     """
     roots = {root for _, root in starts}
     if roots & to_ignore:

@@ -54,12 +54,7 @@ class Subclass:
 
 @dataclass(eq=False)
 class SplitNode:
-    """A DTensor, of which this rank has one block.
-
-    Attributes:
-        spec: Mesh, placements and whole shape of the original.
-        block_shape: Shape of the block.
-    """
+    """A DTensor, of which this rank has one block [*block_shape]; ``spec`` has the mesh, placements and whole shape."""
 
     spec: DTensorSpec
     block_shape: torch.Size
@@ -76,9 +71,7 @@ class SplitNode:
 
         Shapes: [*spec.shape] or [*block_shape] -> [*block_shape], same dtype; no copy unless it was redistributed.
         Collective over the DTensor's ranks if its placements differ, as in a gradient that is still to be summed.
-
-        Raises:
-            ConfigError: The DTensor is on another mesh, or has another shape.
+        Raises ``ConfigError`` if the DTensor is on another mesh, or has another shape.
         """
         spec = self.spec
         if isinstance(value, DTensor):
@@ -196,13 +189,9 @@ _UNPACKED = (
 
 
 def form_of(param: nn.Parameter) -> Form | None:
-    """Return how a parameter of a tensor subclass is sharded; ``None`` for an ordinary one.
+    """Return how a parameter of any shape and dtype, of a tensor subclass, is sharded; ``None`` for an ordinary one.
 
-    Args:
-        param: Not lazy; of any shape and dtype.
-
-    Raises:
-        ConfigError: Its class is of no known kind, or cannot be sharded as the class asks.
+    Raises ``ConfigError`` if its class is of no known kind, or cannot be sharded as the class asks.
     """
     name = type(param).__name__
     has_hooks = [callable(getattr(param, hook, None)) for hook in PROTOCOL]

@@ -138,16 +138,9 @@ class Bucket:
         return self._is_last
 
     def pack(self, scale: float, *, grads_as_views: bool) -> int:
-        """Write ``scale`` times every gradient into the buffer, and zeros for a parameter without a gradient.
+        """Write ``scale`` times every gradient into the buffer, or zeros without a gradient; return how many have none.
 
-        Returns how many have none.
-
-        Args:
-            scale: Factor of the gradients.
-            grads_as_views: Let ``param.grad`` be the view from now on.
-
-        Raises:
-            UsageError: A gradient is sparse.
+        ``grads_as_views``: ``param.grad`` is the view from now on. Raises ``UsageError`` if a gradient is sparse.
         """
         if not self.flat.numel():
             self._allocate()
@@ -218,9 +211,8 @@ class Bucket:
     def adopt(self, used: Sequence[float], *, is_view: bool) -> None:
         """Give parameters without a gradient the average, if another rank had a gradient.
 
-        Args:
-            used: For each parameter of the reducer, the number of ranks that had a gradient.
-            is_view: The gradient becomes a view of the bucket, if its dtype allows that.
+        ``used`` has for each parameter of the reducer the number of ranks that had one. ``is_view``: the gradient
+        becomes a view of the bucket, if its dtype allows that.
         """
         for index, param, view in zip(self.param_indices, self._params, self.views, strict=True):
             if param.grad is None and used[index] > 0:
@@ -343,7 +335,7 @@ def plan_buckets(
 
     Args:
         order: Every parameter once, in order of arrival.
-        keys: A key for each parameter; the parameters of a bucket have equal keys.
+        keys: A key for each parameter.
         param_bytes: Bytes of each parameter.
         first_cap_bytes: Limit of the first bucket of each key: a small one starts early.
         cap_bytes: Limit of the others. A parameter above the limit is a bucket of its own.

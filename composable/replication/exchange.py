@@ -58,13 +58,7 @@ class Report(NamedTuple):
 
 
 class FlagBlock:
-    """Writes and reads the flags of every round, behind the gradients of the last bucket.
-
-    Args:
-        count: How many parameters there are.
-        rank: This rank, as the transport has it.
-        world_size: Ranks of the transport.
-    """
+    """Writes and reads the flags of ``count`` parameters in every round, behind the gradients of the last bucket."""
 
     __slots__ = ("_count", "_late", "_plain", "_rank", "_told", "_world_size", "numel")
 
@@ -78,13 +72,10 @@ class FlagBlock:
         self._told: list[float] = []  # What was written to a block that is fake.
 
     def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
-        """Fill ``block`` [numel] before it is sent.
+        """Fill ``block`` [numel], the tail of the last bucket, before it is sent.
 
-        Args:
-            block: The tail of the last bucket.
-            used: For each parameter, whether this rank has a gradient; ``None``: all have one; there is no complaint.
-            complaint: This rank's complaint.
-            runs: How often this rank ran the modules since the last average; 0: it follows other ranks.
+        ``used`` says for each parameter whether this rank has a gradient; ``None``: all have one, and there is no
+        complaint. ``runs``: how often this rank ran the modules since the last average; 0: it follows other ranks.
         """
         count, own_run = self._count, self._count + self._world_size + self._rank
         if self._plain is None or self._plain.dtype != block.dtype or self._plain.device != block.device:
@@ -181,11 +172,7 @@ class DebugNotes:
                 _LOG.info("replicate: %s", self._text(bucket))
 
     def before_send(self, bucket: Bucket) -> None:
-        """Check that all ranks send the same bucket next, and log it. Collective.
-
-        Raises:
-            DesyncError: Another rank is about to send another bucket.
-        """
+        """Check that all ranks send the same bucket next, else raise ``DesyncError``, and log it. Collective."""
         text = self._text(bucket)
         self._ranks.compare(
             text,
@@ -436,8 +423,8 @@ class BucketExchange:
     def wait(self) -> tuple[Report | None, list[float] | None]:
         """Wait for all buckets, and put every average where its gradient was.
 
-        Returns:
-            The result of ``FlagBlock.read``; and for each parameter how many ranks had a gradient, ``None``: all had.
+        Returns the result of ``FlagBlock.read``; and for each parameter how many ranks had a gradient, ``None``: all
+        had.
         """
         self.finish()
         self.sparse.average(self.scale)

@@ -19,13 +19,10 @@ from composable.replication.tensors import local_of
 
 
 class BufferSync:
-    """Gives every rank the buffers of the first rank, all in one broadcast.
+    """Gives every rank the buffers of the first rank, all in one broadcast of tensors on ``device``.
 
-    Args:
-        slots: (dict of a module's buffers, name in it) of each buffer. A module may put another tensor there between
-            two forwards.
-        transport: The transport between the ranks.
-        device: The device of the tensors that are sent.
+    ``slots`` has (dict of a module's buffers, name in it) of each. A module may put another tensor there between two
+    forwards.
     """
 
     def __init__(

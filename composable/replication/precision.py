@@ -47,8 +47,7 @@ def plan_precision(
 ) -> PrecisionPlan | None:
     """Return the dtypes under ``policy`` of managed parameters, and of used parameters of annotations inside.
 
-    Raises:
-        ConfigError: ``param_dtype_override_fn`` raised or returned no dtype.
+    Raises ``ConfigError`` if ``param_dtype_override_fn`` raised or returned no dtype.
     """
     if not str(policy):
         return None
@@ -191,11 +190,7 @@ class LentPart:
                 lending.leave()
 
     def check_not_written(self) -> None:
-        """Refuse a forward that wrote to the copy of a parameter.
-
-        Raises:
-            UsageError: A forward did; the values would be lost.
-        """
+        """Refuse a forward that wrote to the copy of a parameter, whose values would be lost: ``UsageError``."""
         slot = self.params.written()
         if slot is not None and (module := slot.find_module()) is not None:
             raise UsageError(
@@ -210,11 +205,7 @@ class LentPart:
             lending.enter_backward(self._owners)
 
     def put_back(self) -> None:
-        """Give the modules their own tensors back, unless the annotated module is running.
-
-        Raises:
-            UsageError: It is running in another thread.
-        """
+        """Give the modules their own tensors back, unless the annotated one runs; ``UsageError``: in another thread."""
         if self._calls and self._thread != get_ident():
             what = "state_dict() while another thread runs the module, which holds copies in low precision (mp_policy)"
             raise UsageError(what, fix="read it between steps, under a lock that these hold")

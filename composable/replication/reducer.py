@@ -65,11 +65,7 @@ def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
 
 
 def _arrive_again(reducer: "Reducer", index: int, param: torch.Tensor) -> None:
-    """Accept another gradient of a parameter in one backward, as long as the first was not sent.
-
-    Raises:
-        UsageError: The first gradient was sent.
-    """
+    """Accept another gradient of a parameter in one backward; ``UsageError`` if the first was sent."""
     reducer.round.seen[index] += 1
     bucket, static = reducer._bucket_of[index], reducer._static
     if reducer.round.synchronises and bucket.index() < reducer.round.sent:
@@ -86,13 +82,7 @@ def _arrive_again(reducer: "Reducer", index: int, param: torch.Tensor) -> None:
 
 
 class BucketSteps:
-    """Steps of optimizers inside backward: of the parameters of a bucket, as soon as these have their averages.
-
-    Args:
-        params: All parameters of the round.
-        own_round: The running backward, or the last one.
-        steppers: Functions that step parameters.
-    """
+    """Steps of optimizers inside backward: of the parameters of a bucket, as soon as these have their averages."""
 
     def __init__(self, params: Sequence[ReducedParam], own_round: Round, steppers: Sequence[Stepper]) -> None:
         self._params = params
@@ -114,11 +104,9 @@ class BucketSteps:
             self._step(bucket)
 
     def step_rest(self, exchange: BucketExchange, used: Sequence[float] | None) -> None:
-        """Step the buckets that are left, whose averages are there, and free them.
+        """Step the buckets that are left, which ``exchange`` has averaged, and free them.
 
-        Args:
-            exchange: Has averaged the buckets.
-            used: For each parameter, the number of ranks that had a gradient; ``None``: all had one.
+        ``used`` has for each parameter the number of ranks that had a gradient; ``None``: all had one.
         """
         for bucket in exchange.arrangement.buckets[self._round.stepped :]:
             for index, view in zip(bucket.param_indices, bucket.views, strict=True):
@@ -339,11 +327,7 @@ class Reducer:
                 self._launch(bucket)
 
     def finish(self) -> None:
-        """Wait for the averages, and raise an error if gradients are missing.
-
-        Raises:
-            UsageError: On this or another rank, parameters got no gradient.
-        """
+        """Wait for the averages; ``UsageError`` if, on this or another rank, parameters got no gradient."""
         missing, self._missing = self._missing, None
         if missing is None:
             return
@@ -436,12 +420,7 @@ class Reducer:
         return why_untraceable(self)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
-        """Return the nearest of ``registrations``.
-
-        Raises:
-            ConfigError: None of them is the nearest.
-            UsageError: An optimizer steps inside backward.
-        """
+        """Return the nearest of ``registrations``; ``ConfigError``: none is, ``UsageError``: steps in backward."""
         if registrations and self.steppers and self.params:
             refuse_steppers(self.steppers, self.params[0].fqn)
         return nearest(registrations)
@@ -465,15 +444,10 @@ class Reducer:
     # Copies, other ranks, the end
 
     def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
-        """Return a reducer of copied parameters: the same options and hook; it learns the order of gradients anew.
+        """Return a reducer of copied ``params``, in the same order: the same options and hook, and its own transport.
 
-        Args:
-            params: Copies of this reducer's parameters, in the same order.
-            transport: A transport for the copy alone.
-            memo: The memo of the running ``copy.deepcopy``.
-
-        Raises:
-            UsageError: A backward is running.
+        It learns the order of gradients anew. ``memo`` is that of the running ``copy.deepcopy``. Raises ``UsageError``
+        if a backward is running.
         """
         if self.round.phase is _OPEN:
             raise UsageError("a replicated module cannot be copied inside a backward", fix="copy it before or after")
@@ -539,11 +513,7 @@ class Reducer:
 
 
 class Shadow:
-    """The rounds of other ranks on a rank that has run out of inputs: it sends zeros.
-
-    Args:
-        reducer: That of this rank.
-    """
+    """The rounds of other ranks on a rank that has run out of inputs: it sends zeros."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -587,9 +557,5 @@ class Shadow:
         self._reducer.exchange.send_zeros(1)
 
     def end(self) -> None:
-        """Wait for the averages. Collective.
-
-        Raises:
-            UsageError: Another rank complains.
-        """
+        """Wait for the averages; ``UsageError`` if another rank complains. Collective."""
         self._reducer._conclude([], self._reducer._finish_round())

@@ -145,9 +145,7 @@ class Round:
     def missing(self, params: Sequence[ReducedParam], kept: Sequence[int]) -> list[int]:
         """Return the indices of parameters without a gradient since the last round, of modules in this backward.
 
-        Args:
-            params: All parameters of the round.
-            kept: For each parameter, whether an earlier backward, without synchronisation, gave it a gradient.
+        ``kept`` says of each parameter whether an earlier backward, without synchronisation, gave it a gradient.
         """
         return [
             index

@@ -11,11 +11,7 @@ from composable.replication.tensors import ReducedParam
 
 
 def check_steppable(params: Sequence[ReducedParam]) -> None:
-    """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
-
-    Raises:
-        ConfigError: A gradient is sparse.
-    """
+    """Raise ``ConfigError`` if a gradient is sparse: no optimizer can step it inside backward, bucket by bucket."""
     for item in params:
         if item.is_sparse:
             raise ConfigError(
@@ -26,12 +22,7 @@ def check_steppable(params: Sequence[ReducedParam]) -> None:
 
 
 class SparseGradients:
-    """Sparse gradients of embedding tables, averaged over ranks that each have some of the rows.
-
-    Args:
-        params: The tables, the same on all ranks.
-        transport: The transport between the ranks.
-    """
+    """Sparse gradients of tables, the same on all ranks, averaged over ranks that each have some of the rows."""
 
     def __init__(self, params: Sequence[nn.Parameter], transport: Transport) -> None:
         self._params = params
@@ -43,11 +34,8 @@ class SparseGradients:
         """Replace every gradient by its mean; a rank without a gradient adds zero, and gets the mean. Collective.
 
         A gradient that no rank has stays ``None``. If a gradient is dense on one rank, as when a layer shares the
-        table, the mean is dense on all ranks.
-
-        Args:
-            scale: The factor of sums over the ranks.
-            is_stopped: Take part in the collectives without gradients, and leave this rank's gradients as they are.
+        table, the mean is dense on all ranks. ``scale`` is the factor of sums over the ranks. ``is_stopped``: take part
+        without gradients, and leave this rank's as they are.
         """
         if not self._params or self._transport.world_size == 1:
             return

@@ -118,12 +118,7 @@ class ReducedParam:
 
 @dataclass(frozen=True)
 class DelayedAllReduce:
-    """Gradients that are sent only after the gradient of another parameter has arrived.
-
-    Attributes:
-        params: The indices of the parameters whose gradients wait.
-        trigger: The index of the parameter whose gradient they wait for.
-    """
+    """Gradients of ``params`` that are sent only after the gradient of ``trigger`` has arrived, by their indices."""
 
     params: tuple[int, ...] = ()
     trigger: int = -1
@@ -195,8 +190,7 @@ class ReplicateArguments:
 def choose_device(device_ids: object, device_type: str) -> torch.device:
     """Return the one device in the list ``device_ids``; ``None``: any device of the type that averages gradients.
 
-    Raises:
-        ConfigError: The list does not hold exactly one device, or the device has another type.
+    Raises ``ConfigError`` if the list does not hold exactly one device, or the device has another type.
     """
     if device_ids is None:
         return torch.device(device_type)
@@ -214,13 +208,9 @@ def choose_device(device_ids: object, device_type: str) -> torch.device:
 def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) -> DelayedAllReduce:
     """Return the gradients that wait, and the parameter whose gradient they wait for.
 
-    Args:
-        named: ``delay_all_reduce_named_params``: (name, parameter) pairs.
-        trigger: ``param_to_hook_all_reduce``.
-        params: The parameters whose gradients are averaged.
-
-    Raises:
-        ConfigError: Only one of the two arguments is given, or a parameter is sparse or not in ``params``.
+    ``named`` is ``delay_all_reduce_named_params``, ``trigger`` ``param_to_hook_all_reduce``, and ``params`` have
+    gradients to average. Raises ``ConfigError`` if one argument alone is given, or a parameter is sparse or not in
+    them.
     """
     if (named is None) is not (trigger is None):
         raise ConfigError(
@@ -358,16 +348,10 @@ class ManagedTensors:
 def find_tensors(
     roots: Sequence[nn.Module], ignored: Ignored, device: torch.device, ranks: Sequence[int] = ()
 ) -> ManagedTensors:
-    """Return the parameters and buffers that no other annotation manages.
+    """Return the parameters and buffers that no other annotation manages; ``ConfigError`` if one cannot be managed.
 
-    Args:
-        roots: The annotated modules.
-        ignored: The modules and tensors in them that are left out.
-        device: The device that averages gradients; without an index, any device of its type.
-        ranks: Global numbers of the ranks that average: a parameter may be split over other ranks.
-
-    Raises:
-        ConfigError: A parameter, a buffer or a module cannot be managed.
+    ``device`` averages gradients; without an index, any device of its type. ``ranks`` are the global numbers of the
+    ranks that average: a parameter may be split over other ranks.
     """
     for root in roots:
         if isinstance(root, torch.jit.ScriptModule):
@@ -432,10 +416,7 @@ def unmanaged_params(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (FQN, parameter of any shape) for each parameter of ``roots`` that no annotation manages or ignores.
 
-    Args:
-        roots: The annotated modules.
-        ignored: What they ignore.
-        is_left: Of modules whose own annotation was undone, instead of all other ones.
+    ``is_left``: of modules whose own annotation was undone, instead of all other ones.
     """
     left = ignored.ids()
     for module in managed_modules(roots, ignored.modules):

@@ -125,9 +125,7 @@ def read_description(folder: Path | StoredFolder, files: Mapping[str, FileSum]) 
     It is JSON: for each flat name the path, the dtype and size of a tensor, and a text of its own with numbers: of each
     piece the place of its file among all, start, length, offsets, sizes. So a rank need not look at pieces of values
     that it has no part of. Python objects for pieces would cost most of the time, also in garbage collection.
-
-    Raises:
-        ConfigError: ``.metadata`` does not describe values, each with a path, whose pieces have a place each.
+    Raises ``ConfigError`` unless it describes values, each with a path, whose pieces have a place each.
     """
     try:
         with open_in(folder, METADATA) as file:

@@ -108,8 +108,7 @@ class SharePlanner(DefaultSavePlanner):
 def describe_all(reports: Mapping[str, dict[str, Any]]) -> tuple[Metadata, list[WriteResult]]:
     """Return torch's description of the values in the reports, by file, and where each piece lies.
 
-    Raises:
-        ValueError: Pieces of a tensor are missing, or doubled.
+    Raises ``ValueError`` if pieces of a tensor are missing, or doubled.
     """
     found, paths, places = dict[str, Any](), dict[str, Any](), list[WriteResult]()
     for file, report in reports.items():

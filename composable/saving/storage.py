@@ -95,13 +95,7 @@ class _FsspecStorage:
 
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder in a storage.
-
-    Attributes:
-        storage: The storage.
-        name: The name of the folder in the storage; empty: all of it.
-        url: Its URL; empty for a folder in an object of the user's.
-    """
+    """A folder in a storage; empty, ``name`` is all of it, and ``url`` that of an object of the user's."""
 
     storage: Storage
     name: str = ""
@@ -166,8 +160,7 @@ class _StoredFile(io.RawIOBase):
 def folder_at(name: str, value: object) -> Path | StoredFolder:
     """Return the folder that the argument ``name``, which is ``value``, means: a local one, or one in a storage.
 
-    Raises:
-        ConfigError: It is neither a path, nor a URL, nor a ``Storage``; or the scheme of the URL is not served.
+    Raises ``ConfigError`` if it is no path, URL or ``Storage``, or the scheme of the URL is not served.
     """
     if not isinstance(value, str | os.PathLike):
         if isinstance(value, Storage) and not isinstance(value, type):
