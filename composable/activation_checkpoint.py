@@ -32,12 +32,9 @@ _DETERMINISM_CHECKS = ("default", "none")
 
 @dataclass
 class CheckpointState:
-    """The options of one ``checkpoint`` call.
+    """The options of one ``checkpoint`` call."""
 
-    Attributes:
-        options: Keyword arguments of torch's function; ``context_fn`` only if given: the compiler refuses its default.
-    """
-
+    # Keyword arguments of torch's function; ``context_fn`` only if given: the compiler refuses its default.
     options: dict[str, Any] = field(default_factory=dict)
 
 

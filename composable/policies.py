@@ -222,18 +222,12 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class _Tree:
-    """The submodules of a root that may be picked, depth first, left to right.
-
-    Attributes:
-        root: The module above them.
-        fqns: Submodule -> FQN below the root.
-        parents: Submodule -> the module it was reached from.
-    """
+    """The submodules of a root that may be picked, depth first, left to right."""
 
     def __init__(self, root: nn.Module, excluded: Collection[nn.Module]) -> None:
-        self.fqns: dict[nn.Module, str] = {}
-        self.parents: dict[nn.Module, nn.Module] = {}
-        self.root = root
+        self.fqns: dict[nn.Module, str] = {}  # Submodule -> FQN below the root.
+        self.parents: dict[nn.Module, nn.Module] = {}  # Submodule -> the module it was reached from.
+        self.root = root  # The module above them.
         seen = {root, *(below for module in excluded for below in modules_in(module))}
         stack: list[tuple[nn.Module, str, nn.Module]] = [(root, "", root)]
         while stack:

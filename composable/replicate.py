@@ -211,19 +211,13 @@ def replicate(
 
 
 class _Planned(NamedTuple):
-    """The checked plan of one ``replicate`` call; nothing is changed yet.
-
-    Attributes:
-        params: The parameters whose gradients are averaged, in the order of ``named_parameters()``.
-        precision: The plan of the mixed precision policy; ``None``: there is no policy.
-        device: The device of the parameters.
-    """
+    """The checked plan of one ``replicate`` call; nothing is changed yet."""
 
     arguments: ReplicateArguments
     managed: ManagedTensors
-    params: list[ReducedParam]
-    precision: PrecisionPlan | None
-    device: torch.device
+    params: list[ReducedParam]  # The parameters whose gradients are averaged, in the order of ``named_parameters()``.
+    precision: PrecisionPlan | None  # The plan of the mixed precision policy; ``None``: there is no policy.
+    device: torch.device  # The device of the parameters.
 
     @property
     def text(self) -> str:

@@ -23,22 +23,17 @@ ReducingUnit: TypeAlias = Handle | Reducer
 
 
 class AnnotationState(ABC):
-    """The state of one call of ``fully_shard`` or ``replicate``.
-
-    Attributes:
-        modules: The annotated module, or those of one call, as far as users hold them. They own this state, by their
-            hooks, and are freed without a collection.
-        grid: The ranks of the annotation.
-        listeners: Hear of each event of its steps.
-        hook_handles: Handles of all hooks; once these are removed, the modules run as plain ones again.
-    """
+    """The state of one call of ``fully_shard`` or ``replicate``."""
 
     modules = HeldWeakly[nn.Module]()
 
     def __init__(self) -> None:
+        # The annotated module, or those of one call, as far as users hold them. They own this state, by their hooks,
+        # and are freed without a collection.
         self.modules = ()
-        self.grid: Grid
-        self.listeners = Listeners()
+        self.grid: Grid  # The ranks of the annotation.
+        self.listeners = Listeners()  # Hear of each event of its steps.
+        # Handles of all hooks; once these are removed, the modules run as plain ones again.
         self.hook_handles: list[RemovableHandle] = []
 
     @property

@@ -68,22 +68,15 @@ def _names_of(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of one annotation.
+    """The ranks of one annotation."""
 
-    Attributes:
-        shard: The ranks that share the parameters, each with one shard.
-        replicas: The ranks that hold the same shard as this rank; ``None``: this rank alone.
-        everyone: All ranks whose gradients are averaged.
-        rows: For each of the replicas, the global ranks of its shard group; empty: there are no replicas.
-        is_hybrid: The user asked for copies, though there may be only one.
-        left_out: What the plan says of dims of the user's mesh along which nothing is averaged; empty: there are none.
-    """
-
-    shard: Ranks
-    replicas: Ranks | None
-    everyone: Ranks
+    shard: Ranks  # The ranks that share the parameters, each with one shard.
+    replicas: Ranks | None  # The ranks that hold the same shard as this rank; ``None``: this rank alone.
+    everyone: Ranks  # All ranks whose gradients are averaged.
+    # For each of the replicas, the global ranks of its shard group; empty: there are no replicas.
     rows: tuple[tuple[int, ...], ...] = ()
-    is_hybrid: bool = False
+    is_hybrid: bool = False  # The user asked for copies, though there may be only one.
+    # What the plan says of dims of the user's mesh along which nothing is averaged; empty: there are none.
     left_out: str = field(default="", compare=False)
 
     @property

@@ -15,15 +15,11 @@ class ModelRanks:
     The *data place* of a rank is its place among the ranks with which it averages gradients. Tensor parallelism gives a
     rank peers with the same data place and other blocks: its *team*. Ranks that share the same blocks are a *column*,
     in which every team has one member.
-
-    Attributes:
-        everyone: All these ranks.
-        others: The ranks along each mesh dim of tensor parallelism; mostly none.
-        places: For each rank of ``everyone``, its data place, and its places along ``others``.
     """
 
-    everyone: Ranks
-    others: tuple[Ranks, ...]
+    everyone: Ranks  # All these ranks.
+    others: tuple[Ranks, ...]  # The ranks along each mesh dim of tensor parallelism; mostly none.
+    # For each rank of ``everyone``, its data place, and its places along ``others``.
     places: tuple[tuple[int, ...], ...] = field(repr=False)
 
     @staticmethod

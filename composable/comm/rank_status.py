@@ -67,52 +67,31 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait of a thread for a collective or message.
+    """The wait of a thread for a collective or message."""
 
-    Attributes:
-        text: The collective and its place in the code, for messages to users.
-        group: Name of the process group; empty: not known, so the wait cannot be diagnosed.
-        ranks: Global ranks of the group.
-        tag: The tag, if its messages have one; else ``ORDERED`` or ``COUNTED``.
-        number: Its number from 1 on: in its tag, in the order of transports, or among all collectives of the group.
-        kind: Kind of the collective: ranks that wait for the same one must have the same kind; empty: not known.
-        sequence: Its number among all collectives of the group; 0: not known.
-        tree: Name of the annotation that waits.
-        groups: Names of the groups to close, which ends the wait.
-        is_call: The wait is in a call that annotates modules, or compares them before their first forward.
-    """
-
-    text: str
-    group: str
-    ranks: tuple[int, ...]
-    tag: int
-    number: int
+    text: str  # The collective and its place in the code, for messages to users.
+    group: str  # Name of the process group; empty: not known, so the wait cannot be diagnosed.
+    ranks: tuple[int, ...]  # Global ranks of the group.
+    tag: int  # The tag, if its messages have one; else ``ORDERED`` or ``COUNTED``.
+    number: int  # Its number from 1 on: in its tag, in the order of transports, or among all collectives of the group.
+    # Kind of the collective: ranks that wait for the same one must have the same kind; empty: not known.
     kind: str = ""
-    sequence: int = 0
-    tree: str = ""
-    groups: tuple[str, ...] = ()
-    is_call: bool = False
+    sequence: int = 0  # Its number among all collectives of the group; 0: not known.
+    tree: str = ""  # Name of the annotation that waits.
+    groups: tuple[str, ...] = ()  # Names of the groups to close, which ends the wait.
+    is_call: bool = False  # The wait is in a call that annotates modules, or compares them before their first forward.
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The step that the modules of one annotation have reached.
+    """The step that the modules of one annotation have reached."""
 
-    Attributes:
-        name: Name of the modules in messages.
-        forwards: How many forwards they have begun.
-        backwards: How many backwards they have begun.
-        is_inside: The last forward or backward is under way.
-        is_backward: The last one to begin was a backward.
-        failure: The error that the last forward raised, as text.
-    """
-
-    name: str
-    forwards: int
-    backwards: int
-    is_inside: bool = False
-    is_backward: bool = False
-    failure: str = ""
+    name: str  # Name of the modules in messages.
+    forwards: int  # How many forwards they have begun.
+    backwards: int  # How many backwards they have begun.
+    is_inside: bool = False  # The last forward or backward is under way.
+    is_backward: bool = False  # The last one to begin was a backward.
+    failure: str = ""  # The error that the last forward raised, as text.
 
     @property
     def text(self) -> str:
@@ -138,23 +117,17 @@ class _Told:
 
 @dataclass(frozen=True)
 class RankStatus(_Told):
-    """The wait of a rank, and the collectives that it has started so far.
+    """The wait of a rank, and the collectives that it has started so far."""
 
-    Attributes:
-        wait: Its wait; ``None``: it waits for no other rank.
-        started: How many collectives this rank has started, by the text of group and tag.
-        recent: The kinds of the last collectives in the order of each group, by group.
-        trees: The steps of annotations, by the names that these have on all ranks.
-        failed_call: The error that ended the last call that annotates, as text.
-        text: The work of the rank, for messages, if it does not wait.
-    """
-
-    wait: Wait | None = None
+    wait: Wait | None = None  # Its wait; ``None``: it waits for no other rank.
+    # How many collectives this rank has started, by the text of group and tag.
     started: Mapping[str, int] = field(default_factory=dict)
+    # The kinds of the last collectives in the order of each group, by group.
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # The steps of annotations, by the names that these have on all ranks.
     trees: Mapping[str, Tree] = field(default_factory=dict)
-    failed_call: str = ""
-    text: str = ""
+    failed_call: str = ""  # The error that ended the last call that annotates, as text.
+    text: str = ""  # The work of the rank, for messages, if it does not wait.
 
     def has_started(self, wait: Wait) -> bool:
         """Say whether this rank has started the collective that another rank waits for."""
@@ -169,15 +142,11 @@ class RankStatus(_Told):
 
 @dataclass(frozen=True)
 class Diagnosis(_Told):
-    """The answer of ``diagnose``, which all ranks get.
+    """The answer of ``diagnose``, which all ranks get."""
 
-    Attributes:
-        groups: Names of the groups in which a collective will never come; empty: the ranks are only slow.
-        lines: The place of each rank, for messages.
-    """
-
+    # Names of the groups in which a collective will never come; empty: the ranks are only slow.
     groups: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # The place of each rank, for messages.
 
 
 class Order:

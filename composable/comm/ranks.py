@@ -77,22 +77,14 @@ def kept_with(group: dist.ProcessGroup, key: Hashable, make: Callable[[], _T]) -
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that communicate with each other.
+    """Ranks that communicate with each other."""
 
-    Attributes:
-        group: Their process group; ``None`` for a single process without one.
-        device: The device of the tensors that the group sends.
-        rank: This rank within the group.
-        size: The number of ranks.
-        numbers: Their global ranks, in the order of the group.
-        process: The process that has made this object, whose connections a fork of it must not use.
-    """
-
-    group: dist.ProcessGroup | None
-    device: torch.device
-    rank: int
-    size: int
-    numbers: tuple[int, ...]
+    group: dist.ProcessGroup | None  # Their process group; ``None`` for a single process without one.
+    device: torch.device  # The device of the tensors that the group sends.
+    rank: int  # This rank within the group.
+    size: int  # The number of ranks.
+    numbers: tuple[int, ...]  # Their global ranks, in the order of the group.
+    # The process that has made this object, whose connections a fork of it must not use.
     process: int = field(default_factory=os.getpid, compare=False)
 
     def __hash__(self) -> int:

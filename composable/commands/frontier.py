@@ -25,25 +25,15 @@ _SLACK = 1.05
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate that was rehearsed.
+    """A candidate that was rehearsed."""
 
-    Attributes:
-        candidate: What changes.
-        peak: The most bytes of the first rank.
-        sent: The bytes that it sends in a step.
-        leaving: Those to other hosts.
-        again: The part of the work of forward that backward computes again.
-        is_bare: One handle gathers all, so nothing hides its traffic.
-        write: For each line of the script that changes, the statements to write there.
-    """
-
-    candidate: Candidate
-    peak: int
-    sent: int
-    leaving: int
-    again: float
-    is_bare: bool
-    write: Mapping[str, Sequence[str]]
+    candidate: Candidate  # What changes.
+    peak: int  # The most bytes of the first rank.
+    sent: int  # The bytes that it sends in a step.
+    leaving: int  # Those to other hosts.
+    again: float  # The part of the work of forward that backward computes again.
+    is_bare: bool  # One handle gathers all, so nothing hides its traffic.
+    write: Mapping[str, Sequence[str]]  # For each line of the script that changes, the statements to write there.
 
     @staticmethod
     def of(candidate: Candidate, job: ScriptRun, one: RankOutcome, written: Mapping[str, Any]) -> "Tried":
@@ -64,17 +54,12 @@ class Tried:
 
 @dataclass
 class Frontier:
-    """What ``find_frontier`` has found.
+    """What ``find_frontier`` has found."""
 
-    Attributes:
-        tried: The candidates, the script as it is written first.
-        left_out: Candidates, or groups of them, that were not tried or have failed, with reasons.
-        failed: The script as it is written, if it fails.
-    """
-
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)  # The candidates, the script as it is written first.
+    # Candidates, or groups of them, that were not tried or have failed, with reasons.
     left_out: dict[str, str] = field(default_factory=dict)
-    failed: RankOutcome | None = None
+    failed: RankOutcome | None = None  # The script as it is written, if it fails.
 
     def best(self, limit: int) -> list[Tried]:
         """Return the frontier of what fits into ``limit`` bytes, least costs first, for each arguments of the script.

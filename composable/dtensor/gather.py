@@ -111,20 +111,15 @@ def is_parameter(tensor: Any) -> bool:
 
 
 class _RaggedRecord:
-    """The records of this process about ragged tensors. Ranks that are threads share them.
-
-    Attributes:
-        counts: How often each operation gathered without being asked to.
-        strict_depth: How many ``strict_mode`` contexts are active: in them, such operations are refused.
-        sources: The sources that some view still looks into, by id. Mostly empty, so the hot path checks it for free.
-        unfinished: The owners of gradients that are not complete, by id, and whether ``zero_grad`` drops the rest;
-            mostly empty too. Gradients are compared by identity, so ranks that are threads do not mix.
-    """
+    """The records of this process about ragged tensors. Ranks that are threads share them."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.strict_depth = 0
+        self.counts: Counter[str] = Counter()  # How often each operation gathered without being asked to.
+        self.strict_depth = 0  # How many ``strict_mode`` contexts are active: in them, such operations are refused.
+        # The sources that some view still looks into, by id. Mostly empty, so the hot path checks it for free.
         self.sources: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
+        # The owners of gradients that are not complete, by id, and whether ``zero_grad`` drops the rest; mostly empty
+        # too. Gradients are compared by identity, so ranks that are threads do not mix.
         self.unfinished: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
@@ -416,20 +411,14 @@ def as_terms(results: Any, base: Any) -> Any:
 
 
 class _Source:
-    """A ragged tensor and the gathered copy that views of it look into.
-
-    Attributes:
-        base: The ragged tensor.
-        full: Its values when the first of the views was taken.
-        is_stale: ``base`` was written to since then, other than through these views.
-    """
+    """A ragged tensor and the gathered copy that views of it look into."""
 
     __slots__ = ("__weakref__", "base", "full", "is_stale")
 
     def __init__(self, base: Any, full: torch.Tensor) -> None:
-        self.base = base
-        self.full = full
-        self.is_stale = False
+        self.base = base  # The ragged tensor.
+        self.full = full  # Its values when the first of the views was taken.
+        self.is_stale = False  # ``base`` was written to since then, other than through these views.
         RECORD.sources[id(self)] = self
 
     def write_back(self) -> None:

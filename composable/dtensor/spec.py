@@ -60,17 +60,11 @@ class Label(Protocol):
 
 
 class Split(NamedTuple):
-    """One split of a parameter into blocks, by a ``Shard`` of tensor parallelism.
+    """One split of a parameter into blocks, by a ``Shard`` of tensor parallelism."""
 
-    Attributes:
-        mesh_dim: The dim of the mesh that the split goes over.
-        dim: The dim of the parameter that is split.
-        rank: This rank within ``mesh_dim``.
-    """
-
-    mesh_dim: int
-    dim: int
-    rank: int
+    mesh_dim: int  # The dim of the mesh that the split goes over.
+    dim: int  # The dim of the parameter that is split.
+    rank: int  # This rank within ``mesh_dim``.
 
 
 class RaggedLayout:
@@ -242,19 +236,15 @@ class RaggedSpec(DTensorSpec):
     """A ``DTensorSpec`` with one ``RaggedShard`` placement, and values precomputed for the hot path.
 
     A parameter, its gradient and its optimizer state share one object: equal layouts are then recognised by identity.
-
-    Attributes:
-        layout: The cut, shared by every dtype.
-        dtype: Element type.
-        is_idle: This rank owns no element, and list operations leave the tensor out. False for integers: an operation
-            that refuses integers must do so on every rank.
     """
 
     def __init__(self, layout: RaggedLayout, dtype: torch.dtype) -> None:
         strides = strides_of(layout.shape, layout.order)
         super().__init__(layout.mesh, layout.placements, tensor_meta=TensorMeta(layout.shape, strides, dtype))
-        self.layout = layout
-        self.dtype = dtype
+        self.layout = layout  # The cut, shared by every dtype.
+        self.dtype = dtype  # Element type.
+        # This rank owns no element, and list operations leave the tensor out. False for integers: an operation that
+        # refuses integers must do so on every rank.
         self.is_idle = layout.lo == layout.hi and dtype.is_floating_point
         self._casts = layout.specs
         self._casts[dtype] = self

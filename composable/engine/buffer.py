@@ -62,17 +62,6 @@ class FlatBuffer:
             originals are real. Otherwise the shard is on meta as long as one original is.
         home: Resting place of the shard and its gradient; default: ``device``.
         mp_policy: The policy that made the plan.
-
-    Attributes:
-        dtype: Dtype of the shard.
-        compute_dtype: Dtype of the buffer, and of the gradients that autograd makes.
-        gradient_dtype: Dtype of reduced gradients.
-        is_away: The shard is not in its resting place: it is on the meta device, or torch has moved it.
-        is_allocated: The buffer has memory.
-        is_new: The shard got its memory after the annotation, so it may hold no values yet.
-        versioned: The buffer, with the version that all leaves share; empty: there are none. Autograd raises for a leaf
-            that it saved with another version: they have the shards' while the buffer is full, ``FREED`` else.
-        holds_instances: Some unsharded parameter is an instance of a tensor subclass, more than a view of the buffer.
     """
 
     def __init__(
@@ -88,14 +77,16 @@ class FlatBuffer:
         mp_policy: MixedPrecisionPolicy = NO_CASTS,
     ) -> None:
         self.plan = plan
-        self.dtype = plan.dtype
-        self.compute_dtype = plan.compute_dtype
+        self.dtype = plan.dtype  # Dtype of the shard.
+        self.compute_dtype = plan.compute_dtype  # Dtype of the buffer, and of the gradients that autograd makes.
+        # Dtype of reduced gradients.
         self.gradient_dtype = plan.reduce_dtype if mp_policy.keep_low_precision_grads else plan.dtype
         self.is_empty = plan.layout.numel == 0
         self.device = device
         self.home = home or RestingPlace(device)
+        # The shard is not in its resting place: it is on the meta device, or torch has moved it.
         self.is_away = not is_deferred and any(members.params[span.fqn].param.is_meta for span in plan.layout.spans)
-        self.is_new = self.is_away
+        self.is_new = self.is_away  # The shard got its memory after the annotation, so it may hold no values yet.
         if self.is_away:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
         else:
@@ -103,6 +94,7 @@ class FlatBuffer:
         rank = mesh.get_local_rank()  # Asked once: torch searches its groups.
         self.params = [self._make_param(span, module_fqn, members, mesh, rank) for span in plan.layout.spans]
         _choose_stored(self.params)
+        # Some unsharded parameter is an instance of a tensor subclass, more than a view of the buffer.
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
         if not is_deferred:
             self._take_values([members.params[span.fqn].param for span in plan.layout.spans])
@@ -111,9 +103,11 @@ class FlatBuffer:
             self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
         )
         self._buffer: torch.Tensor | None = None
+        # The buffer, with the version that all leaves share; empty: there are none. Autograd raises for a leaf that it
+        # saved with another version: they have the shards' while the buffer is full, ``FREED`` else.
         self.versioned: tuple[torch.Tensor, ...] = ()
         self._storage: torch.UntypedStorage | None = None
-        self.is_allocated = False
+        self.is_allocated = False  # The buffer has memory.
         self._buffer_bytes = plan.buffer_bytes
         self.gradients = Gradients(plan, self.params, self._split, self.routes, device)
 

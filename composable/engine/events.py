@@ -100,12 +100,7 @@ METHODS = tuple(name for name, one in vars(StepListener).items() if callable(one
 
 
 class Listeners:
-    """The listeners of a root or a reducer: for each event, their methods to call. Usually there are none.
-
-    Attributes:
-        members: The listeners.
-        root: What else gets the listeners that come, and loses those that go; ``None``: nothing.
-    """
+    """The listeners of a root or a reducer: for each event, their methods to call. Usually there are none."""
 
     if TYPE_CHECKING:
 
@@ -113,7 +108,8 @@ class Listeners:
             """Return the methods to call, by the name of a method of ``StepListener``."""
 
     def __init__(self) -> None:
-        self.members: tuple[StepListener, ...] = ()
+        self.members: tuple[StepListener, ...] = ()  # The listeners.
+        # What else gets the listeners that come, and loses those that go; ``None``: nothing.
         self.root: Listeners | None = None
         self._find_methods()
 

@@ -184,14 +184,10 @@ GRADIENT_BUFFERS = 2
 
 
 class GradientShape:
-    """The place of each gradient in a gradient buffer; one object for all flat buffers that can use the same memory.
-
-    Attributes:
-        numel: Elements of the buffer, [W * S].
-    """
+    """The place of each gradient in a gradient buffer; one object for all flat buffers that can use the same memory."""
 
     def __init__(self, spans: Sequence[Span], numel: int) -> None:
-        self.numel = numel
+        self.numel = numel  # Elements of the buffer, [W * S].
         buffer = torch.empty(numel, device="meta")
         views = [span.view_in(buffer) for span in spans]
         self._views = [(view.shape, view.stride(), view.storage_offset()) for view in views]
@@ -207,17 +203,11 @@ class GradientShape:
 
 
 class GradientBuffer(NamedTuple):
-    """The gradients of one flat buffer, back to back.
+    """The gradients of one flat buffer, back to back."""
 
-    Attributes:
-        source: [W * S], padding zero.
-        views: One per parameter, in its full shape.
-        shape: The layout of the views.
-    """
-
-    source: torch.Tensor
-    views: list[torch.Tensor]
-    shape: GradientShape
+    source: torch.Tensor  # [W * S], padding zero.
+    views: list[torch.Tensor]  # One per parameter, in its full shape.
+    shape: GradientShape  # The layout of the views.
 
 
 class Gradients:

@@ -20,17 +20,12 @@ from composable.comm import Pending, Transport
 
 @dataclass(frozen=True)
 class RestingPlace:
-    """The memory in which shards rest.
+    """The memory in which shards rest."""
 
-    Attributes:
-        device: Device of the memory.
-        is_elsewhere: It is not on the device where ranks communicate and compute: shards are copied there before use.
-        pins: It is page-locked, so that the host need not wait for these copies.
-    """
-
-    device: torch.device
+    device: torch.device  # Device of the memory.
+    # It is not on the device where ranks communicate and compute: shards are copied there before use.
     is_elsewhere: bool = False
-    pins: bool = False
+    pins: bool = False  # It is page-locked, so that the host need not wait for these copies.
 
     @staticmethod
     def of(device: torch.device, *, on_host: bool, pins: bool) -> "RestingPlace":
@@ -242,18 +237,13 @@ class Replicas:
 
 
 class KeptShards:
-    """The sum of shards from first legs of reductions, whose second leg runs with that of a later reduction.
-
-    Attributes:
-        defers: The next reductions have no second leg.
-        total: Sum of the shards [S], in the dtype of the all-reduce, already divided; ``None``: nothing is kept.
-        bits: Bits of the parameters that some rank had a gradient for.
-    """
+    """The sum of shards from first legs of reductions, whose second leg runs with that of a later reduction."""
 
     def __init__(self) -> None:
-        self.defers = False
+        self.defers = False  # The next reductions have no second leg.
+        # Sum of the shards [S], in the dtype of the all-reduce, already divided; ``None``: nothing is kept.
         self.total: torch.Tensor | None = None
-        self.bits = 0
+        self.bits = 0  # Bits of the parameters that some rank had a gradient for.
 
     def add(self, shard: torch.Tensor) -> None:
         """Keep another shard [S]."""

@@ -43,18 +43,13 @@ HookFunction: TypeAlias = Callable[..., Any]
 
 
 class Registration:
-    """A communication hook and the module that it was registered on.
-
-    Attributes:
-        state: Passed to ``function``.
-        function: The hook.
-        takes_bucket: It is called with a bucket of ``replicate``, as torch's ddp_comm_hooks are, not with gradients.
-    """
+    """A communication hook and the module that it was registered on."""
 
     def __init__(self, module: nn.Module, state: Any, function: HookFunction, *, takes_bucket: bool = False) -> None:
         self._module: weakref.ref[nn.Module] | None = weakref.ref(module)
-        self.state = state
-        self.function = function
+        self.state = state  # Passed to ``function``.
+        self.function = function  # The hook.
+        # It is called with a bucket of ``replicate``, as torch's ddp_comm_hooks are, not with gradients.
         self.takes_bucket = takes_bucket
 
     @property
@@ -125,22 +120,15 @@ def nearest(registrations: Sequence[Registration]) -> Registration | None:
 class Comms:
     """The user's choices for the collectives of a handle; equal on all ranks.
 
-    Attributes:
-        hook: The registration that holds.
-        divide_factor: Divisor of sums of gradients, instead of the number of ranks.
-        sums_only: Collectives add up, and the division is a separate step.
-        all_reduce_hook: Called with each reduced shard.
-        all_reduce_stream: The stream that hook runs on; ``None``: the stream of the reductions.
-
     Raises:
         UsageError: There is a communication hook beside a choice that it would replace.
     """
 
-    hook: Registration | None = None
-    divide_factor: float | None = None
-    sums_only: bool = False
-    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
-    all_reduce_stream: Any = None
+    hook: Registration | None = None  # The registration that holds.
+    divide_factor: float | None = None  # Divisor of sums of gradients, instead of the number of ranks.
+    sums_only: bool = False  # Collectives add up, and the division is a separate step.
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None  # Called with each reduced shard.
+    all_reduce_stream: Any = None  # The stream that hook runs on; ``None``: the stream of the reductions.
 
     def __post_init__(self) -> None:
         if self.hook is not None and (self.sums_only or self.divide_factor is not None):
@@ -295,26 +283,19 @@ class Routes:
         gradient_dtype: Dtype of reduced gradients.
         reduce_dtype: Dtype of gradients during the reduction.
         casts_params: The buffer has another dtype than the shard.
-
-    Attributes:
-        gather_path: Fills the buffer from the shards.
-        secondary_path: Fills the buffer from the secondary shards of a smaller group, if there are any.
-        gradient_path: Reduces the gradients to this rank's shard of their mean.
-        comms: The user's choices.
-        kept: Shards that wait for their all-reduce over copies.
-        failure: Error for a wrong result of a user's function, if any; its reader resets it.
     """
 
     def __init__(
         self, home: RestingPlace, gradient_dtype: torch.dtype, reduce_dtype: torch.dtype, *, casts_params: bool
     ) -> None:
         self.home = home
-        self.comms = DEFAULT_COMMS
-        self.kept = KeptShards()
+        self.comms = DEFAULT_COMMS  # The user's choices.
+        self.kept = KeptShards()  # Shards that wait for their all-reduce over copies.
+        # Error for a wrong result of a user's function, if any; its reader resets it.
         self.failure: ConfigError | None = None
-        self.gather_path: Gather
-        self.secondary_path: Gather
-        self.gradient_path: GradientPath
+        self.gather_path: Gather  # Fills the buffer from the shards.
+        self.secondary_path: Gather  # Fills the buffer from the secondary shards of a smaller group, if there are any.
+        self.gradient_path: GradientPath  # Reduces the gradients to this rank's shard of their mean.
         self._dtypes = gradient_dtype, reduce_dtype
         self._casts_params = casts_params
         self._ranks = self._divisor = 0

@@ -46,19 +46,12 @@ _SEEN_NODES = 64
 
 @dataclass
 class RootSettings:
-    """The settings of users for a root, and not for each handle.
+    """The settings of users for a root, and not for each handle."""
 
-    Attributes:
-        is_last_backward: The end of a backward waits for the reductions, and for the other ranks.
-        finalizes_by_hand: The end of a backward never waits: ``finalize_backward`` does.
-        post_optim_event: Event of a device after which the shards are written; the next forward takes it.
-        streams: Streams shared with other roots; ``None``: the root has its own.
-    """
-
-    is_last_backward: bool = True
-    finalizes_by_hand: bool = False
-    post_optim_event: Any = None
-    streams: Streams | None = None
+    is_last_backward: bool = True  # The end of a backward waits for the reductions, and for the other ranks.
+    finalizes_by_hand: bool = False  # The end of a backward never waits: ``finalize_backward`` does.
+    post_optim_event: Any = None  # Event of a device after which the shards are written; the next forward takes it.
+    streams: Streams | None = None  # Streams shared with other roots; ``None``: the root has its own.
 
     @property
     def ends_backward(self) -> bool:

@@ -143,20 +143,16 @@ class _LocalPiece(NamedTuple):
 
 
 class _Unit:
-    """One parameter for the optimizer: a piece, or neighbours as one flat tensor, with pieces of no elements.
-
-    Attributes:
-        pieces: Pieces of one param group with equal state so far; those with elements come first, in memory order.
-        indices: Their indices among the plan's pieces.
-        tensor: The local tensor of the one piece with elements, or a flat one [elements] over several.
-    """
+    """One parameter for the optimizer: a piece, or neighbours as one flat tensor, with pieces of no elements."""
 
     def __init__(self, pieces: Sequence[_LocalPiece], indices: Sequence[int]) -> None:
+        # Pieces of one param group with equal state so far; those with elements come first, in memory order.
         self.pieces = pieces
-        self.indices = indices
+        self.indices = indices  # Their indices among the plan's pieces.
         owned = [piece.local for piece in pieces if piece.local.numel()]
         self._starts = [int(local.storage_offset() - owned[0].storage_offset()) for local in owned]
         self._is_flat = len(owned) > 1
+        # The local tensor of the one piece with elements, or a flat one [elements] over several.
         self.tensor = _joined(owned, self._starts) if self._is_flat else pieces[0].local
         # State numbers, such as step counters, in vectors [pieces], each with its version after the last step: torch
         # steps the first element, which is then copied to the others.
@@ -281,10 +277,6 @@ class _Plan(LentPieces):
     """The plan of an optimizer's step with its current parameters, gradients and state.
 
     The constructor moves the state of pieces that are stepped as one tensor into one tensor.
-
-    Attributes:
-        locals: The local tensors of the sharded parameters.
-        is_current: No step has made or replaced state since.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -298,7 +290,7 @@ class _Plan(LentPieces):
             for param in params
             if type(param) is RaggedDTensor
         ]
-        self.locals = [piece.local for piece in self._pieces]
+        self.locals = [piece.local for piece in self._pieces]  # The local tensors of the sharded parameters.
         # Neighbours follow each other here; a piece without a place has no neighbours.
         placed = sorted((piece.place, index) for index, piece in enumerate(self._pieces) if piece.place is not None)
         self._placed = [(index, self.locals[index].storage_offset()) for _, index in placed]
@@ -318,7 +310,7 @@ class _Plan(LentPieces):
                 self.state[unit.tensor] = unit.join_state(state)
         self._before = _values_of(self.state)
         self._shown = _values_of(state)
-        self.is_current = True
+        self.is_current = True  # No step has made or replaced state since.
 
     def _grads(self) -> _Grads:
         """Return the local gradient of each piece."""

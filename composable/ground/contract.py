@@ -38,17 +38,11 @@ _RECORD_KEY = "_composable_record"
 
 @dataclass(frozen=True)
 class Annotation:
-    """One annotation of one module.
+    """One annotation of one module."""
 
-    Attributes:
-        name: The name of the function that annotates.
-        state: The state of the annotation; one object for all modules of one call.
-        incompatible: Names of annotations that may not be on the same module.
-    """
-
-    name: str
-    state: object
-    incompatible: frozenset[str]
+    name: str  # The name of the function that annotates.
+    state: object  # The state of the annotation; one object for all modules of one call.
+    incompatible: frozenset[str]  # Names of annotations that may not be on the same module.
 
 
 class AnnotationFn(Protocol[_P, _State_co]):

@@ -42,16 +42,12 @@ class HeldWeakly(Generic[_T]):
 
 
 class Claim:
-    """The mark of ``replicate`` on a parameter.
-
-    Attributes:
-        fqn: The parameter's name below the annotated module.
-    """
+    """The mark of ``replicate`` on a parameter."""
 
     __slots__ = ("_holder", "_owner", "fqn")
 
     def __init__(self, fqn: str, owner: object, holder: int) -> None:
-        self.fqn = fqn
+        self.fqn = fqn  # The parameter's name below the annotated module.
         self._owner = weakref.ref(owner)
         self._holder = holder
 

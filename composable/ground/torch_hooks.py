@@ -39,13 +39,9 @@ from composable.ground.torch_private import (
 
 
 class Ending(Protocol):
-    """The work of one annotation at the end of a backward.
+    """The work of one annotation at the end of a backward."""
 
-    Attributes:
-        number: From ``next_ending_number``; equal on all ranks, since all made their annotations in the same order.
-    """
-
-    number: int
+    number: int  # From ``next_ending_number``; equal on all ranks, since all made their annotations in the same order.
 
     def start(self) -> None:
         """Start collectives."""
@@ -153,13 +149,9 @@ class _Endings:
 
 
 class BackwardWatcher(Protocol):
-    """An annotation that looks at backwards before their nodes run, and after them.
+    """An annotation that looks at backwards before their nodes run, and after them."""
 
-    Attributes:
-        number: Equal on all ranks; of several watchers the lowest comes first.
-    """
-
-    number: int
+    number: int  # Equal on all ranks; of several watchers the lowest comes first.
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""

@@ -23,17 +23,11 @@ _GRADIENT_BUFFERS = 2
 
 
 class Senders(NamedTuple):
-    """The groups of ranks that each run a collective, and the slices of it that leave a host.
+    """The groups of ranks that each run a collective, and the slices of it that leave a host."""
 
-    Attributes:
-        size: Ranks of each group.
-        number: How many groups there are.
-        leaving: Slices that all ranks together send to other hosts, if each slice goes to its whole group once.
-    """
-
-    size: int
-    number: int
-    leaving: int
+    size: int  # Ranks of each group.
+    number: int  # How many groups there are.
+    leaving: int  # Slices that all ranks together send to other hosts, if each slice goes to its whole group once.
 
     @staticmethod
     def of(groups: Sequence[Sequence[int]], *, is_direct: bool = False) -> "Senders":
@@ -97,41 +91,25 @@ class Traffic(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """Bytes of the reduction of one flat buffer's gradients.
+    """Bytes of the reduction of one flat buffer's gradients."""
 
-    Attributes:
-        whole: Bytes of the buffer that is reduced.
-        output: Bytes of this rank's shard of the result.
-        landing: Bytes of slices that arrive beside the result.
-        scratch: Bytes of memory for the sum, needed for a while when all slices have arrived.
-        is_late: The shard is made when all slices have arrived, beside them; else it is there from the beginning.
-    """
-
-    whole: int
-    output: int
-    landing: int = 0
-    scratch: int = 0
+    whole: int  # Bytes of the buffer that is reduced.
+    output: int  # Bytes of this rank's shard of the result.
+    landing: int = 0  # Bytes of slices that arrive beside the result.
+    scratch: int = 0  # Bytes of memory for the sum, needed for a while when all slices have arrived.
+    # The shard is made when all slices have arrived, beside them; else it is there from the beginning.
     is_late: bool = False
 
 
 class HandleBytes(NamedTuple):
-    """Bytes of one handle.
+    """Bytes of one handle."""
 
-    Attributes:
-        depth: Number of handles around it.
-        unsharded: Bytes of the unsharded parameters.
-        gradients: Bytes of the gradients that autograd accumulates.
-        reduced: The reduction of each trainable buffer.
-        is_freed: The parameters are freed between forward and backward.
-        secondary: Bytes of the secondary shards that stay between forward and backward.
-    """
-
-    depth: int
-    unsharded: int
-    gradients: int
-    reduced: tuple[Reduced, ...]
-    is_freed: bool
-    secondary: int = 0
+    depth: int  # Number of handles around it.
+    unsharded: int  # Bytes of the unsharded parameters.
+    gradients: int  # Bytes of the gradients that autograd accumulates.
+    reduced: tuple[Reduced, ...]  # The reduction of each trainable buffer.
+    is_freed: bool  # The parameters are freed between forward and backward.
+    secondary: int = 0  # Bytes of the secondary shards that stay between forward and backward.
 
 
 def peak_of_step(handles: Sequence[HandleBytes]) -> int:

@@ -219,15 +219,10 @@ class Span:
 
 
 class ShardSplit(NamedTuple):
-    """A shard as a row of parts: pieces of parameters, and padding.
+    """A shard as a row of parts: pieces of parameters, and padding."""
 
-    Attributes:
-        sizes: Elements of each part; they add up to the shard.
-        indices: For each parameter the index of its part; ``None`` if the rank owns nothing of it.
-    """
-
-    sizes: list[int]
-    indices: list[int | None]
+    sizes: list[int]  # Elements of each part; they add up to the shard.
+    indices: list[int | None]  # For each parameter the index of its part; ``None`` if the rank owns nothing of it.
 
 
 @functools.lru_cache(1024)

@@ -192,17 +192,11 @@ def _dtypes_of(found: FoundParam, policy: MixedPrecisionPolicy, skipped: Collect
 
 
 class _Cut(NamedTuple):
-    """The arguments of ``plan_layout`` for one parameter, beside its shape.
+    """The arguments of ``plan_layout`` for one parameter, beside its shape."""
 
-    Attributes:
-        align: Where the parameter may be cut.
-        order: Its dims from the outermost in memory; empty: as they are numbered.
-        promise: The places for cuts that hold at any cost in padding.
-    """
-
-    align: Align
-    order: tuple[int, ...]
-    promise: Promise | None
+    align: Align  # Where the parameter may be cut.
+    order: tuple[int, ...]  # Its dims from the outermost in memory; empty: as they are numbered.
+    promise: Promise | None  # The places for cuts that hold at any cost in padding.
 
 
 def _plan_param(found: FoundParam, promise: Promise | None) -> ParamPlan:

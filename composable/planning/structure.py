@@ -127,39 +127,25 @@ def first_replacement(params: Sequence[object]) -> Replacement | None:
 
 @dataclass(eq=False)
 class HandleMembers:
-    """The objects that a ``HandlePlan`` names: the modules of one handle, and the parameters that it owns.
+    """The objects that a ``HandlePlan`` names: the modules of one handle, and the parameters that it owns."""
 
-    Attributes:
-        modules: The fully sharded modules.
-        fqns: The FQNs of the modules, or their positions in a list.
-        reason: Why the modules have a handle.
-        is_picked: A policy has picked the modules.
-        params: By FQN, in ``named_parameters()`` order; complete once the whole tree was searched.
-    """
-
-    modules: tuple[nn.Module, ...]
-    fqns: tuple[str, ...]
-    reason: str
-    is_picked: bool
+    modules: tuple[nn.Module, ...]  # The fully sharded modules.
+    fqns: tuple[str, ...]  # The FQNs of the modules, or their positions in a list.
+    reason: str  # Why the modules have a handle.
+    is_picked: bool  # A policy has picked the modules.
+    # By FQN, in ``named_parameters()`` order; complete once the whole tree was searched.
     params: dict[str, "FoundParam"] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class FoundParam:
-    """One unique parameter and every place that holds it.
+    """One unique parameter and every place that holds it."""
 
-    Attributes:
-        param: The parameter.
-        form: How it is sharded if it is of a tensor subclass; else ``None``.
-        fqns: All its names, in ``named_parameters()`` order.
-        owners: Every (module, attribute name) that holds it.
-        paths: For each name, the handles around that place, innermost first.
-    """
-
-    param: nn.Parameter
-    form: Form | None
-    fqns: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    param: nn.Parameter  # The parameter.
+    form: Form | None  # How it is sharded if it is of a tensor subclass; else ``None``.
+    fqns: list[str] = field(default_factory=list)  # All its names, in ``named_parameters()`` order.
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)  # Every (module, attribute name) that holds it.
+    # For each name, the handles around that place, innermost first.
     paths: list[tuple[HandleMembers, ...]] = field(default_factory=list)
 
     @property
@@ -305,23 +291,17 @@ def _children(fqn: str, module: nn.Module) -> list[_Named]:
 
 @dataclass(eq=False)
 class _Exclusion:
-    """The modules and parameters that an annotation does not touch.
+    """The modules and parameters that an annotation does not touch."""
 
-    Attributes:
-        ignored_params: Ids of parameters to leave alone.
-        modules: Every module that is not entered, by whatever path it is reached.
-        kept: Outermost modules with an earlier ``fully_shard``, with their FQNs.
-        ignored: Other outermost modules that are not entered.
-        left_params: Ids of unsharded parameters below ``kept``, with the module, the name there and the FQN.
-        ignored_fqns: The first name of each ignored parameter that was found.
-    """
-
-    ignored_params: set[int]
+    ignored_params: set[int]  # Ids of parameters to leave alone.
+    # Every module that is not entered, by whatever path it is reached.
     modules: set[nn.Module] = field(default_factory=set)
+    # Outermost modules with an earlier ``fully_shard``, with their FQNs.
     kept: dict[nn.Module, str] = field(default_factory=dict)
-    ignored: list[nn.Module] = field(default_factory=list)
+    ignored: list[nn.Module] = field(default_factory=list)  # Other outermost modules that are not entered.
+    # Ids of unsharded parameters below ``kept``, with the module, the name there and the FQN.
     left_params: dict[int, tuple[nn.Module, str, str]] = field(default_factory=dict)
-    ignored_fqns: list[str] = field(default_factory=list)
+    ignored_fqns: list[str] = field(default_factory=list)  # The first name of each ignored parameter that was found.
 
 
 def _exclude(starts: Sequence[_Named], params: list[nn.Parameter], to_ignore: set[nn.Module]) -> _Exclusion:

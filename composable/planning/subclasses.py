@@ -110,24 +110,17 @@ _Rebuild: TypeAlias = Callable[[torch.Tensor, "Form"], torch.Tensor]
 
 @dataclass(eq=False)
 class Form:
-    """How one parameter of a subclass is taken apart, and put together again around other memory.
+    """How one parameter of a subclass is taken apart, and put together again around other memory."""
 
-    Attributes:
-        subclass: The description for the plan.
-        cls: The class of the parameter.
-        node: The DTensor that a split parameter was; else ``None``.
-        rebuild: Makes an instance; holds nothing that changes.
-        state: Tensors beside the sharded one, whole on every rank, by their dotted paths of attributes.
-        attributes: Attributes of the tensor that is sharded.
-        marks: Attributes that users set on a parameter whose memory is in inner tensors.
-    """
-
-    subclass: Subclass
-    cls: type[torch.Tensor]
-    node: SplitNode | None = None
+    subclass: Subclass  # The description for the plan.
+    cls: type[torch.Tensor]  # The class of the parameter.
+    node: SplitNode | None = None  # The DTensor that a split parameter was; else ``None``.
+    # Makes an instance; holds nothing that changes.
     rebuild: _Rebuild = field(default=lambda storage, _: storage, repr=False)
+    # Tensors beside the sharded one, whole on every rank, by their dotted paths of attributes.
     state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    attributes: dict[str, Any] = field(default_factory=dict, repr=False)
+    attributes: dict[str, Any] = field(default_factory=dict, repr=False)  # Attributes of the tensor that is sharded.
+    # Attributes that users set on a parameter whose memory is in inner tensors.
     marks: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property

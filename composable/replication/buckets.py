@@ -228,23 +228,18 @@ class Arrangement:
         transport: Gives each bucket its key.
         options: What the user chose.
         tail_numel: Elements behind the gradients of the last bucket.
-
-    Attributes:
-        buckets: In order of reduction; the list is changed in place.
-        bucket_of: The bucket of each parameter; the list is changed in place.
-        order: The order in which gradients are expected; ``None``: not known.
-        counts: The expected number of gradients of each parameter; ``None``: one, or not known.
-        is_stepped: An optimizer steps the parameters of a bucket inside backward, and frees its memory.
     """
 
     def __init__(
         self, params: Sequence[ReducedParam], transport: Transport, options: ReplicateArguments, *, tail_numel: int
     ) -> None:
-        self.buckets: list[Bucket] = []
-        self.bucket_of: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # In order of reduction; the list is changed in place.
+        self.bucket_of: list[Bucket] = []  # The bucket of each parameter; the list is changed in place.
+        # The order in which gradients are expected; ``None``: not known.
         self.order: list[int] | None = [*range(len(params))][::-1] if options.fixed_buckets else None
+        # The expected number of gradients of each parameter; ``None``: one, or not known.
         self.counts: Sequence[int] | None = None
-        self.is_stepped = False
+        self.is_stepped = False  # An optimizer steps the parameters of a bucket inside backward, and frees its memory.
         self._params = params
         self._transport = transport
         self._options = options

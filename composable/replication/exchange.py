@@ -44,16 +44,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
 
 
 class Report(NamedTuple):
-    """The flags of all ranks after a round.
+    """The flags of all ranks after a round."""
 
-    Attributes:
-        used: For each parameter, the number of ranks that had a gradient.
-        complaints: For each rank, its complaint; 0: it has none.
-        runs: For each rank, how often it ran the modules since the last average; 0: it follows other ranks.
-    """
-
-    used: Sequence[float] = ()
-    complaints: Sequence[float] = ()
+    used: Sequence[float] = ()  # For each parameter, the number of ranks that had a gradient.
+    complaints: Sequence[float] = ()  # For each rank, its complaint; 0: it has none.
+    # For each rank, how often it ran the modules since the last average; 0: it follows other ranks.
     runs: Sequence[float] = ()
 
 
@@ -225,18 +220,6 @@ class BucketExchange:
         own_round: The running backward, or the last one.
         stopwatch: Measures some backwards.
         listeners: Hear of the work of this rank.
-
-    Attributes:
-        transport: As given.
-        scale: The factor of a gradient before it is added to the gradients of the other ranks.
-        group: The process group of the ranks, which hooks use; ``None``: there is none.
-        group_name: Name of the process group that averages in a compiled graph; "": there is one rank.
-        arrangement: The buckets.
-        notes: Logs the buckets of each backward.
-        running: The ranks that have gradients, as the transport counts them; ``None``: all.
-        source: The rank whose buffers all ranks get: the first one, or the last one that has, or had, inputs.
-        hook: The communication hook; ``None``: an all-reduce per bucket.
-        sparse: Averages the sparse gradients, which lie in no bucket.
     """
 
     def __init__(
@@ -250,13 +233,17 @@ class BucketExchange:
         listeners: Listeners,
     ) -> None:
         ranks = grid.everyone
-        self.transport = transport
+        self.transport = transport  # As given.
+        # The factor of a gradient before it is added to the gradients of the other ranks.
         self.scale = 1.0 / grid.divisor
+        # The ranks that have gradients, as the transport counts them; ``None``: all.
         self.running: Sequence[int] | None = None
+        # The rank whose buffers all ranks get: the first one, or the last one that has, or had, inputs.
         self.source = 0
-        self.group = ranks.group
+        self.group = ranks.group  # The process group of the ranks, which hooks use; ``None``: there is none.
+        # Name of the process group that averages in a compiled graph; "": there is one rank.
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
-        self.hook: Registration | None = None
+        self.hook: Registration | None = None  # The communication hook; ``None``: an all-reduce per bucket.
         self._params = params
         self._numbers = sorted(ranks.numbers)  # In the order of the transport.
         self._options = options
@@ -268,9 +255,10 @@ class BucketExchange:
         # Each takes a key of the transport, in this order on every rank.
         self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
+        # Averages the sparse gradients, which lie in no bucket.
         self.sparse = SparseGradients([item.param for item in params if item.is_sparse], transport)
-        self.arrangement = Arrangement(params, transport, options, tail_numel=self.flag_block.numel)
-        self.notes = DebugNotes(params, grid)
+        self.arrangement = Arrangement(params, transport, options, tail_numel=self.flag_block.numel)  # The buckets.
+        self.notes = DebugNotes(params, grid)  # Logs the buckets of each backward.
         self._pendings: list[Pending] = []
         # The error of the hook in this round; this rank has taken part in the collectives all the same.
         self._failure: ConfigError | None = None

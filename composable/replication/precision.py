@@ -22,19 +22,14 @@ from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dt
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The dtypes that a mixed precision policy gives to the modules of one annotation.
+    """The dtypes that a mixed precision policy gives to the modules of one annotation."""
 
-    Attributes:
-        policy: The user's policy.
-        params: The parameters in use, of this annotation and of annotations inside, of any shapes, with their dtypes.
-        skipped: Modules that keep their dtype, each with the outermost such module around it.
-        lines: The policy, and one text for each parameter that is cast, to compare between ranks.
-    """
-
-    policy: MixedPrecisionPolicy
+    policy: MixedPrecisionPolicy  # The user's policy.
+    # The parameters in use, of this annotation and of annotations inside, of any shapes, with their dtypes.
     params: Mapping[nn.Parameter, ParamDtypes]
+    # Modules that keep their dtype, each with the outermost such module around it.
     skipped: Mapping[nn.Module, nn.Module]
-    lines: Sequence[str] = ()
+    lines: Sequence[str] = ()  # The policy, and one text for each parameter that is cast, to compare between ranks.
 
     def reduce_dtype(self, param: nn.Parameter) -> torch.dtype | None:
         """Return the dtype in which the gradient of ``param``, of any shape, is sent; ``None``: the parameter's."""
@@ -142,10 +137,6 @@ class LentPart:
         owners: The buffers of the modules in it that are lent buffers.
         slots: The places of the parameters that are lent copies.
         buffer_dtype: The dtype of buffers while the module runs; ``None``: their own.
-
-    Attributes:
-        params: Lends the copies of parameters.
-        inputs: Casts the inputs.
     """
 
     def __init__(
@@ -155,10 +146,10 @@ class LentPart:
         self._owners = owners
         self._slots = slots
         self._buffer_dtype = buffer_dtype
-        self.params = LowPrecisionParams(slots)
+        self.params = LowPrecisionParams(slots)  # Lends the copies of parameters.
         self._lendings: list[Lending] = [self.params, *([] if buffer_dtype is None else [CastBuffers(buffer_dtype)])]
         self._calls, self._thread = 0, get_ident()
-        self.inputs = CastInputs()
+        self.inputs = CastInputs()  # Casts the inputs.
 
     def copied(self, memo: dict[int, Any]) -> "LentPart":
         """Return the part of a deep copy of the annotated module."""

@@ -33,37 +33,26 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Round:
-    """The state of one backward, reused for the next one: gradient hooks hold the lists ``seen`` and ``order``.
+    """The state of one backward, reused for the next one: gradient hooks hold the lists ``seen`` and ``order``."""
 
-    Attributes:
-        phase: The phase of the backward.
-        is_led: A module around began the backward, on all ranks: no bucket is sent before the backward ends.
-        ends_kept: The round averages gradients that earlier backwards kept; ranks agreed on it when a backward ended.
-        synchronises: The backward averages gradients.
-        accumulates: The backward adds gradients to ``param.grad``, which ``torch.autograd.grad`` does not do.
-        seen: For each parameter, the number of its gradients that arrived.
-        order: Parameters in the order in which their gradients arrived.
-        sent: The number of buckets that were sent, which is the index of the next bucket.
-        stepped: The number of these buckets whose parameters an optimizer has stepped inside backward.
-        complaint: A number for other ranks: how many parameters have no gradient; -1: an exception stopped backward.
-        gaps: How many parameters had no gradient when they were sent: none came, or a hook of a user has dropped it.
-        kept: The number of backwards since the last average; -1: this rank follows the others, with zeros.
-        forwards: The number of forwards with a graph since the last average; 0: forwards are not counted.
-    """
-
-    seen: list[int]
-    order: list[int] = field(default_factory=list)
-    phase: Phase = Phase.AT_REST
+    seen: list[int]  # For each parameter, the number of its gradients that arrived.
+    order: list[int] = field(default_factory=list)  # Parameters in the order in which their gradients arrived.
+    phase: Phase = Phase.AT_REST  # The phase of the backward.
+    # A module around began the backward, on all ranks: no bucket is sent before the backward ends.
     is_led: bool = False
+    # The round averages gradients that earlier backwards kept; ranks agreed on it when a backward ended.
     ends_kept: bool = False
-    synchronises: bool = True
+    synchronises: bool = True  # The backward averages gradients.
+    # The backward adds gradients to ``param.grad``, which ``torch.autograd.grad`` does not do.
     accumulates: bool = False
-    sent: int = 0
-    stepped: int = 0
+    sent: int = 0  # The number of buckets that were sent, which is the index of the next bucket.
+    stepped: int = 0  # The number of these buckets whose parameters an optimizer has stepped inside backward.
+    # A number for other ranks: how many parameters have no gradient; -1: an exception stopped backward.
     complaint: int = 0
+    # How many parameters had no gradient when they were sent: none came, or a hook of a user has dropped it.
     gaps: int = 0
-    kept: int = 0
-    forwards: int = 0
+    kept: int = 0  # The number of backwards since the last average; -1: this rank follows the others, with zeros.
+    forwards: int = 0  # The number of forwards with a graph since the last average; 0: forwards are not counted.
     _armed_modules: set[int] = field(default_factory=set)
     _node: Any = None
     _told: set[str] = field(default_factory=set)  # log lines
@@ -180,16 +169,13 @@ def _is_whole_backward(node: Any) -> bool:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StaticGraph:
-    """The gradient counts of the first backward, which ``static_graph=True`` promises for all later ones.
+    """The gradient counts of the first backward, which ``static_graph=True`` promises for all later ones."""
 
-    Attributes:
-        counts: The number of gradients of each parameter in a backward of this rank; ``None``: not known yet.
-        used: For each parameter, the number of ranks that had a gradient for it in the first backward.
-        changes: (parameter, gradients, gradients expected) for each parameter that differed in the last backward.
-    """
-
+    # The number of gradients of each parameter in a backward of this rank; ``None``: not known yet.
     counts: list[int] | None = None
+    # For each parameter, the number of ranks that had a gradient for it in the first backward.
     used: Sequence[float] = ()
+    # (parameter, gradients, gradients expected) for each parameter that differed in the last backward.
     changes: list[tuple[int, int, int]] = field(default_factory=list)
 
     def holds(self, seen: Sequence[int]) -> bool:
@@ -226,16 +212,11 @@ class BackwardTiming:
 
 
 class Stopwatch:
-    """Measures some backwards: by the clock, or, if gradients are not on the CPU, by events of their device.
-
-    Attributes:
-        every: Every backward whose number this divides is measured, besides the first ten.
-        is_on: The running backward is measured.
-    """
+    """Measures some backwards: by the clock, or, if gradients are not on the CPU, by events of their device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.every = 100
-        self.is_on = False
+        self.every = 100  # Every backward whose number this divides is measured, besides the first ten.
+        self.is_on = False  # The running backward is measured.
         self._device = device
         self._marks: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None

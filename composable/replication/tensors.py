@@ -86,21 +86,14 @@ def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ReducedParam:
-    """A parameter of an annotation; its gradient is averaged, unless it is frozen.
+    """A parameter of an annotation; its gradient is averaged, unless it is frozen."""
 
-    Attributes:
-        fqn: Its name below the annotated module.
-        param: The parameter itself.
-        module_index: The index of the annotated module that it belongs to.
-        reduce_dtype: The dtype in which its gradient is sent; ``None``: the dtype of the parameter.
-        is_sparse: Its gradient has only the rows that were used, and lies in no bucket.
-    """
-
-    fqn: str
-    param: nn.Parameter
-    module_index: int = 0
+    fqn: str  # Its name below the annotated module.
+    param: nn.Parameter  # The parameter itself.
+    module_index: int = 0  # The index of the annotated module that it belongs to.
+    # The dtype in which its gradient is sent; ``None``: the dtype of the parameter.
     reduce_dtype: torch.dtype | None = None
-    is_sparse: bool = False
+    is_sparse: bool = False  # Its gradient has only the rows that were used, and lies in no bucket.
 
     @property
     def bucket_dtype(self) -> torch.dtype:
@@ -139,10 +132,6 @@ class DelayedAllReduce:
 class ReplicateArguments:
     """The arguments of ``replicate`` that say how it averages, checked: two are made from other arguments.
 
-    Attributes:
-        delay: Gradients that wait for the gradient of another parameter.
-        policy: The mixed precision policy, as text; "": there is none.
-
     Raises:
         ConfigError: An option is wrong, or two options exclude each other.
     """
@@ -155,8 +144,8 @@ class ReplicateArguments:
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     fixed_buckets: bool = False
-    delay: DelayedAllReduce = DelayedAllReduce()
-    policy: str = ""
+    delay: DelayedAllReduce = DelayedAllReduce()  # Gradients that wait for the gradient of another parameter.
+    policy: str = ""  # The mixed precision policy, as text; "": there is none.
 
     def __post_init__(self) -> None:
         for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view", "static_graph", "fixed_buckets"):
@@ -241,17 +230,11 @@ def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) ->
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and tensors that one annotation ignores.
+    """Modules and tensors that one annotation ignores."""
 
-    Attributes:
-        modules: The ignored modules; all modules below them are ignored too.
-        tensors: The ignored parameters and buffers of other modules.
-        fqns: Names of all of these, which also what later takes their places has.
-    """
-
-    modules: frozenset[nn.Module] = frozenset()
-    tensors: tuple[torch.Tensor, ...] = ()
-    fqns: frozenset[str] = frozenset()
+    modules: frozenset[nn.Module] = frozenset()  # The ignored modules; all modules below them are ignored too.
+    tensors: tuple[torch.Tensor, ...] = ()  # The ignored parameters and buffers of other modules.
+    fqns: frozenset[str] = frozenset()  # Names of all of these, which also what later takes their places has.
 
     def ids(self) -> set[int]:
         """Return the ids of all parameters and buffers that are ignored."""
@@ -332,17 +315,12 @@ def _named(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tenso
 
 @dataclass
 class ManagedTensors:
-    """The parameters and buffers that an annotation will manage.
+    """The parameters and buffers that an annotation will manage."""
 
-    Attributes:
-        params: Each parameter once.
-        buffers: (dict of a module's buffers, name in it), each tensor once.
-        lines: One text per parameter and buffer, to compare between ranks.
-    """
-
-    params: list[ReducedParam] = field(default_factory=list)
+    params: list[ReducedParam] = field(default_factory=list)  # Each parameter once.
+    # (dict of a module's buffers, name in it), each tensor once.
     buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # One text per parameter and buffer, to compare between ranks.
 
 
 def find_tensors(

@@ -100,17 +100,13 @@ class SaveHandle:
 
 
 class _Saves:
-    """The background saves of this process.
-
-    Attributes:
-        last: The last save of each model.
-        copies: What it was copied to, whose memory the next one takes.
-        open: Saves that are under way, or that have failed without a ``wait`` that raised it.
-    """
+    """The background saves of this process."""
 
     def __init__(self) -> None:
-        self.last: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()
+        self.last: WeakKeyDictionary[nn.Module, SaveHandle] = WeakKeyDictionary()  # The last save of each model.
+        # What it was copied to, whose memory the next one takes.
         self.copies: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        # Saves that are under way, or that have failed without a ``wait`` that raised it.
         self.open: set[SaveHandle] = set()
 
 

@@ -64,21 +64,14 @@ def optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[Opt
 
 @dataclass(frozen=True)
 class NamesOnAll:
-    """The names of values of all ranks.
+    """The names of values of all ranks."""
 
-    Attributes:
-        optimizers: The optimizers in order, with the parameters of all ranks that are picked.
-        elsewhere: Names in the models of other ranks only.
-        picked: The names in the models of all ranks that are saved or loaded.
-        homes: The ranks that have each name in their models; empty if all have the same names.
-        values: What this rank's model has of the names that are picked: its own tensors.
-    """
-
-    optimizers: tuple[OptimizerNames, ...]
-    elsewhere: frozenset[str]
-    picked: frozenset[str]
+    optimizers: tuple[OptimizerNames, ...]  # The optimizers in order, with the parameters of all ranks that are picked.
+    elsewhere: frozenset[str]  # Names in the models of other ranks only.
+    picked: frozenset[str]  # The names in the models of all ranks that are saved or loaded.
+    # The ranks that have each name in their models; empty if all have the same names.
     homes: Mapping[str, tuple[int, ...]]
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # What this rank's model has of the names that are picked: its own tensors.
 
 
 def names_on_all(

@@ -224,21 +224,16 @@ def lists_all(folder: Path | StoredFolder, names: Collection[str]) -> bool:
 
 
 class _Written:
-    """The folders that this process writes.
-
-    Attributes:
-        partial: Run folders, locked until the process ends, with the partial checkpoints that it writes there.
-        locks: The descriptor of the lock file of each.
-        stored: The same for runs in storages, by URL or by the ``id`` of an object that is kept here.
-        token: The random name of this process in storages.
-        guard: Held while names in a run's folder are read or changed: saves of several models may end at once.
-    """
+    """The folders that this process writes."""
 
     def __init__(self) -> None:
+        # Run folders, locked until the process ends, with the partial checkpoints that it writes there.
         self.partial: dict[Path, set[Path]] = {}
-        self.locks: dict[Path, int] = {}
+        self.locks: dict[Path, int] = {}  # The descriptor of the lock file of each.
+        # The same for runs in storages, by URL or by the ``id`` of an object that is kept here.
         self.stored: dict[Hashable, tuple[Storage, set[str]]] = {}
-        self.token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)  # The random name of this process in storages.
+        # Held while names in a run's folder are read or changed: saves of several models may end at once.
         self.guard = Lock()
 
 
