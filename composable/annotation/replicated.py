@@ -61,32 +61,24 @@ class _ReplicaOutputHook(GradientHook):
 
 
 class ReplicateState(AnnotationState, Companion):
-    """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait.
-
-    Attributes:
-        reducer: Averages the gradients. The modules own it, and the buckets, by this state.
-        ignored: Modules and tensors that the annotation ignores.
-        buffers: Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
-        precision: The mixed precision of the modules; ``None``: they have no policy.
-        frozen: Parameters that did not require a gradient when they were last checked, with their FQNs.
-        compared: The arguments of the annotation, as a text that ranks compare.
-        transport: In a group of its own; a copied state makes the group at its first forward with gradients enabled.
-        view: The object that ``as_ddp`` has returned.
-        follows: A sharded module around, on more ranks, decides when the ranks communicate.
-        has_parts: On some of the ranks, modules inside are annotated on only a part of the ranks.
-        is_of_several: The modules of one call share the state: a rank may call only some of them.
-    """
+    """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reducer: Reducer
+        self.reducer: Reducer  # Averages the gradients. The modules own it, and the buckets, by this state.
+        # In a group of its own; a copied state makes the group at its first forward with gradients enabled.
         self.transport: OwnTransport
-        self.ignored = Ignored()
+        self.ignored = Ignored()  # Modules and tensors that the annotation ignores.
+        # Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
         self.buffers: BufferSync | None = None
-        self.precision: Precision | None = None
+        self.precision: Precision | None = None  # The mixed precision of the modules; ``None``: they have no policy.
+        # Parameters that did not require a gradient when they were last checked, with their FQNs.
         self.frozen: list[tuple[str, nn.Parameter]] = []
-        self.compared = ""
-        self.view: object = None
+        self.compared = ""  # The arguments of the annotation, as a text that ranks compare.
+        self.view: object = None  # The object that ``as_ddp`` has returned.
+        # follows: A sharded module around, on more ranks, decides when the ranks communicate.
+        # has_parts: On some of the ranks, modules inside are annotated on only a part of the ranks.
+        # is_of_several: The modules of one call share the state: a rank may call only some of them.
         self.follows = self.has_parts = self.is_of_several = False
         self._seen = (-1, 0)
         self._contents: dict[int, Contents] = {}  # By the id of each annotated module.

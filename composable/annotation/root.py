@@ -238,20 +238,7 @@ class FullyShardState(AnnotationState):
 
 
 class Root:
-    """A tree of annotated modules, with the scheduler that runs its handles.
-
-    Attributes:
-        find_state: Gives the outermost annotation's state; ``None``: users let go of its modules, and kept inner ones.
-        handles: Every handle of the tree, left to right, depth first.
-        states: Every state of the tree, in the same order.
-        grid: The ranks of the outermost annotation.
-        modules: Its modules.
-        scheduler: Runs the handles.
-        lent_buffers: By id of a buffer, the copies that modules hold in its place while they run.
-        has_looked_at_views: A forward has ended, and buffers that look into old parameters were refused.
-        models: For the ranks of each handle, the same ranks with those of tensor parallelism.
-        has_begun: All has values, and copies of shards are equal.
-    """
+    """A tree of annotated modules, with the scheduler that runs its handles."""
 
     states = HeldWeakly[FullyShardState]()
     modules = HeldWeakly[nn.Module]()
@@ -259,16 +246,20 @@ class Root:
     def __init__(
         self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
     ) -> None:
+        # Gives the outermost annotation's state; ``None``: users let go of its modules, and kept inner ones.
         self.find_state = weakref.ref(state)
+        # The ranks and the modules of the outermost annotation.
         self.grid, self.modules = state.grid, state.modules
         self._class_name = state.plan.class_names[0]
-        self.handles = handles
-        self.states = states
-        self.scheduler = scheduler
+        self.handles = handles  # Every handle of the tree, left to right, depth first.
+        self.states = states  # Every state of the tree, in the same order.
+        self.scheduler = scheduler  # Runs the handles.
+        # By id of a buffer, the copies that modules hold in its place while they run.
         self.lent_buffers: dict[int, LentBuffer] = {}
-        self.has_looked_at_views = False
+        self.has_looked_at_views = False  # A forward has ended, and buffers that look into old parameters were refused.
+        # For the ranks of each handle, the same ranks with those of tensor parallelism.
         self.models: Mapping[Ranks, ModelRanks] = {}
-        self.has_begun = False
+        self.has_begun = False  # All has values, and copies of shards are equal.
         # Read from another thread, for ranks that wait; empty once the root is closed.
         self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
         notice_tree(self)

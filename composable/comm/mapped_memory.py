@@ -71,26 +71,21 @@ def _map(fd: int, offset: int, nbytes: int) -> tuple[int, Any]:
 
 
 class Block:
-    """A part of a rank's memory that holds one message at a time: a flag of each rank, then the bytes.
-
-    Attributes:
-        offset: Its place in the memory.
-        nbytes: Its size.
-        flags: The flag of rank ``r`` is word ``16 * r``: the last message of the block that it is done with.
-        message: The last message that the owner has put there.
-    """
+    """A part of a rank's memory that holds one message at a time: a flag of each rank, then the bytes."""
 
     __slots__ = ("_data", "_views", "flags", "message", "nbytes", "offset")
 
     def __init__(self, fd: int, offset: int, nbytes: int, ranks: int) -> None:
+        # Its place in the memory, and its size.
         self.offset, self.nbytes = offset, nbytes
         _, buffer = _map(fd, offset, nbytes)
+        # The flag of rank ``r`` is word ``16 * r``: the last message of the block that it is done with.
         self.flags = memoryview(buffer).cast("B").cast("I")
         # If made in inference mode, it could never be written outside of it.
         with torch.inference_mode(mode=False):
             self._data = torch.frombuffer(buffer, dtype=torch.uint8, offset=ranks * _LINE)
         self._views: dict[Hashable, torch.Tensor] = {}
-        self.message = 0
+        self.message = 0  # The last message that the owner has put there.
 
     def view(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` of a message of ``dtype``."""

@@ -150,20 +150,16 @@ class Diagnosis(_Told):
 
 
 class Order:
-    """The collectives that this rank has started in one process group, where their order matches them, not a tag.
-
-    Attributes:
-        count: How many collectives there were.
-        recent: Tags of the last collectives.
-        digest: Digest of the tags since ranks last compared it: equal if all have started the same in one order.
-        keys_taken: How many keys the transports of the group have given out.
-    """
+    """The collectives that this rank has started in one process group, where their order matches them, not a tag."""
 
     __slots__ = ("count", "digest", "keys_taken", "recent")
 
     def __init__(self) -> None:
+        # count: How many collectives there were.
+        # digest: Digest of the tags since ranks last compared it: equal if all have started the same in one order.
+        # keys_taken: How many keys the transports of the group have given out.
         self.count = self.digest = self.keys_taken = 0
-        self.recent: deque[int] = deque(maxlen=_RECENT)
+        self.recent: deque[int] = deque(maxlen=_RECENT)  # Tags of the last collectives.
 
     def take_digest(self) -> int:
         """Return the digest and begin a new one."""

@@ -68,29 +68,7 @@ class Split(NamedTuple):
 
 
 class RaggedLayout:
-    """The elements of a parameter that each rank owns; casts of a parameter and its gradient share the layout.
-
-    Attributes:
-        mesh: The mesh of the ranks.
-        mesh_dim: The mesh dim that the parameter is cut over; it is replicated over other dims without a split.
-        shape: Shape of the whole.
-        splits: The splits of the whole into blocks, the outermost split first; mostly empty.
-        cut_dims: The mesh dims over which ranks hold different elements: ``mesh_dim``, and the dims of the splits.
-        placements: The placements that describe this layout to torch.
-        block_shape: Shape of the block that is cut; without splits, the shape of the whole.
-        block_offsets: Where in the whole the block begins, for each dim.
-        bounds: Bounds of the ranks in the block, see ``RaggedShard``.
-        order: Order in which the dims are flattened, and lie in a full tensor's memory; empty: their own order.
-        rank: This rank within ``mesh_dim``.
-        lo: First element that this rank owns.
-        hi: The element after the last one that this rank owns.
-        local_shape: Shape of this rank's piece.
-        is_stored: Checkpoints take this rank's piece. False where another rank stores a copy of the block: it may be
-            cut at other bounds, and the pieces of both would overlap.
-        stored_among: The ranks along each dim of which one stores its copy.
-        label: Label of the parameter that was cut first; its gradient and the optimizer's state have its layout.
-        specs: The specs with this layout, by dtype.
-    """
+    """The elements of a parameter that each rank owns; casts of a parameter and its gradient share the layout."""
 
     def __init__(
         self,
@@ -102,28 +80,37 @@ class RaggedLayout:
         order: tuple[int, ...] = (),
         splits: tuple[Split, ...] = (),
     ) -> None:
-        self.mesh = mesh
-        self.splits = splits
+        self.mesh = mesh  # The mesh of the ranks.
+        self.splits = splits  # The splits of the whole into blocks, the outermost split first; mostly empty.
+        # The mesh dims over which ranks hold different elements: ``mesh_dim``, and the dims of the splits.
         self.cut_dims = (mesh_dim, *(split.mesh_dim for split in splits))
+        # Order in which the dims are flattened, and lie in a full tensor's memory; empty: their own order.
         self.order = order
+        # The mesh dim that the parameter is cut over; it is replicated over other dims without a split.
         self.mesh_dim = mesh_dim
-        self.shape = shape
-        self.bounds = bounds
-        self.rank = rank
-        self.lo = bounds[rank]
-        self.hi = bounds[rank + 1]
+        self.shape = shape  # Shape of the whole.
+        self.bounds = bounds  # Bounds of the ranks in the block, see ``RaggedShard``.
+        self.rank = rank  # This rank within ``mesh_dim``.
+        self.lo = bounds[rank]  # First element that this rank owns.
+        self.hi = bounds[rank + 1]  # The element after the last one that this rank owns.
+        # block_shape: Shape of the block that is cut; without splits, the shape of the whole.
+        # block_offsets: Where in the whole the block begins, for each dim.
         self.block_offsets, self.block_shape = self.block_at([split.rank for split in splits])
-        self.local_shape = local_shape(self.block_shape, bounds, rank, order)
+        self.local_shape = local_shape(self.block_shape, bounds, rank, order)  # Shape of this rank's piece.
+        # Checkpoints take this rank's piece. False where another rank stores a copy of the block: it may be cut at
+        # other bounds, and the pieces of both would overlap.
         self.is_stored = True
-        self.stored_among: tuple[tuple[int, ...], ...] = ()
+        self.stored_among: tuple[tuple[int, ...], ...] = ()  # The ranks along each dim of which one stores its copy.
+        # Label of the parameter that was cut first; its gradient and the optimizer's state have its layout.
         self.label: Label | None = None
         others = {split.mesh_dim: Shard(split.dim) for split in splits}
         cut = RaggedShard(bounds, order)
         cut.layout = weakref.ref(self)
+        # The placements that describe this layout to torch.
         self.placements: tuple[Placement, ...] = tuple(
             cut if dim == mesh_dim else others.get(dim, Replicate()) for dim in range(mesh.ndim)
         )
-        self.specs: dict[torch.dtype, RaggedSpec] = {}
+        self.specs: dict[torch.dtype, RaggedSpec] = {}  # The specs with this layout, by dtype.
 
     def __reduce__(self) -> tuple[object, ...]:
         # A pickle keeps the rank that wrote it, since it describes the piece of that rank.

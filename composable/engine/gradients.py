@@ -211,27 +211,22 @@ class GradientBuffer(NamedTuple):
 
 
 class Gradients:
-    """The gradients of the parameters of one flat buffer.
-
-    Attributes:
-        all_bits: A number with a bit for each parameter; numbers called ``bits`` have some of them.
-        shape: Layout of the gradient buffer; the same object for all whose gradients fit into the same memory.
-        steppers: Functions that get sharded parameters with whole gradients, and step them.
-        steps_together: A stepper may be collective: it runs when all ranks have agreed on the parameters to step.
-        is_cast: They are reduced in another dtype than autograd makes them in.
-        is_unsynced: The last backward that reached the parameters did not reduce, on any rank.
-        is_kept: Backwards have left gradients on this rank that wait, on leaves or as shards.
-    """
+    """The gradients of the parameters of one flat buffer."""
 
     def __init__(
         self, plan: BufferPlan, params: Sequence[ShardedParam], split: ShardSplit, routes: Routes, device: torch.device
     ) -> None:
+        # A number with a bit for each parameter; numbers called ``bits`` have some of them.
         self.all_bits = (1 << len(params)) - 1
         # Made once: to hash the spans in every backward would take microseconds.
         spans = tuple([Span("", one.shape, one.start, one.stop, one.order) for one in plan.layout.spans])
+        # Layout of the gradient buffer; the same object for all whose gradients fit into the same memory.
         self.shape = _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
         self._compute_dtype = plan.compute_dtype
+        # They are reduced in another dtype than autograd makes them in.
         self.is_cast = plan.reduce_dtype != plan.compute_dtype
+        # is_unsynced: The last backward that reached the parameters did not reduce, on any rank.
+        # is_kept: Backwards have left gradients on this rank that wait, on leaves or as shards.
         self.is_unsynced = self.is_kept = False
         # Has the dtype and device of gradient buffers.
         self._like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
@@ -400,7 +395,8 @@ class Gradients:
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let ``steppers`` step the sharded parameters, from the next backward on."""
-        self.steppers = tuple(steppers)
+        self.steppers = tuple(steppers)  # Functions that get sharded parameters with whole gradients, and step them.
+        # A stepper may be collective: it runs when all ranks have agreed on the parameters to step.
         self.steps_together = bool(steppers) and not all(steps_alone(param.sharded) for param in self._params)
 
     def has_hooks(self) -> bool:

@@ -76,46 +76,35 @@ class Companion(StepListener):
 
 
 class Step:
-    """The state that forwards and backwards of one root share.
-
-    Attributes:
-        steps: The state of each handle in the step.
-        listeners: Hear of each event.
-        running: The managed modules whose forwards have started and not ended, outermost first.
-        first_nodes: For each running module, the number of autograd's next node at its start; -1: in backward.
-        forward_id: Number of forwards so far, the running one included.
-        backward_id: Number of backwards so far, the running one included.
-        backwards_before: Number of backwards before the last forward.
-        is_backward: A backward of this root is running.
-        makes_graph: That backward makes a graph for another one; ``None``: not known yet.
-        latest_clock: Clock of the latest call whose output has got a gradient in that backward.
-        is_threaded: Parts of forward have run in several threads since the last backward.
-        thread: Thread in which the last forward started; ``None``: no forward since the last backward.
-        forwards: Numbers of autograd's nodes in the last forwards: the first, the next after it, those of the outputs.
-        failure: Text of the error of the last forward; empty: there was none.
-        finalizing: Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none.
-        is_closed: Another annotation took the place of this one.
-    """
+    """The state that forwards and backwards of one root share."""
 
     def __init__(self, handles: Sequence[Handle], streams: Streams, settings: RootSettings) -> None:
         self.handles = tuple(handles)
-        self.steps = {handle: HandleStep(handle) for handle in handles}
+        self.steps = {handle: HandleStep(handle) for handle in handles}  # The state of each handle in the step.
         self.settings = settings
         self.streams = streams
-        self.listeners = Listeners()
+        self.listeners = Listeners()  # Hear of each event.
         self.unsharded = Unsharded(streams, self.listeners, weakref.proxy(self))
         self.finalizer = GradientFinalizer(self.steps, streams, self.listeners)
+        # The managed modules whose forwards have started and not ended, outermost first.
         self.running: list[nn.Module] = []
+        # For each running module, the number of autograd's next node at its start; -1: in backward.
         self.first_nodes: list[int] = []
+        # forward_id: Number of forwards so far, the running one included.
+        # backward_id: Number of backwards so far, the running one included.
+        # backwards_before: Number of backwards before the last forward.
         self.forward_id = self.backward_id = self.backwards_before = 0
-        self.is_backward = False
-        self.makes_graph: bool | None = False
-        self.latest_clock: float = 0
+        self.is_backward = False  # A backward of this root is running.
+        self.makes_graph: bool | None = False  # That backward makes a graph for another one; ``None``: not known yet.
+        self.latest_clock: float = 0  # Clock of the latest call whose output has got a gradient in that backward.
+        # Numbers of autograd's nodes in the last forwards: the first, the next after it, those of the outputs.
         self.forwards: deque[tuple[int, int, set[int]]] = deque(maxlen=_SEEN_FORWARDS)
-        self.failure = ""
+        self.failure = ""  # Text of the error of the last forward; empty: there was none.
+        # Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none.
         self.finalizing: object | None = None
-        self.is_closed = False
-        self.is_threaded = False
+        self.is_closed = False  # Another annotation took the place of this one.
+        self.is_threaded = False  # Parts of forward have run in several threads since the last backward.
+        # Thread in which the last forward started; ``None``: no forward since the last backward.
         self.thread: int | None = None
 
     # State

@@ -45,18 +45,6 @@ class Bucket:
         is_last: No bucket follows.
         key: The transport's key for its all-reduce.
         like: An empty tensor of the dtype and device of the buffer.
-
-    Attributes:
-        param_indices: Which parameters it holds, in order.
-        key: As given.
-        views: The place of each gradient, with the parameter's shape, and its strides if it is dense. For a parameter
-            that tensor parallelism has split, a DTensor that is split alike, on this rank's part.
-        arrivals: How many gradients must arrive in a round until the bucket is full: usually one of each parameter.
-        pending: How many of these have not arrived yet.
-        flat: The whole buffer, with the tail; empty: there is no memory until the next gradients come.
-        tail: ``tail_numel`` elements behind the gradients.
-        casts: Some gradients are kept in another dtype than they are sent in.
-        has_split: Tensor parallelism has split some of the parameters: this rank holds a part of them.
     """
 
     def __init__(
@@ -69,19 +57,23 @@ class Bucket:
         key: int,
         like: torch.Tensor,
     ) -> None:
-        self.param_indices = [param_index for param_index, _ in members]
+        self.param_indices = [param_index for param_index, _ in members]  # Which parameters it holds, in order.
         self._params = [param for _, param in members]
         self._index = index
         self._is_last = is_last
         self.key = key
+        # arrivals: How many gradients must arrive in a round until the bucket is full: usually one of each parameter.
+        # pending: How many of these have not arrived yet.
         self.arrivals = self.pending = len(members)
+        # Some gradients are kept in another dtype than they are sent in.
         self.casts = any(grad_dtype_of(param).to_real() is not like.dtype for param in self._params)
         local = [local_of(param) for param in self._params]
         # One behind the other: a communication hook may walk the buffer by the sizes of the gradients.
         *starts, stop = accumulate((param.numel() * (2 if param.is_complex() else 1) for param in local), initial=0)
+        # Tensor parallelism has split some of the parameters: this rank holds a part of them.
         self.has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
         self._starts, self._stop, self._tail_numel = starts, stop, tail_numel
-        self.flat = like
+        self.flat = like  # The whole buffer, with the tail; empty: there is no memory until the next gradients come.
         self.release()
 
     def _allocate(self) -> None:
@@ -90,6 +82,8 @@ class Bucket:
         self.tail = flat[self._stop :]
         starts_of_params = zip(self._starts, self._params, strict=True)
         self._views = [_view_for(flat, start, local_of(param)) for start, param in starts_of_params]
+        # The place of each gradient, with the parameter's shape, and its strides if it is dense. For a parameter that
+        # tensor parallelism has split, a DTensor that is split alike, on this rank's part.
         self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
         # Set last, so that an allocation that was cut short is done again.
         self.flat = flat

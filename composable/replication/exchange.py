@@ -233,7 +233,7 @@ class BucketExchange:
         listeners: Listeners,
     ) -> None:
         ranks = grid.everyone
-        self.transport = transport  # As given.
+        self.transport = transport
         # The factor of a gradient before it is added to the gradients of the other ranks.
         self.scale = 1.0 / grid.divisor
         # The ranks that have gradients, as the transport counts them; ``None``: all.
@@ -257,7 +257,7 @@ class BucketExchange:
         self._flags_key = transport.allocate_key()
         # Averages the sparse gradients, which lie in no bucket.
         self.sparse = SparseGradients([item.param for item in params if item.is_sparse], transport)
-        self.arrangement = Arrangement(params, transport, options, tail_numel=self.flag_block.numel)  # The buckets.
+        self.arrangement = Arrangement(params, transport, options, tail_numel=self.flag_block.numel)
         self.notes = DebugNotes(params, grid)  # Logs the buckets of each backward.
         self._pendings: list[Pending] = []
         # The error of the hook in this round; this rank has taken part in the collectives all the same.

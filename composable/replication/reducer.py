@@ -139,36 +139,25 @@ class Reducer:
         transport: Between these ranks; used for nothing else, since its calls must keep their order.
         grid: These ranks.
         options: The options of the user.
-
-    Attributes:
-        number: Its place in the order of all objects that end a backward.
-        requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
-        is_last_backward: If false, the next backward is no round either.
-        sync_after_context: The ``requires_gradient_sync`` after the ``no_sync`` that runs; ``None``: none runs.
-        round: The running backward, or the last one.
-        rounds: How many backwards there were, the running one included.
-        exchange: Averages buckets over the ranks.
-        buckets: The buckets in order of reduction; the list is changed in place.
-        comm_hooks: Registrations of communication hooks that reach the parameters; the nearest one is used.
-        stopwatch: Measures some backwards.
-        listeners: Hear of each event.
-        steppers: Functions that step parameters inside backward, as soon as these have their averages.
     """
 
     def __init__(
         self, params: Sequence[ReducedParam], transport: Transport, grid: Grid, options: ReplicateArguments
     ) -> None:
-        self.number = next_ending_number()
+        self.number = next_ending_number()  # Its place in the order of all objects that end a backward.
         self.params = tuple(params)
         self.options = options
-        self.requires_gradient_sync = True
-        self.is_last_backward = True
+        self.requires_gradient_sync = True  # Whether the next backward is a round; if not, gradients stay local.
+        self.is_last_backward = True  # If false, the next backward is no round either.
+        # The ``requires_gradient_sync`` after the ``no_sync`` that runs; ``None``: none runs.
         self.sync_after_context: bool | None = None
-        self.round = Round([0] * len(params))
-        self.rounds = 0
+        self.round = Round([0] * len(params))  # The running backward, or the last one.
+        self.rounds = 0  # How many backwards there were, the running one included.
+        # Registrations of communication hooks that reach the parameters; the nearest one is used.
         self.comm_hooks: tuple[Registration, ...] = ()
-        self.stopwatch = Stopwatch(grid.everyone.device)
-        self.listeners = Listeners()
+        self.stopwatch = Stopwatch(grid.everyone.device)  # Measures some backwards.
+        self.listeners = Listeners()  # Hear of each event.
+        # Functions that step parameters inside backward, as soon as these have their averages.
         self.steppers: tuple[Stepper, ...] = ()
         self._steps: BucketSteps | None = None
         self._lock = threading.RLock()
@@ -181,9 +170,11 @@ class Reducer:
         """Create the attributes that depend on the ranks, as they are before the first backward."""
         self._grid = grid
         self._static = StaticGraph() if self.options.static_graph else None
+        # Averages buckets over the ranks.
         self.exchange = BucketExchange(
             self.params, transport, grid, self.options, self.round, self.stopwatch, self.listeners
         )
+        # The buckets in order of reduction; the list is changed in place.
         self.buckets: Sequence[Bucket] = self.exchange.arrangement.buckets
         self._bucket_of = self.exchange.arrangement.bucket_of  # changed in place
 
