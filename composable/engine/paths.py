@@ -127,21 +127,14 @@ class Whole:
         raise AssertionError("nothing is kept")
 
 
+@dataclass(eq=False)
 class ScatterPath(Whole):
-    """One reduce-scatter.
+    """One reduce-scatter."""
 
-    Args:
-        transport: Between the ranks of the shard group.
-        key: Key of the buffer, the same on all ranks.
-        divisor: Number of ranks that the mean is over, or the user's divisor.
-        dtype: Dtype of the result.
-    """
-
-    def __init__(self, transport: Transport, key: int, divisor: float, dtype: torch.dtype) -> None:
-        self.transport = transport
-        self.key = key
-        self._divisor = divisor
-        self._dtype = dtype
+    transport: Transport  # Between the ranks of the shard group.
+    key: int  # Key of the buffer, the same on all ranks.
+    _divisor: float  # Number of ranks that the mean is over, or the user's divisor.
+    _dtype: torch.dtype  # Dtype of the result.
 
     def begin(self, source: torch.Tensor) -> Reduction:
         transport, numel = self.transport, source.numel()

@@ -152,23 +152,14 @@ class Comms:
 DEFAULT_COMMS = Comms()
 
 
+@dataclass(eq=False)
 class _HookPath(Whole):
-    """A path through a communication hook, which reduces and divides; no bytes go through the transport.
+    """A path through a communication hook, which reduces and divides; no bytes go through the transport."""
 
-    Args:
-        transport: Between the ranks of the shard group; allocates memory.
-        hook: The hook with its state.
-        dtype: Dtype of the result.
-        complain: Called with the error if a result is wrong.
-    """
-
-    def __init__(
-        self, transport: Transport, hook: Registration, dtype: torch.dtype, complain: Callable[[ConfigError], None]
-    ) -> None:
-        self.transport = transport
-        self._hook = hook
-        self._dtype = dtype
-        self._complain = complain
+    transport: Transport  # Between the ranks of the shard group; allocates memory.
+    _hook: Registration  # The hook with its state.
+    _dtype: torch.dtype  # Dtype of the result.
+    _complain: Callable[[ConfigError], None]  # Called with the error if a result is wrong.
 
     def begin(self, source: torch.Tensor) -> Reduction:
         hook, transport, dtype = self._hook, self.transport, self._dtype

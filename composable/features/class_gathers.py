@@ -8,6 +8,7 @@ place, since autograd saves views of it.
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -203,14 +204,12 @@ class ClassGatheredBuffer(FlatBuffer):
         return UsageError(f"{name}{what}", at=f"parameter '{who}'", fix=fix)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Gathering:
     """A gather under way, until the class has made the parameter from it."""
 
-    __slots__ = ("_complete", "_pending")
-
-    def __init__(self, pending: Pending, complete: Callable[[], None]) -> None:
-        self._pending = pending
-        self._complete: Callable[[], None] | None = complete
+    _pending: Pending
+    _complete: Callable[[], None] | None
 
     def finish(self) -> None:
         self._pending.finish()

@@ -459,14 +459,12 @@ def _copies_of(slots: Sequence[ParamSlot]) -> list[_Copy]:
     return [_Copy(slot, own, copied, copied._version) for slot, own, copied in held]
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class LendHook(GradientHook):
     """A hook on the gradient of an output: it lends for the rest of the backward."""
 
-    __slots__ = ("_lending", "_owners")
-
-    def __init__(self, lending: Lending, owners: Owners) -> None:
-        self._lending = lending
-        self._owners = owners
+    _lending: Lending
+    _owners: Owners
 
     @opaque
     def __call__(self, grad: torch.Tensor) -> None:
