@@ -18,7 +18,7 @@ from composable.annotation import FullyShardState, Root, handle_of_module, shard
 from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located
 from composable.ground.frames import in_backward, modules_in_call
-from composable.ground.names import check_bool, check_number, describe_module, described
+from composable.ground.names import check_bool, check_int, check_number, describe_module, described
 from composable.ground.ownership import CHANGES
 
 
@@ -162,9 +162,7 @@ class ReductionSettings(AnnotatedModule):
         Raises:
             ConfigError: ``max_input_buffers`` is no int of at least 1.
         """
-        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool) or max_input_buffers < 1:
-            what = f"max_input_buffers is {described(max_input_buffers)}"
-            raise ConfigError(what, at=describe_module(self), fix="pass an int of at least 1")
+        check_int("max_input_buffers", max_input_buffers, 1, at=describe_module(self), fix="pass an int of at least 1")
         for handle in _chosen(self, recurse):
             handle.settings.gradient_buffers = max_input_buffers
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from composable.errors import ConfigError
 from composable.ground.contract import modules_in
-from composable.ground.names import answer_of, class_name, described, join_fqn, module_text
+from composable.ground.names import answer_of, check_int, class_name, described, join_fqn, module_text
 
 _CLASSES_IN_HINT = 5
 
@@ -133,8 +133,7 @@ class SizePolicy(Policy):
     min_numel: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 1:
-            raise ConfigError(f"min_numel is {self.min_numel!r}", fix="pass a number of elements as an int, at least 1")
+        check_int("min_numel", self.min_numel, 1, fix="pass a number of elements as an int, at least 1")
 
     def __str__(self) -> str:
         return f"SizePolicy({self.min_numel})"

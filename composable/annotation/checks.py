@@ -25,10 +25,10 @@ from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
 from composable.ground.ownership import (
     CHANGES,
+    check_added,
     check_callers,
     is_left_alone,
     is_managed,
-    warn_of_left,
     watch_registrations,
 )
 from composable.ground.torch_hooks import Contents, values_held_by
@@ -164,14 +164,7 @@ class Additions:
                 attach(handle)  # A tensor assigned in the place of a sharded parameter is a value for it.
                 take_over_optimizers(handle)
         added = dict(_unmanaged(module, states, is_left=False))
-        names = [fqn for fqn, param in added.items() if param.requires_grad]
-        if names:
-            raise UsageError(
-                "parameters were added after fully_shard was called, and nothing averages their gradients",
-                at=list_text(names),
-                fix="add modules first; or call fully_shard on the added module too; or unannotate, and annotate anew",
-            )
-        warn_of_left(_unmanaged(module, states, is_left=True))
+        check_added("fully_shard", added.items(), _unmanaged(module, states, is_left=True))
         modules = list(_traversal_utils._get_modules(module))
         watch_registrations(modules)
         counts = (*counts[:2], len(optimizers_in_backward()))

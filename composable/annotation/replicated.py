@@ -16,16 +16,16 @@ from composable.errors import UsageError
 from composable.ground.casts import cast_floats, keep_dtype, moved_to
 from composable.ground.contract import managing_state
 from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
-from composable.ground.names import check_module, class_name, describe_module, list_text
+from composable.ground.names import check_module, class_name, describe_module
 from composable.ground.ownership import (
     CHANGES,
+    check_added,
     check_callers,
     claim,
     is_left_alone,
     leave_alone,
     mark_managed,
     release,
-    warn_of_left,
     watch_registrations,
 )
 from composable.ground.torch_hooks import (
@@ -309,13 +309,7 @@ class ReplicateState(AnnotationState, Companion):
             return  # Parameters that are lent for one call were not added.
         check_callers()
         added = list(unmanaged_params(self.modules, self.ignored, is_left=False))
-        if names := [fqn for fqn, param in added if param.requires_grad]:
-            raise UsageError(
-                "parameters were added after replicate was called, and nothing averages their gradients",
-                at=list_text(names),
-                fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
-            )
-        warn_of_left(unmanaged_params(self.modules, self.ignored, is_left=True))
+        check_added("replicate", added, unmanaged_params(self.modules, self.ignored, is_left=True))
         take_over_optimizers(self.reducer)
         self.frozen += added
         self._claim()

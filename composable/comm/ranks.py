@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.comm.hang_watchdog import check_store, meeting
 from composable.comm.rank_status import call_around, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
+from composable.ground.names import check_int
 from composable.ground.torch_private import (
     PrefixStore,
     Store,
@@ -233,8 +234,7 @@ class Ranks:
 
     def check_member(self, name: str, rank: int) -> None:
         """Raise ``ConfigError`` unless ``rank`` is a number from 0 to ``size - 1``. Not collective."""
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ConfigError(f"{name} is {rank!r}", fix=f"pass a rank of the model, 0 to {self.size - 1}")
+        check_int(name, rank, 0, self.size - 1, fix=f"pass a rank of the model, 0 to {self.size - 1}")
 
     # Values
 

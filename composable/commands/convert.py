@@ -20,8 +20,8 @@ from composable.commands.check import damage_of, opened, reader_of
 from composable.commands.output import progress, show
 from composable.errors import ConfigError, UsageError
 from composable.extras.safetensors import check_types, holds_weights, open_files, open_writer
-from composable.ground.names import list_text
-from composable.saving.checkpoint import check_least, check_undamaged, run_at, write_shares
+from composable.ground.names import check_int, list_text
+from composable.saving.checkpoint import check_undamaged, run_at, write_shares
 from composable.saving.entries import NamesOnAll, batches
 from composable.saving.run_folder import (
     LOCK,
@@ -140,7 +140,7 @@ def _to_safetensors(source: str, place: Path | StoredFolder) -> str:
 
 
 def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step: int) -> str:
-    check_least("step", step, 0)
+    check_int("step", step, 0, fix="pass a number from 0")
     with ExitStack() as stack:
         files = open_files(source, stack)
         values = {name: files[name] for name in files}

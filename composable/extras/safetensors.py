@@ -24,7 +24,7 @@ from torch import nn
 
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError
-from composable.ground.names import check_bool, described, list_text
+from composable.ground.names import check_bool, check_int, list_text
 from composable.saving import (
     Entries,
     IncompatibleKeys,
@@ -98,9 +98,7 @@ def save_safetensors(
     """
     with entries_for(model, names, "save_safetensors", max_shard_bytes, dtype) as (model_ranks, entries):
         check_float(dtype)
-        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-            what, fix = f"max_shard_bytes is {described(max_shard_bytes)}", "pass a positive number of bytes"
-            raise ConfigError(what, fix=fix)
+        check_int("max_shard_bytes", max_shard_bytes, 1, fix="pass a positive number of bytes")
     ranks = model_ranks.everyone
     # Of several names for one tensor only the first is written.
     values, first = entries.unique(), entries.first_names()

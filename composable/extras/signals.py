@@ -27,7 +27,7 @@ from torch import nn
 
 from composable.comm import Ranks
 from composable.errors import ConfigError, DesyncError, UsageError
-from composable.ground.names import described
+from composable.ground.names import check_int
 from composable.ground.torch_private import PrefixStore, store_of_default_group
 from composable.saving import Storage
 
@@ -77,8 +77,7 @@ class SaveNotice(AbstractContextManager["SaveNotice"]):
         """
         if self._is_over:
             raise UsageError("step() of a notice that is closed, or has saved", fix="call save_on_signal again")
-        if type(step) is not int or step <= self._last:
-            raise ConfigError(f"step is {described(step)}", fix=f"pass a number above {self._last}, the last")
+        check_int("step", step, self._last + 1, fix=f"pass a number above {self._last}, the last")
         self._last = step
         if self._device is not None:
             if self._ended is not None:
@@ -173,8 +172,8 @@ def save_on_signal(
     with ranks.agreed():
         checked_run("run", run, model, optimizer, keep)
         numbers = _checked(signals)
-        if exit_code is not None and (type(exit_code) is not int or not 0 <= exit_code < 128):
-            raise ConfigError(f"exit_code is {described(exit_code)}", fix="pass 0 to 127, or None")
+        if exit_code is not None:
+            check_int("exit_code", exit_code, 0, 127, fix="pass 0 to 127, or None")
     key = ranks.object_of(0, secrets.token_hex(8))
     kinds = {ranks.device.type, *(tensor.device.type for tensor in model.parameters())} - {"cpu", "meta"}
     save = partial(save_checkpoint, run, model=model, optimizer=optimizer, keep=keep)

@@ -25,7 +25,7 @@ from composable.annotation import nothing_annotated, states_of
 from composable.comm import Ranks
 from composable.engine import StepListener, Work
 from composable.errors import ConfigError, UsageError
-from composable.ground.names import as_path, bytes_text, check_bool, check_module, check_number, described
+from composable.ground.names import as_path, bytes_text, check_bool, check_int, check_module, check_number, described
 from composable.replication import moment, ms_apart
 
 # The figures that are measured, and how a line shows them.
@@ -84,8 +84,7 @@ def watch(
     """
     check_module("model", model)
     for name, value, least in (("every", every, 1), ("done", done, 0)):
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{name} is {described(value)}", fix=f"pass a number of steps, {least} or more")
+        check_int(name, value, least, fix=f"pass a number of steps, {least} or more")
     if (flops, peak_flops) != (None, None):
         fix = "pass flops, for a token, and peak_flops, of a device in a second: the MFU needs both"
         flops = check_number("flops", flops, above=0, fix=fix) / check_number(

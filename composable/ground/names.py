@@ -3,6 +3,7 @@
 import difflib
 import gc
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -188,6 +189,12 @@ def check_number(
         if (least is None or found >= least) and (above is None or found > above) and found == found:
             return found
     raise ConfigError(f"{name} is {described(value)}", fix=fix)
+
+
+def check_int(name: str, value: object, least: int, most: float = math.inf, *, fix: str, at: str = "") -> None:
+    """Raise ``ConfigError`` unless ``value`` is an int, and no bool, from ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name} is {described(value)}", at=at, fix=fix)
 
 
 def as_path(name: str, value: object) -> Path:

@@ -233,9 +233,20 @@ def leave_alone(modules: Iterable[nn.Module]) -> None:
     CHANGES.note("registrations")  # It warns at its next forward.
 
 
-def warn_of_left(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Warn of parameters, of any shapes, whose modules were left alone, if nothing averages their gradients."""
-    if names := [fqn for fqn, param in params if param.requires_grad]:
+def check_added(
+    caller: str, added: Iterable[tuple[str, nn.Parameter]], left: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Raise ``UsageError`` if a parameter of any shape that came after ``caller`` is trained; warn of those ``left``.
+
+    These are in modules that were left alone, and nothing averages their gradients.
+    """
+    if names := [fqn for fqn, param in added if param.requires_grad]:
+        raise UsageError(
+            f"parameters were added after {caller} was called, and nothing averages their gradients",
+            at=list_text(names),
+            fix=f"add modules first; or call {caller} on the added module too; or unannotate, and annotate anew",
+        )
+    if names := [fqn for fqn, param in left if param.requires_grad]:
         warn_once(
             "unannotate has ended the annotation of parameters inside an annotated module, and nothing averages their "
             f"gradients: {list_text(names)}; to average them, annotate their modules again, or unannotate and annotate "

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from composable.comm import transport_class
 from composable.errors import ConfigError
-from composable.ground.names import answer_of, check_bool, described, dtype_text
+from composable.ground.names import answer_of, check_bool, check_int, described, dtype_text
 from composable.planning.layout import Align
 from composable.policies import PolicyLike
 
@@ -368,9 +368,7 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         for name, what in (("world_size", "share the parameters"), ("replicas", "hold each shard")):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of ranks that {what}")
+            check_int(name, getattr(self, name), 1, fix=f"pass the number of ranks that {what}")
         for name, fix in (
             ("align", "pass 'matrix', a dict of FQNs, or a function of an FQN and a parameter"),
             ("shard_placement_fn", "pass a function of a parameter that returns a Shard or None"),

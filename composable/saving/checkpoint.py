@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
-from composable.ground.names import check_bool, check_module, described
+from composable.ground.names import check_bool, check_int, check_module, described
 from composable.saving import contents, run_folder
 from composable.saving.entries import Names, NamesOnAll, names_on_all
 from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
@@ -191,7 +191,7 @@ def save_checkpoint(
     ranks = Ranks.of_world()
     with ranks.agreed():
         place, optimizers = checked_run("folder", folder, model, optimizer, keep)
-        check_least("step", step, 0)
+        check_int("step", step, 0, fix="pass a number from 0")
         check_bool("asynchronous", asynchronous)
         check_bool("per_rank", per_rank)
         run = run_at(place, step, per_rank=per_rank)
@@ -353,13 +353,8 @@ def checked_run(
     """Check what saves of a run have in common; return the folder, which is the argument ``name``, and optimizers."""
     optimizers = _checked(model, optimizer)
     place = folder_at(name, folder)
-    check_least("keep", keep, 1)
+    check_int("keep", keep, 1, fix="pass a number from 1")
     return place, optimizers
-
-
-def check_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
 
 
 def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
