@@ -65,8 +65,7 @@ _PROGRAM = "python -m composable"
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command that ``words`` name, by default those of the process, and return its exit code.
 
-    Raises:
-        SystemExit: The words are wrong (code 2), or ask for help (code 0).
+    Raises ``SystemExit`` if the words are wrong (code 2), or ask for help (code 0).
     """
     words = sys.argv[1:] if words is None else words
     parser = argparse.ArgumentParser(

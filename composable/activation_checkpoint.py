@@ -111,11 +111,7 @@ def checkpoint(
 
 
 def forward_in_place(module: nn.Module) -> "CheckpointedForward":
-    """Return the ``forward`` that ``checkpoint`` gave to ``module``.
-
-    Raises:
-        UsageError: The instance has got another ``forward`` since.
-    """
+    """Return the ``forward`` that ``checkpoint`` gave to ``module``; ``UsageError`` if it has got another one since."""
     found = module.__dict__.get("forward")
     if not isinstance(found, CheckpointedForward):
         raise UsageError(

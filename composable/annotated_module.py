@@ -69,12 +69,7 @@ class AnnotatedModule(_Module):
 
 
 class ClassSwap:
-    """A swap of a module's class for a subclass with the methods of a mixin, and back.
-
-    Args:
-        mixin: The class whose methods modules get.
-        prefix: How the names of the subclasses begin.
-    """
+    """A swap of a module's class for a subclass, whose name begins with ``prefix``, with the methods of ``mixin``."""
 
     def __init__(self, mixin: type[AnnotatedModule], prefix: str) -> None:
         self._mixin = mixin
@@ -114,8 +109,7 @@ def original_class(cls: type) -> Any:
 def check_idle(what: str, states: Iterable[AnnotationState], involved: Iterable[nn.Module] = ()) -> None:
     """Refuse the call ``what`` in a forward of ``states`` or of ``involved``, in a backward, or before its last part.
 
-    Raises:
-        UsageError: A step is running, or its gradients wait for the last backward.
+    Raises ``UsageError`` if a step is running, or its gradients wait for the last backward.
     """
     sharded = [state for state in states if isinstance(state, FullyShardState)]
     known = set(involved)

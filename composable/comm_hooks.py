@@ -236,8 +236,7 @@ def _compress(
 ) -> Any:
     """Let ``hook`` reduce ``grad`` as ``dtype``, complex numbers as pairs, then cast to ``parameter_type``, or back.
 
-    Returns:
-        The hook's return value, for the caller to check; ``None`` if that is its result.
+    Returns what the hook returned, for the caller to check; ``None`` if that is its result.
     """
     sent = _real(grad).to(dtype)
     if output is None:

@@ -338,11 +338,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
 
 
 def state_of(module: nn.Module) -> FullyShardState:
-    """Return the state that manages a module.
-
-    Raises:
-        UsageError: The module is no longer annotated.
-    """
+    """Return the state that manages a module; raises ``UsageError`` if it is no longer annotated."""
     state = sharded_state_of(module)
     if state is None:
         raise no_longer_annotated(module)

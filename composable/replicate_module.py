@@ -105,8 +105,7 @@ def add_replicate_mixin(module: nn.Module) -> None:
 def _reducers(module: nn.Module, *, recurse: bool) -> list[Reducer]:
     """Return the reducer of a replicated module, and with ``recurse`` the reducers of those below it.
 
-    Raises:
-        UsageError: The module is no longer annotated.
+    Raises ``UsageError`` if the module is no longer annotated.
     """
     if replicate_state_of(module) is None:
         raise no_longer_annotated(module)

@@ -105,11 +105,7 @@ def _everyone(roots: Sequence[nn.Module], states: Sequence[AnnotationState]) -> 
 
 
 class _Removal:
-    """The annotations to undo; the constructor checks that this can be done.
-
-    Raises:
-        UsageError: They cannot be undone.
-    """
+    """The annotations to undo; the constructor raises ``UsageError`` if they cannot be undone."""
 
     def __init__(self, roots: Sequence[nn.Module], states: Sequence[AnnotationState], *, recurse: bool) -> None:
         self._sharded = [state for state in states if isinstance(state, FullyShardState)]

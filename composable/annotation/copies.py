@@ -25,15 +25,11 @@ from composable.ground.ownership import is_left_alone, leave_alone
 
 
 def handles_within(modules: Collection[nn.Module], verb: str, fix: str) -> list[Handle]:
-    """Return the handles of ``modules`` and of their parameters, in the order of the modules.
+    """Return the handles of ``modules``, a part of a model, and of their parameters, in the order of the modules.
 
-    Args:
-        modules: All modules of a part of a model.
-        verb: The operation on that part, as a word for errors: "copied".
-        fix: The fix for a handle with modules outside of the part; ``{names}`` stands for its modules.
-
-    Raises:
-        UsageError: A handle has modules in the part and outside, or ``unshard_params`` shows the parameters.
+    ``verb`` is the operation on that part, as a word for errors: "copied". A handle with modules outside of the part is
+    a ``UsageError`` with ``fix``, in which ``{names}`` stands for its modules; so are parameters that
+    ``unshard_params`` shows.
     """
     found: dict[Handle | None, None] = {}
     for module in modules:

@@ -122,9 +122,8 @@ class ReplicateState(AnnotationState, Companion):
     def pre_forward(self, module: nn.Module, *_: Any) -> None:
         """Prepare a forward of ``module``; when activation checkpointing runs it again in backward, do nothing.
 
-        Raises:
-            UsageError: A parameter was unfrozen or added after the annotation; something else averages gradients too;
-                or an optimizer steps in backward although there is a communication hook.
+        Raises ``UsageError`` if a parameter was unfrozen or added after the annotation; something else averages
+        gradients too; or an optimizer steps in backward although there is a communication hook.
         """
         if in_backward():
             return

@@ -137,10 +137,7 @@ def explain_waits() -> Iterator[None]:
 def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *, what: str = "") -> RuntimeError:
     """Return the error to raise after ``error`` has ended a wait: the diagnosis, if there is one.
 
-    Args:
-        error: The error that ended the wait.
-        waited: The collective that the rank waited for, or the group in which it waited.
-        what: The call that waited in the group.
+    The rank waited for the collective ``waited``, or in that group in the call ``what``.
     """
     groups = waited.transport.groups if isinstance(waited, Started) else (waited or dist.group.WORLD,)
     thread = _WATCH.thread

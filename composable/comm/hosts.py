@@ -42,10 +42,7 @@ def hosts_of(ranks: Ranks) -> tuple[int, ...]:
 
 
 def expected_hosts(ranks: Ranks) -> tuple[int, ...]:
-    """Return the result of an earlier ``hosts_of``, or what torchrun's count of ranks says; empty: neither is known.
-
-    Not collective.
-    """
+    """Return what ``hosts_of`` has found, or torchrun's count of ranks says; empty: neither. Not collective."""
     known = () if ranks.group is None else tuple(kept_with(ranks.group, "hosts", list[int]))
     return known or _launched(ranks)
 

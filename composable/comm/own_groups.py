@@ -201,10 +201,7 @@ def part_of(ranks: Ranks, size: int) -> Ranks:
 
 
 def make_host_ranks() -> Ranks:
-    """Return all ranks in a new group that sends tensors in host memory, for threads beside the main one.
-
-    Collective: all ranks.
-    """
+    """Return all ranks in a new group for tensors on the host, for threads beside the main one. Collective."""
     made = make_group(range(dist.get_world_size()), dist.group.WORLD, backend="gloo")
     return Ranks.of(made, torch.device("cpu"))
 

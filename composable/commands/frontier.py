@@ -100,15 +100,14 @@ def find_frontier(
 ) -> Frontier:
     """Rehearse the first rank of the script as it is written, then of candidates, the least changes first.
 
+    Raises ``UsageError`` if the script does not call ``fully_shard`` or ``replicate``.
+
     Args:
         job: The script, and how it runs.
         varied: Arguments of the script, each in place of those of ``job``; at least one.
         limit_s: Seconds after which no more are tried, and those that run are ended.
         progress: Called with a text when a candidate was tried.
         most_changes: How many changes a candidate has at most, of policy, ``reshard_after_forward`` and checkpoints.
-
-    Raises:
-        UsageError: The script does not call ``fully_shard`` or ``replicate``.
     """
     end = time.monotonic() + limit_s
     found, running, written = Frontier(), dict[Any, Candidate](), dict[str, Any]()

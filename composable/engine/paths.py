@@ -98,11 +98,7 @@ Reduction: TypeAlias = Callable[[], torch.Tensor | None]
 
 
 class GradientPath(Protocol):
-    """Reduces gradients over the ranks.
-
-    Attributes:
-        transport: Moves the bytes, or only allocates memory for the function that moves them.
-    """
+    """Reduces gradients over the ranks; ``transport`` moves the bytes, or allocates memory for what does."""
 
     @property
     def transport(self) -> Transport: ...

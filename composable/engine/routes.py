@@ -120,8 +120,7 @@ def nearest(registrations: Sequence[Registration]) -> Registration | None:
 class Comms:
     """The user's choices for the collectives of a handle; equal on all ranks.
 
-    Raises:
-        UsageError: There is a communication hook beside a choice that it would replace.
+    Raises ``UsageError`` if there is a communication hook beside a choice that it would replace.
     """
 
     hook: Registration | None = None  # The registration that holds.
@@ -269,11 +268,8 @@ class _Leg(NamedTuple):
 class Routes:
     """The paths of one flat buffer between ranks; call ``connect`` before any collective.
 
-    Args:
-        home: Resting place of the shard and its gradient.
-        gradient_dtype: Dtype of reduced gradients.
-        reduce_dtype: Dtype of gradients during the reduction.
-        casts_params: The buffer has another dtype than the shard.
+    ``home`` is the resting place of the shard and its gradient. Gradients are reduced in ``reduce_dtype``, and are in
+    ``gradient_dtype`` then. ``casts_params``: the buffer has another dtype than the shard.
     """
 
     def __init__(
@@ -306,11 +302,8 @@ class Routes:
     ) -> None:
         """Choose the transports. All ranks of the shard group, the copies and the part, same order.
 
-        Args:
-            transport: Between the ranks of the shard group.
-            ranks: Number of ranks that gradients are averaged over.
-            copies: The ranks that hold copies of the shard.
-            part: Between the ranks that gather from secondary shards.
+        ``transport`` is between the ranks of the shard group, ``part`` between those that gather from secondary shards;
+        ``copies`` hold copies of the shard. Gradients are averaged over so many ``ranks``.
         """
         others = {
             "": transport,

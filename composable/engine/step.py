@@ -214,9 +214,7 @@ class Completion:
 
     A forward arms handles. A backward goes back through the clock of their forwards: at the end of a handle's last call
     it gathers the handle, at the start of the first call it completes it. All ranks do so in the order of one clock.
-
-    Attributes:
-        armed: Handles that ran since the last backward, in the order of their first calls.
+    ``armed`` are the handles that ran since the last backward, in the order of their first calls.
     """
 
     def __init__(self, step: Step) -> None:

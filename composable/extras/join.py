@@ -238,10 +238,8 @@ def _exchanged(ranks: Ranks, told: _Message | None) -> list[_Message | None]:
 class _Part(StepListener):
     """A part of the model: announces its events, and follows those of other ranks on a rank without inputs.
 
-    Each event of ``listeners`` has a method ``follow_...`` of the name that its message gives.
-
-    Attributes:
-        buffers: Flat buffers whose gradients a rank without inputs drops when users drop them on other ranks.
+    Each event of ``listeners`` has a method ``follow_...`` of the name that its message gives. A rank without inputs
+    drops the gradients of ``buffers`` when users drop them on other ranks.
     """
 
     def __init__(

@@ -143,10 +143,6 @@ class DebugNotes:
 
     OFF: nothing. INFO: the buckets, each time they are made. DETAIL: also each bucket that is sent, after the ranks
     have compared it.
-
-    Attributes:
-        is_off: Nothing is logged.
-        checks: The ranks compare each bucket before it is sent.
     """
 
     def __init__(self, params: Sequence[ReducedParam], grid: Grid) -> None:
@@ -470,10 +466,8 @@ class BucketExchange:
     def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> UsageError:
         """Return the error of a backward that failed, on this rank or on another one.
 
-        Args:
-            missing: The parameters that should have got a gradient on this rank, and got none.
-            report: The flags of all ranks.
-            static: The graph that all backwards were promised to have; ``None``: there is no promise.
+        ``missing`` are the parameters that should have got a gradient on this rank, and got none; ``report`` has the
+        flags of all ranks; ``static`` is the graph that all backwards were promised to have, if they were.
         """
         fqns, own_rank = [item.fqn for item in self._params], self._numbers[self.transport.rank]
         told = {rank: value for rank, value in zip(self._numbers, report.complaints, strict=False) if rank != own_rank}

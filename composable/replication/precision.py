@@ -69,7 +69,6 @@ class Precision:
     """The mixed precision of one annotation: the copies that modules are lent, and the dtypes of gradients.
 
     Args:
-        policy: The user's policy.
         skipped: The outermost modules that keep their dtype.
         parts: The tensors to lend, for each annotated module.
         params: The parameters whose gradients are averaged.
@@ -132,11 +131,8 @@ def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module]
 class LentPart:
     """The cast tensors that one annotated module is lent while it runs, forward or backward.
 
-    Args:
-        root: The annotated module.
-        owners: The buffers of the modules in it that are lent buffers.
-        slots: The places of the parameters that are lent copies.
-        buffer_dtype: The dtype of buffers while the module runs; ``None``: their own.
+    ``owners`` are the buffers in it that are lent, in ``buffer_dtype`` (``None``: their own), and ``slots`` the places
+    of the parameters.
     """
 
     def __init__(

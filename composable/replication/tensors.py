@@ -132,8 +132,7 @@ class DelayedAllReduce:
 class ReplicateArguments:
     """The arguments of ``replicate`` that say how it averages, checked: two are made from other arguments.
 
-    Raises:
-        ConfigError: An option is wrong, or two options exclude each other.
+    Raises ``ConfigError`` if an option is wrong, or two options exclude each other.
     """
 
     bucket_cap_mb: float = 25
