@@ -17,7 +17,7 @@ from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class
 from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_face
-from composable.engine import FlatBuffer, Handle, ShardedParam, attach, has_written, lost_write
+from composable.engine import FlatBuffer, Handle, ShardedParam, attach, lost_write
 from composable.errors import ConfigError, UsageError, located
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, describe_module, described
@@ -207,7 +207,8 @@ class FSDPModule(GatherSettings, ReductionSettings):
         """
         scheduler = state_of(self).lazy_init().scheduler
         for handle in handles_of(self, recurse=False):
-            is_lost = handle.held_with is None and handle.is_unsharded and has_written(handle)
+            written = [flat.versioned[0]._version != handle.version for flat in handle.buffers if flat.versioned]
+            is_lost = handle.held_with is None and handle.is_unsharded and any(written)
             error = lost_write(handle) if is_lost else None
             scheduler.reshard(handle)
             if error is not None:

@@ -22,7 +22,6 @@ from composable.engine.held import (
     ParamLabel,
     attach,
     check_held,
-    has_written,
     lies_in_buffer,
     lost_write,
     misplaced,

@@ -339,9 +339,8 @@ class Handle:
         self.view = ParamView.SHARDED
         self.gathers = None
         self.faces.show_sharded()
-        if frees and not (self.is_shared or self.settings.keeps_storage):
-            for flat in self.buffers:
-                flat.free_buffer()
+        if frees:
+            self.free_buffers()
 
     def hide(self) -> None:
         """Make the modules hold the sharded parameters, and keep the unsharded ones; ``show`` undoes it."""
@@ -378,10 +377,9 @@ def written_after_gather(handle: Handle) -> UsageError:
     )
 
 
-def check_not_written(handle: Handle) -> None:
-    """Raise if the shards have other values than the unsharded parameters, as all ranks know by versions."""
-    if sum(flat.shard._version for flat in handle.buffers) - handle._idle_writes != handle.version:
-        raise written_after_gather(handle)
+def is_outdated(handle: Handle) -> bool:
+    """Say whether unsharded parameters have other values than the shards, as all ranks know by versions."""
+    return sum(flat.shard._version for flat in handle.buffers) - handle._idle_writes != handle.version
 
 
 class GradientLedger:

@@ -109,15 +109,6 @@ def checksum_of(handle: Handle) -> int:
     return sum(flat.checksum() for flat in handle.buffers)
 
 
-def has_written(handle: Handle) -> bool:
-    """Say whether unsharded parameters were written to since they were gathered, other than through ``.data``."""
-    # Runs after each call: a generator would double the cost.
-    for flat in handle.buffers:  # noqa: SIM110
-        if flat.versioned and flat.versioned[0]._version != handle.version:
-            return True
-    return False
-
-
 def lost_write(handle: Handle) -> UsageError:
     """Return the error for values that were written to unsharded parameters, and lost when these are freed."""
     names = [handle.from_root(fqn) for flat in handle.buffers for fqn in flat.written()]

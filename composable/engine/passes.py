@@ -35,7 +35,7 @@ from torch import nn
 
 from composable.comm import described
 from composable.engine.gradients import refuse_graph_of_backward
-from composable.engine.handle import Handle, HandleStep, check_not_written
+from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
 from composable.engine.held import check_lent, checksum_of, freed_parameter_read, lost_write, refuse_split_backward
 from composable.engine.param import ParamView
 from composable.engine.step import LED, Completion, Step
@@ -70,8 +70,9 @@ class Backwards:
         self._step = step
         self._completion = completion
         self._at_end = at_end
-        # Of the backward that is about to run: the number before it, and whether it reads more than outputs show.
-        self._seen, self._is_beside = 0, False
+        # Of the backward that is about to run: the number before it; whether it begins beside outputs; whether hooks of
+        # outputs come too late for it.
+        self._seen, self._is_beside, self._is_lost = 0, False, False
         self._thread = get_ident()
         # The thread that shows unsharded parameters to itself, between two steps.
         self._shown_in: int | None = None
@@ -107,13 +108,15 @@ class Backwards:
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
+        is_shown = self._step.unsharded.show_retained()
         waiting, self._seen = self._completion.waiting, self._step.backward_id
         if not waiting:
             return False
         self._is_beside = self._step.is_beside(outputs)
         lost = [own.output() for own in waiting].count(None)
         # A forward that was dropped as a whole has nothing to read.
-        return self._is_beside or 0 < lost < len(waiting)
+        self._is_lost = self._is_beside or 0 < lost < len(waiting)
+        return self._is_lost or is_shown
 
     def begin_early(self) -> None:
         """Gather what the running backward reaches, and no hook of an output will gather."""
@@ -122,7 +125,7 @@ class Backwards:
         if not reached:
             return
         self.begin_backward()
-        for own in waiting:
+        for own in waiting if self._is_lost else ():
             # It is not known what reads frozen parameters alone; this rank's loss may just leave an output out.
             count = [param.sharded.requires_grad for param in own.handle.params].count(False)
             is_frozen = count > 0 if self._is_beside else count == len(own.handle.params)
@@ -133,6 +136,7 @@ class Backwards:
     def end_unseen(self, *, has_failed: bool) -> None:
         """Reduce gradients of a backward that has met no output of the root; if it has failed, let them be dropped."""
         step = self._step
+        step.unsharded.hide_retained()
         if step.backward_id != self._seen or step.is_backward:
             return
         for own in self._completion.waiting:
@@ -509,8 +513,8 @@ class Forwards:
             self._last = own
         if own.followers:
             step.begin_unshard(own)
-        if handle.view is ParamView.HIDDEN:
-            check_not_written(handle)
+        if handle.view is ParamView.HIDDEN and is_outdated(handle):
+            raise written_after_gather(handle)
         step.unsharded.unshard(handle)
         # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on, and on a device,
         # for which the host would wait, in the first one.
@@ -573,7 +577,7 @@ class Forwards:
             forward_id, checksum = own.checksum
             compares = forward_id == self._step.forward_id and running_transform() is None
             is_written = compares and checksum != checksum_of(handle)
-            for flat in handle.buffers:  # As ``has_written``, which would be a call for each handle.
+            for flat in handle.buffers:  # Inline: a call would cost as much for each handle.
                 is_written |= bool(flat.versioned) and flat.versioned[0]._version != handle.version
             if is_written:
                 self._written = lost_write(handle)  # Raised when the modules are in order again.

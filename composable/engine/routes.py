@@ -179,8 +179,9 @@ class _HookPath(Whole):
                     "hooks of LowPrecisionState(..., parameter_type=None) do; return None",
                 )
             )
-            return _reduced(like.new_zeros(like.shape, dtype=dtype))
-        return _reduced(output if output.dtype is dtype else output.to(dtype))
+            output = like.new_zeros(like.shape, dtype=dtype)
+        shard = output if output.dtype is dtype else output.to(dtype)
+        return lambda: shard  # It has ended, or it is queued on the current stream of a device.
 
 
 def _run_hook(
@@ -214,11 +215,6 @@ def _run_hook(
             )
         )
     return shard
-
-
-def _reduced(shard: torch.Tensor) -> Reduction:
-    """Return a reduction to ``shard`` that has ended, or that is queued on the current stream of a device."""
-    return lambda: shard
 
 
 def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:

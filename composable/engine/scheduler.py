@@ -83,8 +83,9 @@ class Scheduler:
 
         Collective. Within a step nothing happens: its forward has checked them.
         """
-        if not self.step.is_under_way:
-            self.step.unsharded.refresh(handles)
+        hidden = [handle for handle in handles if handle.view is ParamView.HIDDEN]
+        if hidden and not self.step.is_under_way:
+            self.step.unsharded.free_stale(hidden)
 
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.engine.buffer import SecondaryShards
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
-from composable.engine.handle import Handle, HandleStep
+from composable.engine.handle import Handle, HandleStep, is_outdated
 from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
@@ -128,10 +128,9 @@ class DeviceStreams:
 
     def _begin_on_unshard(self) -> None:
         """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
-        if self._before_unshard:
-            for event in self._before_unshard.values():
-                self.unshard.wait_event(event)
-            self._before_unshard.clear()
+        for event in self._before_unshard.values():
+            self.unshard.wait_event(event)
+        self._before_unshard.clear()
 
     def keep_secondary(self, secondary: SecondaryShards, version: int, forward_id: int) -> None:
         """Call ``secondary.keep``; its buffers are in use on the current stream."""
@@ -237,6 +236,7 @@ class Unsharded:
         self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, int] = {}
         self.read_to = -1.0
+        self._shown: list[Handle] = []
         self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
 
     def unshard(self, handle: Handle) -> None:
@@ -343,18 +343,10 @@ class Unsharded:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
-            self._free_stale(kept)
+            self.free_stale(kept)
 
-    def refresh(self, handles: Iterable[Handle]) -> None:
-        """Free hidden parameters of ``handles``, left by an earlier step, where a rank has written its shard since.
-
-        Collective. No step is running.
-        """
-        hidden = [handle for handle in handles if handle.view is ParamView.HIDDEN]
-        if hidden:
-            self._free_stale(hidden)
-
-    def _free_stale(self, kept: Sequence[Handle]) -> None:
+    def free_stale(self, kept: Sequence[Handle]) -> None:
+        """Free parameters that an earlier step left, of handles of which a rank has written its shard. Collective."""
         asks = self._listeners.has_idle_ranks
         # A rank that ran no modules has no unsharded parameters, and its optimizer has written its shards.
         stale = set(kept if asks and any(ask() for ask in asks) else self.find_stale(kept))
@@ -378,6 +370,24 @@ class Unsharded:
                 another forward begins.
         """
         self._retained[handle] = max(read_from, self._retained.get(handle, -1))
+
+    def show_retained(self) -> bool:
+        """Show modules the parameters whose memory stays: backward may run a checkpoint again before any hook.
+
+        Not collective, and no change of state: other ranks may have freed theirs. Returns whether there are any.
+        """
+        for handle in self._retained:
+            if handle.faces.are_sharded() and not is_outdated(handle):
+                self._shown.append(handle)  # Set first: what is cut short is hidden again.
+                handle.faces.show_unsharded(refuse_strangers, handle)
+        return bool(self._shown)
+
+    def hide_retained(self) -> None:
+        """Undo ``show_retained``."""
+        for handle in self._shown:
+            if handle.view is not ParamView.UNSHARDED:
+                handle.faces.show_sharded()
+        self._shown.clear()
 
     def notice_backward(self, hear: Callable[[], None]) -> None:
         """Call ``hear``, a bound method, also when a backward reaches leaves of retained handles, but no output."""
