@@ -1,5 +1,6 @@
 """What ``watch`` measures and writes, that it changes nothing, and what it refuses."""
 
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,26 @@ def test_a_watched_run_sends_the_same_messages_and_has_the_same_weights() -> Non
             weights = train(model, 4)
         found.append(([weight.tolist() for weight in weights], counting.counts()))
     assert found[0] == found[1]
+
+
+@on_ranks(1)
+def test_the_lines_that_the_page_begins_with_are_enough() -> None:
+    page = (REPO / "docs" / "watch.md").read_text()
+    lines = page.partition("```text\n")[2].partition("```")[0]
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    batches = [torch.ones(2, 4)] * 3
+    with redirect_stdout(io.StringIO()) as shown:
+        exec(lines, {"watch": watch, "model": model, "train_step": train_step, "batches": batches})
+    assert "step 1: loss" in shown.getvalue() and "tokens/s" in shown.getvalue()
 
 
 @on_ranks(2, run=run_ranks)
