@@ -254,14 +254,12 @@ def _signature_of(entry: Mapping[Any, Any], piece: _LocalPiece) -> object:
     """Return a value that is equal for the states of two parameters if they may be stepped as one."""
     found: list[object] = []
     for key, value in entry.items():
-        if not isinstance(value, torch.Tensor):
-            return object()  # equal to no other
-        if is_per_element(key, value, piece.param.shape):
+        if isinstance(value, torch.Tensor) and is_per_element(key, value, piece.param.shape):
             found.append((key, value.dtype))
-        elif value.dim() == 0:
+        elif isinstance(value, torch.Tensor) and value.dim() == 0:
             found.append((key, value.dtype, value.device, value.item()))
         else:
-            return object()
+            return object()  # equal to no other
     return tuple(found)
 
 

@@ -141,9 +141,7 @@ class Owners:
                 continue
             exchange = PieceExchange(ranks)
             own = [index for index in cut if self.ranks[index] == ranks.rank]
-            for peer in range(ranks.size):
-                if peer == ranks.rank:
-                    continue
+            for peer in [*range(ranks.rank), *range(ranks.rank + 1, ranks.size)]:
                 theirs = [index for index in cut if self.ranks[index] == peer]
                 leaving, coming = (theirs, own) if to_owners else (own, theirs)
                 exchange.send([piece for index in leaving for piece in sent(index, peer)], [peer])
@@ -306,7 +304,7 @@ def _step_at_owners(
 
     ``entries`` has the state of each, which moves to its owner if it was loaded elsewhere; empty before the first step.
     ``new_state`` makes the state of a parameter from a tensor of its shape, on the meta device if others own it;
-    ``update`` updates a parameter, as ``MatrixOptimizer.update``.
+    ``update`` updates a parameter, as ``MatrixOptimizer.update``; its error is raised when ranks have their pieces.
     """
     for index, step in steps.items():
         entry, owner, layout = entries[index], owners.ranks[index], step.param._spec.layout
@@ -319,21 +317,28 @@ def _step_at_owners(
         if entry or owner != layout.rank or not shown.is_meta:
             _settle(entry, step, state, owner)
 
+    failures: list[Exception] = []
+
     def updated(index: int, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         step, entry, (matrix, grad) = steps[index], entries[index], wholes
-        if not entry:
-            _settle(entry, step, new_state(matrix, step), owners.ranks[index])
-        views = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
-        state = dict(views)
-        update(matrix, grad, state, step.group)
-        for key, view in views.items():
-            if state[key] is not view:
-                view.copy_(state[key])
+        try:
+            if not entry:
+                _settle(entry, step, new_state(matrix, step), owners.ranks[index])
+            views = {key: value._local_tensor.view(value.shape) for key, value in entry.items()}
+            state = dict(views)
+            update(matrix, grad, state, step.group)
+            for key, view in views.items():
+                if state[key] is not view:
+                    view.copy_(state[key])
+        except Exception as error:
+            failures.append(error)
         return matrix
 
     parts = {index: [step.local, step.grad] for index, step in steps.items()}
     owners.compute(parts, updated, {index: step.local for index, step in steps.items()})
     note_written([step.local for step in steps.values()])
+    if failures:
+        raise failures[0]
 
 
 def _settle(entry: dict[str, Any], step: _Step, state: Mapping[str, Any], owner: int) -> None:

@@ -335,6 +335,47 @@ def test_matrices_that_lie_whole_on_a_rank_are_stepped_while_pieces_of_others_tr
     assert Noting.did[1] == [*first, "0 leave, 1 come", "update 7", "update 8", "all there"]
 
 
+class Raising(Shampoo):
+    """Raises once for some matrices, in the second step; notes how many steps have raised."""
+
+    failed, swallows = 0, False
+
+    def update(self, matrix: torch.Tensor, grad: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+        if matrix.shape != (40, 24) or float(state["step"]) != 1:
+            super().update(matrix, grad, state, group)
+            return
+        state["step"] += 1
+        matrix.mul_(0.5)
+        if not self.swallows:
+            raise ValueError("in update")
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        try:
+            super().step(closure)
+        except ValueError:
+            self.failed += 1
+
+
+def fail_in_a_step(align: str, *, shards: bool) -> tuple[dict[str, torch.Tensor], int]:
+    model, (shampoo, *others) = build("Shampoo", shards=shards, align=align)
+    raising = Raising(shampoo.param_groups, {"lr": 0.02})
+    raising.swallows = not shards
+    train(model, [raising, *others], range(4))
+    return values_of(model, [raising, *others]), raising.failed
+
+
+@pytest.mark.parametrize("align", ALIGNS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_an_owner_whose_update_raises_leaves_no_rank_waiting(world_size: int, align: str) -> None:
+    expected, _ = fail_in_a_step(align, shards=False)
+    failed = []
+    for found, count in run_threads(fail_in_a_step, world_size, align, shards=True):
+        torch.testing.assert_close(found, expected)
+        failed.append(count)
+    # At owners alone, once.
+    assert max(failed) == 1
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_state_dicts_are_those_of_a_muon_that_is_not_accelerated() -> None:
