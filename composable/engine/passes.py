@@ -70,8 +70,7 @@ class Backwards:
         self._step = step
         self._completion = completion
         self._at_end = at_end
-        # Of the backward that is about to run: the number before it; whether it begins beside outputs; whether hooks of
-        # outputs come too late for it.
+        # Of the next backward: the number before it, whether it begins beside outputs, and whether hooks come too late.
         self._seen, self._is_beside, self._is_lost = 0, False, False
         self._thread = get_ident()
         # The thread that shows unsharded parameters to itself, between two steps.
@@ -116,7 +115,7 @@ class Backwards:
         lost = [own.output() for own in waiting].count(None)
         # A forward that was dropped as a whole has nothing to read.
         self._is_lost = self._is_beside or 0 < lost < len(waiting)
-        return self._is_lost or is_shown
+        return self._is_lost or (is_shown and running_transform() is None)
 
     def begin_early(self) -> None:
         """Gather what the running backward reaches, and no hook of an output will gather."""

@@ -128,9 +128,10 @@ class DeviceStreams:
 
     def _begin_on_unshard(self) -> None:
         """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
-        for event in self._before_unshard.values():
-            self.unshard.wait_event(event)
-        self._before_unshard.clear()
+        if self._before_unshard:
+            for event in self._before_unshard.values():
+                self.unshard.wait_event(event)
+            self._before_unshard.clear()
 
     def keep_secondary(self, secondary: SecondaryShards, version: int, forward_id: int) -> None:
         """Call ``secondary.keep``; its buffers are in use on the current stream."""
