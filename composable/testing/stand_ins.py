@@ -38,7 +38,7 @@ _COMPARED: dict[str, Callable[..., Any]] = {
 }
 # These give what they are given.
 _CARRIED = frozenset(
-    "any all max min amax amin sum clone _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
+    "any all max min amax amin sum clone to _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
 )
 
 # Functions of torch.cuda and torch.accelerator that nobody misses.
