@@ -50,6 +50,9 @@ _DO_NOTHING = """
     synchronize
 """.split()
 
+# ``SyncBatchNorm`` refuses the CPU, and asks whether work is captured before it drops ranks that have no samples.
+_BATCH_NORM, _ITS_FUNCTION = (one.__file__ for one in (nn.modules.batchnorm, nn.modules._functions))
+
 _STATS = (("current", "now"), ("peak", "peak"))
 
 
@@ -252,6 +255,7 @@ class _Names(TorchFunctionMode):
         super().__init__()
         self._rank = rank
         self.default: Any = None
+        self.kept = _sync_batch_norm()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -310,7 +314,7 @@ def is_device(value: object) -> bool:
 
 def _asks_for_script() -> bool:
     """Say whether the caller's caller is neither torch nor this package, which are told of the CPU."""
-    return not sys._getframe(2).f_code.co_filename.startswith(LIBRARIES)
+    return (file := sys._getframe(2).f_code.co_filename) == _BATCH_NORM or not file.startswith(LIBRARIES)
 
 
 def _as_numpy(rank: RehearsedRank, tensor: torch.Tensor, *_: Any) -> Any:
@@ -319,14 +323,10 @@ def _as_numpy(rank: RehearsedRank, tensor: torch.Tensor, *_: Any) -> Any:
         return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
 
 
-def _formatted(_: RehearsedRank, tensor: torch.Tensor, text: str = "") -> str:
-    return format(tensor.item() if tensor.ndim == 0 and text else repr(tensor), text)
-
-
 _READERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.numpy: _as_numpy,
     torch.Tensor.__array__: _as_numpy,
-    torch.Tensor.__format__: _formatted,
+    torch.Tensor.__format__: lambda _, one, text="": format(one.item() if one.ndim == 0 and text else repr(one), text),
 }
 _IS_CUDA: Any = getattr(torch.Tensor.is_cuda, "__get__")  # noqa: B009  # a property, to types
 _DEVICE: Any = getattr(torch.Tensor.device, "__get__")  # noqa: B009
@@ -338,21 +338,16 @@ _LEFT_OUT: dict[Any, Callable[[torch.Tensor], Any]] = {
 }
 
 
-class _Moment:
+class _Moment(nullcontext[Any]):
     """Stands for a stream or an event: all work is done at once."""
 
     def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(self)
         self.device_index = 0
 
     def __getattr__(self, name: str) -> Any:
         answers = {"query": True, "elapsed_time": 1.0, "record_event": _Moment()} if name[0] != "_" else {}
         return lambda *_, **__: answers.get(name)
-
-    def __enter__(self) -> "_Moment":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def stand_in_for_devices(rank: RehearsedRank, number: int, on_host: int, kind: str) -> _Names:
@@ -393,7 +388,7 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
         "get_device_properties": about, "get_device_capability": (9, 0), "is_bf16_supported": True,
         "mem_get_info": (total, total), "get_memory_info": (total, total), "memory_summary": "", "get_arch_list": [],
         "stream": nullcontext(), "device": nullcontext(), "current_accelerator": device, "memory_snapshot": [],
-        "_snapshot": {"segments": [], "device_traces": []}, "is_current_stream_capturing": False,
+        "_snapshot": {"segments": [], "device_traces": []},
         "can_device_access_peer": True, "get_allocator_backend": "native", "get_per_process_memory_fraction": 1.0,
         **dict.fromkeys(("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"), 0),
         "host_memory_stats": Counter(), "host_memory_stats_as_nested_dict": {}, "memory_stats_as_nested_dict": {},
@@ -401,6 +396,7 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
     }  # fmt: skip
     answers |= dict.fromkeys(_DO_NOTHING)
     functions: dict[str, Any] = {name: (lambda *_, _value=value, **__: _value) for name, value in answers.items()}
+    functions["is_current_stream_capturing"] = lambda: sys._getframe(1).f_code.co_filename == _ITS_FUNCTION
     functions |= {"set_device": set_device, "set_device_index": set_device, "set_device_idx": set_device}
     numbers = ("current_device", "current_device_index", "current_device_idx")
     functions |= dict.fromkeys(numbers, lambda: current[0])
@@ -435,14 +431,25 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch's stub lacks it
 
-    def set_default(to: Any) -> None:
-        names.default = to
-
     FakeTensor.device = property(device_of)  # type: ignore[assignment]
     torch.Generator = HostGenerator  # type: ignore[misc]
-    torch.set_default_device = set_default  # type: ignore[assignment]
+    torch.set_default_device = lambda device: setattr(names, "default", device)
     for owner in (torch.autocast, torch.amp.GradScaler):
         _name_host(owner)
+
+
+def _sync_batch_norm() -> torch.library.Library:
+    """Return what gives shapes to the operations of ``SyncBatchNorm``, which CPUs lack, as long as it lives."""
+
+    def of_channels(x: torch.Tensor, *_: Any, count: int) -> tuple[torch.Tensor, ...]:
+        return tuple(x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(count))
+
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    for name, count in (("stats", 2), ("gather_stats_with_counts", 2), ("backward_reduce", 4)):
+        library.impl(f"batch_norm_{name}", functools.partial(of_channels, count=count))
+    for name in ("elemt", "backward_elemt"):
+        library.impl(f"batch_norm_{name}", lambda x, *_: torch.empty_like(x))
+    return library
 
 
 def _name_host(owner: Any) -> None:
