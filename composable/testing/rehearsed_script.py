@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -185,6 +186,8 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
                     done[one.rank], left = one, left - 1
                     progress(f"rank {one.rank} has {one.end}, {left} to go")
             ranks = [one for one in ranks_that_misheard(folder) if runs[one] < _MOST_RUNS]
+            for rank in ranks:
+                shutil.rmtree(folder / f"files-{rank}", ignore_errors=True)
         return tuple(done[rank] for rank in sorted(done))
 
 
@@ -268,13 +271,13 @@ def _kill(process: int, *, has_ended: bool) -> None:
 
 
 def _found_of(rank: int, folder: Path) -> RankOutcome:
-    file, said = folder / f"found-{rank}", folder / f"said-{rank}"
-    printed = said.read_text(errors="replace")[-8000:] if said.exists() else ""
+    file, output = folder / f"found-{rank}", folder / f"said-{rank}"
+    printed = output.read_text(errors="replace")[-8000:] if output.exists() else ""
     if not file.exists():
-        is_late = (folder / f"late-{rank}").exists() and (folder / f"late-{rank}").stat().st_size
-        stack = (folder / f"late-{rank}").read_text() if is_late else ""
-        end = "late" if is_late else "failed"
-        return RankOutcome(rank, end, (stack or printed) or "the process has ended", lines=_lines_of(rank, folder))
+        late = folder / f"late-{rank}"
+        stack = late.read_text() if late.exists() else ""
+        said = stack or printed or "the process has ended"
+        return RankOutcome(rank, "late" if stack else "failed", said, lines=_lines_of(rank, folder))
     return RankOutcome(rank, lines=_lines_of(rank, folder), **json.loads(file.read_text()))
 
 
@@ -330,7 +333,8 @@ class _Child:
         os.environ.setdefault("COMPOSABLE_DIVERGENCE_TIMEOUT", "10")  # Real ranks that wait ask each other sooner.
         sys.argv = [str(job.script), *job.arguments]
         sys.path.insert(0, str(job.script.resolve().parent))
-        stand_in_for_files(self._folder, number)
+        first = 0 if job.is_real else (job.rehearsed or (0,))[0]
+        stand_in_for_files(self._folder, first if job.is_real else number, first, rank.lines)
         end, said = "ended", ""
         with job.around() as found, rank.watching(), mode, rank, names:
             try:

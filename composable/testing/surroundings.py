@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import io
+import json
 import os
 import pickle
 import sys
@@ -38,6 +39,7 @@ from composable.ground.torch_private import (
     with_values,
 )
 from composable.replication import BucketExchange, FlagBlock
+from composable.testing.ledger import LedgerLine
 from composable.testing.stand_ins import RehearsedRank, is_device
 
 _T = TypeVar("_T")
@@ -130,10 +132,10 @@ def stand_in_for_groups(
     places = (dist, c10d, torch.distributed.device_mesh)
     new_group, init_mesh = dist.new_group, torch.distributed.device_mesh.init_device_mesh
 
+    @_valued
     def init_process_group(*_: Any, **__: Any) -> None:
         limit, store = (_REAL_TIMEOUT, make_store()) if make_store else (None, HashStore())
-        with with_values():
-            begin(backend, store=store, timeout=limit, rank=number, world_size=world_size)
+        begin(backend, store=store, timeout=limit, rank=number, world_size=world_size)
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
         given = {"backend_options": None, "pg_options": None, "device_id": None}
@@ -149,14 +151,14 @@ def stand_in_for_groups(
         with with_values():
             return new_group(**{**given, "backend": None})
 
+    @_valued
     @functools.wraps(mesh_init)
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        with with_values():
-            mesh_init(self, "cpu" if is_device(device_type) else device_type, *args, **kwargs)
+        mesh_init(self, "cpu" if is_device(device_type) else device_type, *args, **kwargs)
 
+    @_valued
     def mesh_of(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        with with_values():
-            return init_mesh("cpu" if is_device(device_type) else device_type, *args, **kwargs)
+        return init_mesh("cpu" if is_device(device_type) else device_type, *args, **kwargs)
 
     replaced: dict[str, Callable[..., Any]] = {
         "init_process_group": init_process_group,
@@ -165,8 +167,6 @@ def stand_in_for_groups(
         "init_device_mesh": mesh_of,
         **({} if make_store else _object_calls(rank, letters)),
     }
-    if make_store is None:
-        replaced["monitored_barrier"] = lambda group=None, *_, **__: dist.barrier(group)
     for place in places:
         for name, function in replaced.items():
             if hasattr(place, name):
@@ -288,18 +288,15 @@ def _object_calls(rank: RehearsedRank, letters: Letters) -> dict[str, Callable[.
         source = ranks[group_src] if group_src is not None else src or 0
         return letters.of(op, note(op, group, f"root {source}"), source, values)
 
-    def broadcast(
-        values: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
-    ) -> None:
+    def broadcast(values: Any, src: Any = None, group: Any = None, device: Any = None, group_src: Any = None) -> None:
         values[:] = of_source("broadcast_object_list", values, src, group, group_src)
 
-    def scatter(
-        found: list[Any], values: Any = None, src: Any = None, group: Any = None, group_src: Any = None
-    ) -> None:
+    def scatter(found: Any, values: Any = None, src: Any = None, group: Any = None, group_src: Any = None) -> None:
         every = of_source("scatter_object_list", values, src, group, group_src)
         found[0] = None if every is None else every[dist.get_rank(group)]
 
     return {
+        "monitored_barrier": lambda group=None, *_, **__: dist.barrier(group),
         "all_gather_object": to_all,
         "gather_object": to_one,
         "broadcast_object_list": broadcast,
@@ -319,25 +316,19 @@ def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
         init(self, *args[:5], *([0] if len(args) > 5 else []), *args[6:], **kwargs)
 
     def batches(self: Any) -> Iterator[Any]:
-        given, end = 0, object()
-        with with_values():
-            source = begin(self)
-        while not (given and rank.steps and rank.steps_done >= rank.steps):
-            with with_values():
-                batch = next(source, end)
-            if batch is end:
-                return
-            given += 1
+        source, following = _valued(begin)(self), _valued(next)
+        while (batch := following(source, self)) is not self:
             yield batch
+            if rank.steps and rank.steps_done >= rank.steps:
+                return
 
+    @_valued
     def loaded(*args: Any, **kwargs: Any) -> Any:
-        with with_values():
-            return load(*args[:1], **{**kwargs, "map_location": "cpu"})
+        return load(*args[:1], **{**kwargs, "map_location": "cpu"})
 
     def as_fake(_module: Any, _name: str, tensor: Any) -> Any:
-        if tensor is None or isinstance(tensor, FakeTensor | DTensor) or tensor.is_meta:
-            return None
-        return mode.from_tensor(tensor)
+        is_right = tensor is None or isinstance(tensor, FakeTensor | DTensor) or tensor.is_meta
+        return None if is_right else mode.from_tensor(tensor)
 
     swap: Any = torch.utils.swap_tensors
     copied: Any = torch.Tensor.__deepcopy__
@@ -367,23 +358,6 @@ def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
     nn.modules.module.register_module_buffer_registration_hook(as_fake)
 
 
-class _Saved:
-    """Stands for a save that has ended."""
-
-    def __init__(self, path: Any) -> None:
-        self._path = path
-
-    def is_done(self) -> bool:
-        return True
-
-    done = is_done
-
-    def wait(self, *_: Any) -> Any:
-        return self._path
-
-    result = wait
-
-
 def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
     """Leave out what writes checkpoints; all ranks have to call it."""
     find, load, write = composable.find_checkpoint, composable.load_checkpoint, torch.save
@@ -399,7 +373,8 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
                 rank.note_call(name, range(world_size))
             if name == "save_checkpoint":
                 note_saved(*args, **kwargs)
-            return _Saved(args[0] if args else kwargs.get("folder"))
+            path, true = (args[0] if args else kwargs.get("folder")), lambda: True
+            return SimpleNamespace(is_done=true, done=true, wait=lambda *_: path, result=lambda *_: path)
 
         return save
 
@@ -425,29 +400,54 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
         setattr(dcp, name, left_out(f"torch.distributed.checkpoint.{name}"))
 
 
-def stand_in_for_files(folder: Path, number: int) -> None:
+def stand_in_for_files(folder: Path, number: int, first: int, lines: Sequence[LedgerLine]) -> None:
     """Let this process write below ``folder`` only: what it opens for writing elsewhere is a copy of this rank there.
 
-    Ranks do not see each other's files: one that looks into a folder at its beginning must not see what another left.
+    A rank, whose ledger grows in ``lines``, sees a file of the rank ``first``, which was rehearsed before all others,
+    as that has left it, once the two have met after its first write: who looks into a folder at the beginning must not
+    see what another left at its end.
     """
-    real_open, stat = builtins.open, os.stat
+    real_open, make, make_folder = builtins.open, os.mkdir, functools.partial(os.makedirs, exist_ok=True)
+    noted, seen = folder / f"written-{first}", 0
+    # Of each file of the first rank, by its path, how often the two had met when it was first written.
+    unseen: dict[str, int] = {}
+    if number == first:
+        noted.write_text("")
+    else:
+        groups = [json.loads(row)["ranks"] for row in (folder / f"ledger-{first}").read_text().splitlines()]
+        for count, name in map(json.loads, noted.read_text().splitlines()):
+            unseen.setdefault(name, sum(number in ranks for ranks in groups[:count]))
 
-    def copy_of(path: Any) -> Path:
-        return folder / f"files-{number}" / os.path.abspath(os.fsdecode(path)).lstrip(os.sep)  # resolves no links
+    def look() -> None:
+        nonlocal seen
+        if not unseen or len(lines) == seen:
+            return
+        seen, met = len(lines), sum(first in one.ranks for one in lines)
+        for name in [name for name, before in unseen.items() if before < met]:
+            del unseen[name]
+            theirs, own = folder / f"files-{first}" / name, folder / f"files-{number}" / name
+            make_folder(own if os.path.isdir(theirs) else own.parent)
+            if os.path.isfile(theirs) and not os.path.isfile(own):
+                own.write_bytes(theirs.read_bytes())
+
+    def copy_of(path: Any, *, is_written: bool = False) -> Path:
+        name = os.path.abspath(os.fsdecode(path)).lstrip(os.sep)  # resolves no links
+        if is_written and number == first:
+            with real_open(noted, "a") as file:
+                file.write(json.dumps((len(lines), name)) + "\n")
+        return folder / f"files-{number}" / name
 
     def there(path: Any) -> bool:
         return isinstance(path, str | bytes | os.PathLike) and not os.fsdecode(path).startswith(("/dev/", str(folder)))
 
     def is_copied(path: Any) -> bool:
-        try:
-            stat(copy_of(path))
-        except OSError:
-            return False
-        return True
+        look()
+        return os.path.exists(copy_of(path))
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if there(file):
-            target, writes = copy_of(file), bool(set(mode) & set("wax+"))
+            writes = bool(set(mode) & set("wax+"))
+            target = copy_of(file, is_written=writes)
             if writes and not is_copied(file):
                 make_folder(target.parent)
                 if not set(mode) & set("wx") and os.path.isfile(file):
@@ -455,20 +455,10 @@ def stand_in_for_files(folder: Path, number: int) -> None:
             file = target if writes or is_copied(file) else file
         return real_open(file, mode, *args, **kwargs)
 
-    def make_folder(path: Path) -> None:
-        if not os.path.isdir(path):
-            make_folder(path.parent)
-            make(path)
-
-    make = os.mkdir
-
     def mkdir(path: Any, mode: int = 0o777, **_: Any) -> None:
-        if not there(path):
-            make(path, mode)
-            return
-        if os.path.exists(path):
+        if there(path) and os.path.exists(path):
             raise FileExistsError(17, "File exists", os.fsdecode(path))
-        make_folder(copy_of(path))
+        make_folder(copy_of(path, is_written=True)) if there(path) else make(path, mode)
 
     def reading(call: Callable[..., Any]) -> Callable[..., Any]:
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
@@ -478,7 +468,7 @@ def stand_in_for_files(folder: Path, number: int) -> None:
 
     def writing(call: Callable[..., Any]) -> Callable[..., Any]:
         def write(*paths: Any, **kwargs: Any) -> Any:
-            copies = [copy_of(one) if there(one) else one for one in paths]
+            copies = [copy_of(one, is_written=True) if there(one) else one for one in paths]
             # What is not among the copies was there before, and stays.
             if is_copied(paths[0]) or not there(paths[0]):
                 make_folder(Path(copies[-1]).parent)
