@@ -162,6 +162,32 @@ def test_the_command_says_what_it_left_out_and_that_nothing_fits(tmp_path: Path)
     ]
 
 
+PARSED = """import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--lr", type=float, required=True)
+batch = parser.parse_args().batch_size
+"""
+
+
+def test_the_command_varies_an_argument_that_the_script_parses(tmp_path: Path) -> None:
+    source = HEAD.replace("batch = int(sys.argv[2]) if len(sys.argv) > 2 else 64", PARSED).replace(
+        "range(4)", "range(1)"
+    )
+    words = ["--ranks", "2", "--json", "--limit", "200s", "--vary", "--batch-size 4096,8192", "--", "--batch-size=4"]
+    done = command(tmp_path, f"{source}fully_shard(model){TAIL}", *words, "--lr", "3")
+    assert done.returncode == 0, done.stderr
+    tried = json.loads(done.stdout)["tried"]
+    peaks = {tuple(one["candidate"]["words"]): one["peak"] for one in tried if one["text"].startswith("as written")}
+    small, large = (peaks[f"--batch-size={size}", "--lr", "3"] for size in (4096, 8192))
+    assert large / small == pytest.approx(2, rel=0.1)
+    # Of each batch what is best.
+    assert {one["candidate"]["words"][0] for one in tried if one["is_best"]} == {
+        "--batch-size=4096",
+        "--batch-size=8192",
+    }
+
+
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text()
     script, *_, words, screen = re.findall(r"```(?:python|sh|text)\n(.*?)```", page, flags=re.DOTALL)
