@@ -245,7 +245,7 @@ class RehearsedRank(StepMemory):
 def _known(value: Any) -> Any:
     if isinstance(value, FakeTensor):
         return getattr(value, "stand_in", 1)
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return (value.item() if value.numel() == 1 else 1) if isinstance(value, torch.Tensor) else value
 
 
 class _Names(TorchFunctionMode):

@@ -13,6 +13,11 @@ SCRIPTS = {
         "    for param in each.parameters():\n        nn.init.trunc_normal_(param, std=0.02)\n"
         "        nn.init.trunc_normal_(param, std=2.0, a=-0.1, b=0.1)\n        assert not ((param < -2) | (param > 2)).any()"
     ),
+    "values are compared with those of a batch": (
+        "labels, found = torch.randint(8, (16,)), model(torch.randn(16, 64, device=device)).argmax(1).cpu()\n"
+        "for right in (found == labels, labels == found, found >= labels, labels != found):\n"
+        "    assert right.any().item() in (0, 1) and right.sum().item() in (0, 1) and isinstance(right.float().mean().item(), float)"
+    ),
     "norms of batches": (
         "norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).to(device)\n"
         "replicate(norm)\nfor dtype in (torch.bfloat16, torch.float32):\n"
