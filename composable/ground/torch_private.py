@@ -84,6 +84,7 @@ try:
     )
 
     from torch._C._distributed_c10d import FileStore, HashStore  # of processes of one machine, and of one process
+    from torch.nn.modules import _functions as nn_functions  # has the function of SyncBatchNorm
 
     # -- ranks as threads: composable/testing/
     from torch._C import _distributed_c10d as c10d_bindings  # finds groups by name, per thread if asked

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from composable.errors import ConfigError
 from composable.ground.frames import in_backward, outwards
-from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, with_values
+from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, with_values
 from composable.testing.ledger import LIBRARIES, LedgerLine, line_of, users_line
 from composable.testing.rehearsal import StepMemory, device_in_kernels, operands, with_memory
 
@@ -51,7 +51,7 @@ _DO_NOTHING = """
 """.split()
 
 # ``SyncBatchNorm`` refuses the CPU, and asks whether work is captured before it drops ranks that have no samples.
-_BATCH_NORM, _ITS_FUNCTION = (one.__file__ for one in (nn.modules.batchnorm, nn.modules._functions))
+_BATCH_NORM, _ITS_FUNCTION = (one.__file__ for one in (nn.modules.batchnorm, nn_functions))
 
 _STATS = (("current", "now"), ("peak", "peak"))
 
