@@ -188,7 +188,7 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         *(seed, world_size, tree, annotation, other),
         optimizer="SGD without decay" if is_sparse else rng.choice(OPTIMIZERS),
         speed=rng.choice(SPEEDS) if mode == "mixed" and not copies.steps else "plain",
-        clip="none" if copies.steps else rng.choice(["none", "none", "own"]),
+        clip="none" if copies.steps or is_sparse else rng.choice(["none", "none", "own"]),  # sparse ones have no norm
         zero="to None" if copies.steps else rng.choice(ZEROS),
     )
     case = _with_actions(case, rng, without, steps)
@@ -282,7 +282,7 @@ def _programs_for(case: Case) -> list[str]:
         and (not (case.hooks or case.steps_inside) or program.is_single)
         and (not program.copies or (case.annotation.copies is not None and _are_copies(case, program.copies)))
         # What the recompute of one backward leaves there belongs to a graph of which the memory ends with it.
-        and not (program.shares_features and _has(case.tree, "checkpoint", "side"))
+        and not (program.shares_features and any(_has(case.tree, one, "side") for one in ("checkpoint", "reentrant")))
         and (not program.is_reentrant or is_sharded)
         and (not (program.is_of_one_root or (keeps(name) and is_partial)) or not has_parts)
     ]
