@@ -33,7 +33,7 @@ from tools.fuzz.runner import line_of as text_of
 from tools.fuzz.runner import train_annotated
 from tools.fuzz.stories import draw_story, tell_annotated
 
-__all__ = ["KINDS", "difference", "main", "train"]
+__all__ = ["KINDS", "RealRank", "by_group", "difference", "main", "train"]
 
 KINDS = {"plain": draw, "replicated": draw_replicated, "hybrid": draw_hybrid, "story": draw_story}
 # What runs in another thread is followed neither here nor there.
@@ -80,7 +80,7 @@ def train(kind: str, seed: int, ranks: int, folder: str) -> str:
     return ""
 
 
-class _Real(LiveBytes):
+class RealRank(LiveBytes):
     """Notes the collectives of a real rank, and the most bytes of the tensors that operations make.
 
     What gloo takes for itself is made by no operation that this sees.
@@ -108,7 +108,7 @@ def _real(kind: str, seed: int, ranks: int, folder: str) -> tuple[str, Lines, in
     before = [transport_class(name) for name in transport_names()]
     use_collectives_only()
     try:
-        with _Real() as real:
+        with RealRank() as real:
             refused = train(kind, seed, ranks, folder)
     finally:
         for one in before:
