@@ -27,7 +27,8 @@ from composable import (
     timeline,
 )
 from composable.ground.torch_private import with_values
-from composable.testing.rehearsal import StepMemory, rehearse
+from composable.testing.rehearsal import rehearse
+from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.world import on_ranks, run_threads
 
@@ -142,10 +143,9 @@ def train_encoder(annotation: str, width: int = 64) -> None:
 
 
 def peak_of(annotation: str) -> int:
-    memory = StepMemory()
-    with memory.watching(), memory:
+    with LiveBytes() as live:
         train_encoder(annotation)
-    return memory.peak
+    return live.peak
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

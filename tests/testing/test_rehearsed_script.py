@@ -148,6 +148,7 @@ ALIKE = {
     "uneven lists": "dist.all_to_all_single(torch.empty(4, device=device), torch.empty(4, device=device), [1] * 4, [1] * 4)",
     "objects of the first": "sent = ['a', 5] if rank == 0 else [None, None]\ndist.broadcast_object_list(sent)\nassert sent == ['a', 5]",
     "late": "work = dist.all_reduce(one, async_op=True)\ndist.all_reduce(one.clone())\nwork.wait()",
+    "asked for": "work = dist.all_reduce(one, async_op=True)\nwhile not work.is_completed():\n    pass",
     "accumulation": "with no_sync(model):\n    model(torch.randn(2, 64, device=device)).sum().backward()\nstep()",
 }
 
