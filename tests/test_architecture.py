@@ -234,8 +234,9 @@ def test_the_package_keeps_its_budget() -> None:
     # travel while others are computed, and what an annotation that was taken away leaves to nobody, 70.
     assert core <= 30_938
     # Beside these: steps on whole matrices, event loops in simulated ranks, a view as torch's own DTensors, watched runs
-    # (270), commands (1,000), and rehearsals of functions, scripts and other annotations of scripts (2,200).
-    assert sum(lines.values()) <= 39_640
+    # (270), commands (1,000), and rehearsals of functions, scripts and other annotations of scripts (2,300, of which what
+    # is offloaded to the host 90).
+    assert sum(lines.values()) <= 39_740
     # Shared memory (two), shares of a checkpoint, whole matrices, rehearsals (a step of a plan, and the candidates of
     # ``fit`` too), and that view are files of their own; so are the command line, at the top as Python wants it, and
     # each command, of which ``fit`` has two.

@@ -116,6 +116,7 @@ class RehearsalReport:
             "failed": {one.rank: one.said for one in self._broken},
             "hang": self._hang,
             "memory": {name: peak[name] for name in ("rank", "at_rest", "peak", "peak_at", "parts", "overrun")},
+            "host_memory": {one: max(getattr(run, f"host_{one}") for run in self.runs) for one in ("at_rest", "peak")},
             "budget": self._job.limit,
             "calls": len(self.runs[0].lines),
             "sent_bytes_per_step": sent,
@@ -163,6 +164,10 @@ class RehearsalReport:
         parts = ", ".join(f"{bytes_text(count)} {name}" for name, count in (one.parts or {}).items())
         yield f"memory        at rest {bytes_text(one.at_rest)}, peak {bytes_text(one.peak)}{limit} on rank {one.rank},"
         yield f"              in {one.peak_at or 'nothing'} ({parts})"
+        host = max(self.runs, key=lambda run: run.host_peak)
+        if host.host_peak >= 2**20:
+            sizes = f"at rest {bytes_text(host.host_at_rest)}, peak {bytes_text(host.host_peak)}"
+            yield f"host          {sizes} in its memory, of rank {host.rank}"
         if self._over is not None and self._over.overrun is not None:
             count, place, line, source = self._over.overrun
             yield f"OUT OF MEMORY rank {self._over.rank} has {bytes_text(count)}{limit}, in {place}"

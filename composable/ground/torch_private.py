@@ -500,12 +500,12 @@ def import_before_forks() -> None:
     import torch.distributed.checkpoint
 
 
-def let_optimizers_use_lists() -> None:
-    """Let optimizers step on lists of CPU tensors where they are not told, as they do on a device."""
+def let_optimizers_use_lists(when: Callable[[], bool]) -> None:
+    """Let optimizers step on lists of CPU tensors where they are not told, and ``when`` says so, as on a device."""
     # The list of devices is read anew in every step, by the name that each of these files has imported.
     for module in (sys.modules["torch.optim.optimizer"], sys.modules["torch.utils._foreach_utils"]):
         known = getattr(module, "_get_foreach_kernels_supported_devices")  # noqa: B009
-        setattr(module, "_get_foreach_kernels_supported_devices", lambda: [*known(), "cpu"])  # noqa: B010, B023
+        setattr(module, "_get_foreach_kernels_supported_devices", lambda: [*known(), *["cpu"] * when()])  # noqa: B010, B023
 
 
 def split_backward_code() -> CodeType | None:

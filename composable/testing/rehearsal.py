@@ -43,7 +43,7 @@ from composable.testing.device_streams import resizes_seen
 # What makes tensors, and how a place in it begins.
 _PHASES = {"outside": "no forward or backward", "forward": "forward", "backward": "backward"}
 # What does not lie on the device.
-_UNCOUNTED = frozenset({"host"})
+_UNCOUNTED = frozenset({"host", "offloaded"})
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,12 @@ class StepMemory(TorchDispatchMode):
         """Let a known storage have been made in ``phase``, and have ``count`` bytes."""
         find, before, counted = self._known[key]
         self._known[key] = find, phase, count
-        self._made[before] -= counted
+        self._add(before, -counted)
+        self._add(phase, count)
+
+    def _add(self, phase: str, count: int) -> None:
         self._made[phase] += count
-        self.now += count * (phase not in _UNCOUNTED) - counted * (before not in _UNCOUNTED)
+        self.now += count * (phase not in _UNCOUNTED)
 
     def _forget(self, key: int) -> None:
         self._count(key, "outside", 0)

@@ -114,6 +114,7 @@ class RankOutcome:
         at_rest: Bytes between two steps.
         peak: The most bytes at one time.
         peak_at: Where that was.
+        host_at_rest, host_peak: Bytes of the host then, and the most of them, where a device has others.
         parts: The bytes at the peak, by what made them.
         overrun: When the budget was first exceeded: bytes, place, line of the script, and its text; or ``None``.
         notes: What was left out, or answered.
@@ -130,6 +131,8 @@ class RankOutcome:
     at_rest: int = 0
     peak: int = 0
     peak_at: str = ""
+    host_at_rest: int = 0
+    host_peak: int = 0
     parts: Mapping[str, int] | None = None
     overrun: tuple[int, str, str, str] | None = None
     notes: Mapping[str, int] | None = None
@@ -352,8 +355,9 @@ class _Child:
         letters.save()
         return {
             "end": end, "said": said, "steps": rank.steps_done, "at_rest": rank.at_rest, "peak": rank.peak,
-            "peak_at": rank.peak_at, "parts": rank.parts_at_peak, "overrun": rank.overrun, "notes": rank.notes,
-            "work": rank.work, "found": found,
+            "peak_at": rank.peak_at, "host_at_rest": rank.host_at_rest, "host_peak": rank.host_peak,
+            "parts": rank.parts_at_peak, "overrun": rank.overrun, "notes": rank.notes, "work": rank.work,
+            "found": found,
         }  # fmt: skip
 
     def _traceback(self) -> str:

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from composable.errors import ConfigError
+from composable.engine import RestingPlace
+from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward, outwards
 from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, with_values
 from composable.testing.ledger import LIBRARIES, LedgerLine, line_of, users_line
@@ -40,6 +41,9 @@ _COMPARED: dict[str, Callable[..., Any]] = {
 _CARRIED = frozenset(
     "any all max min amax amin sum clone to _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
 )
+
+# These may read tensors of one place and write those of another.
+_COPIES = frozenset({"copy_", "_foreach_copy_"})
 
 # Functions of torch.cuda and torch.accelerator that nobody misses.
 _DO_NOTHING = """
@@ -78,7 +82,9 @@ class RehearsedRank(StepMemory):
         lines: The ledger.
         notes: What was left out, or answered, and how often.
         at_rest: The bytes between two steps.
+        host_at_rest, host_peak: Those of the host then, and the most of them at one time.
         overrun: When the budget was first exceeded: bytes, place, the user's line and its text.
+        steps_here: The parameters of the optimizer that steps, or was the last to step, lie on the device.
         work: Floating-point operations in "forward", and "again" in a backward that runs a forward again.
     """
 
@@ -87,10 +93,11 @@ class RehearsedRank(StepMemory):
         self.device, self.budget, self.steps, self._is_strict = device, budget, steps, is_strict
         self.lines: list[LedgerLine] = []
         self.notes: Counter[str] = Counter()
-        self.at_rest = 0
+        self.at_rest = self.host_at_rest = self.host_peak = 0
         self.overrun: tuple[int, str, str, str] | None = None
         self.work: Counter[str] = Counter()
-        self._making = ""
+        self.steps_here = True
+        self._making, self._names_places = "", False
         self._stepped: Counter[int] = Counter()
 
     @property
@@ -99,6 +106,8 @@ class RehearsedRank(StepMemory):
         return max(self._stepped.values(), default=0)
 
     def step_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self.steps_here = any(map(self.is_here, params))
         if self.steps and self._stepped[id(optimizer)] >= self.steps:
             raise ScriptEnds
 
@@ -136,7 +145,7 @@ class RehearsedRank(StepMemory):
             return bool(self._answer(torch.ones((), dtype=torch.bool)))
         with with_values() if self._has_values(name, args, kwargs, is_collective) else nullcontext():
             result = func(*args, **kwargs)
-        self._count_on_device(args, kwargs, result, is_collective=is_collective)
+        self._count_on_device(name, args, kwargs, result, is_collective=is_collective)
         self._compare(name, args, result)
         if (count := _work().get(name.removesuffix("_for_cpu"))) is not None and torch.is_grad_enabled():
             # Backward itself has no gradients: what has them there is a forward that runs again.
@@ -160,9 +169,7 @@ class RehearsedRank(StepMemory):
                 return False
         if numel > _MOST_REAL_NUMEL // (1 if tensors else 64):
             return False
-        files = (one.f_code.co_filename for one in outwards(sys._getframe(1)))
-        first = next((one for one in files if one != __file__ and not one.startswith(LIBRARIES[1])), "")
-        return is_collective or not first.startswith(LIBRARIES[0])
+        return is_collective or not _caller(LIBRARIES[1]).startswith(LIBRARIES[0])
 
     def _answer(self, tensor: torch.Tensor) -> Any:
         """Return a number for a fake tensor [1] of any dtype, whose values nobody has computed."""
@@ -193,49 +200,69 @@ class RehearsedRank(StepMemory):
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor [any] lies on the device."""
-        known = self._known.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
-        return not self.device or (known is not None and known[1] != "host")
+        return not self.device or self._kind_of(tensor) not in {"", "host", "offloaded"}
 
-    def put_here(self, tensor: torch.Tensor) -> None:
-        """Let a new tensor [any] lie on the device."""
-        phase, storage = self._phase(), getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        self._follow(storage, phase)
-        self._move_here(storage, phase)
+    def _kind_of(self, tensor: torch.Tensor) -> str:
+        known = self._known.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+        return "" if known is None else known[1]
+
+    def put(self, tensor: torch.Tensor, where: str) -> None:
+        """Let a new tensor [any] lie on the "device", or on the host for good: "offloaded"."""
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        kind = self._phase() if where == "device" else where
+        self._follow(storage, kind)
+        self._move(storage, kind)
 
     @contextmanager
     def making(self, where: str) -> Iterator[None]:
-        """Let what operations make lie on the "device" or the "host"."""
+        """Let what operations make lie on the "device" or the "host", or there for good: "offloaded"."""
         before, self._making = self._making, where
+        self._names_places |= bool(where)
         try:
             yield
         finally:
             self._making = before
 
-    def _count_on_device(self, args: Any, kwargs: Any, result: Any, *, is_collective: bool) -> None:
+    def _count_on_device(self, name: str, args: Any, kwargs: Any, result: Any, *, is_collective: bool) -> None:
         phase = self._phase()
         used, made = with_memory((*args, *kwargs.values())), with_memory((result,))
-        # Operations have all tensors on one device: what was not moved there by a call is there by the annotation.
-        is_here = not self._making and (is_collective or any(self.is_here(one) for one in used))
+        here, offloaded = ([] if self._making else [one for one in used if self.is_here(one)]), 0
+        if self.device:
+            offloaded = sum(one.nbytes for one in used if self._kind_of(one) == "offloaded")
+        # Operations have all tensors on one device: what was not moved there by a call is there by the annotation. But
+        # a number of the device was moved to what is offloaded, and copies go from one place to another.
+        is_host = self._making or (offloaded and all(one.numel() == 1 for one in here))
+        is_here = (is_collective or bool(here)) and not is_host
+        moved = {id(one) for one in used if is_here}
+        if name in _COPIES and self._names_places:
+            # This package makes what it copies to on the device.
+            moved &= set(map(id, operands(args[:1]))) if _caller().startswith(LIBRARIES[0]) else set()
+        there = self._making or ("offloaded" if offloaded else "host")
+        there = phase if is_here or there == "device" or not self.device else there
         for one in used:
-            self._follow(one.untyped_storage(), phase if is_here or not self.device else "host")
-            if is_here:
-                self._move_here(one.untyped_storage(), phase)
-        here = is_here or self._making == "device" or not self.device
+            self._follow(one.untyped_storage(), phase if id(one) in moved or not self.device else "host")
+            if id(one) in moved:
+                self._move(one.untyped_storage(), phase)
         for one in made:
-            self._follow(one.untyped_storage(), phase if here else "host")
+            self._follow(one.untyped_storage(), there)
+        # A group sends tensors of its device: copies of those that are offloaded.
+        sent = offloaded if is_collective else 0
+        self._add(phase, sent)
         self._note_peak()
+        self.host_peak = max(self.host_peak, self._made["host"] + self._made["offloaded"])
         if self.budget and self.overrun is None and self.now > self.budget:
             self.overrun = self.now, self.place(), *users_line(sys._getframe(2))
+        self._add(phase, -sent)
 
-    def _move_here(self, storage: torch.UntypedStorage, phase: str) -> None:
+    def _move(self, storage: torch.UntypedStorage, to: str) -> None:
         if self._known[storage._cdata][1] == "host":
-            self._count(storage._cdata, phase, storage.nbytes())
+            self._count(storage._cdata, to, storage.nbytes())
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         is_outermost = not self._running and self._phase() == "outside"
         super()._enter(module, inputs)
         if is_outermost and torch.is_grad_enabled():
-            self.at_rest = self.now
+            self.at_rest, self.host_at_rest = self.now, self._made["host"] + self._made["offloaded"]
             # The next step would do what the last one has done. With several optimizers, each has its last one.
             is_over = self.steps and min(self._stepped.values(), default=0) >= self.steps
             if is_over and module.training and any(one.requires_grad for one in module.parameters()):
@@ -265,6 +292,8 @@ class _Names(TorchFunctionMode):
         if not self._rank.device:
             return func(*args, **kwargs)
         if tensor is not None:
+            if func in _MOVES and _caller().startswith(LIBRARIES[0]):
+                return func(*args, **kwargs)  # This package is told that the CPU is its device.
             if func in _MOVES:
                 return self._move(tensor, func, list(args[1:]), kwargs)
             if func in _LEFT_OUT:
@@ -281,7 +310,7 @@ class _Names(TorchFunctionMode):
         with self._rank.making("device"):
             made = func(*args, **kwargs)
         if tensor is None and isinstance(made, torch.Tensor):
-            self._rank.put_here(made)  # The values that ``torch.tensor`` is given were on the host.
+            self._rank.put(made, "device")  # The values that ``torch.tensor`` is given were on the host.
         return made
 
     def _move(self, tensor: torch.Tensor, func: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -315,6 +344,12 @@ def is_device(value: object) -> bool:
 def _asks_for_script() -> bool:
     """Say whether the caller's caller is neither torch nor this package, which are told of the CPU."""
     return (file := sys._getframe(2).f_code.co_filename) == _BATCH_NORM or not file.startswith(LIBRARIES)
+
+
+def _caller(but: str = __file__) -> str:
+    """Return the innermost file, but for this one and those whose path begins with ``but``, that runs now."""
+    files = (one.f_code.co_filename for one in outwards(sys._getframe(1)))
+    return next((one for one in files if one != __file__ and not one.startswith(but)), "")
 
 
 def _as_numpy(rank: RehearsedRank, tensor: torch.Tensor, *_: Any) -> Any:
@@ -368,8 +403,49 @@ def _uncompiled(rank: RehearsedRank) -> Callable[..., Any]:
     return compiled
 
 
+def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
+    """Tell the host from the device where shards rest, and in functions that autograd calls."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    begin = hooks.__init__
+
+    def within(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with names:  # torch leaves the mode for a call that is handed to it, such as that of a backward.
+                return hook(*args, **kwargs)
+
+        return called
+
+    def save_on_cpu(self: Any, *_: object, **__: object) -> None:
+        pack, unpack = lambda one: (rank.is_here(one), one.cpu()), lambda it: it[1].cuda() if it[0] else it[1]
+        begin(self, within(pack), within(unpack))
+
+    def placed(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(place: RestingPlace, *args: Any) -> Any:
+            with rank.making("offloaded" if place.is_elsewhere else "device"):
+                return make(place, *args)
+
+        return made
+
+    def pinned(place: RestingPlace, tensor: torch.Tensor) -> torch.Tensor:
+        if place.is_elsewhere and rank.is_here(tensor):
+            what = f"parameters are on {rank.device}, and offload_policy keeps them on cpu"
+            raise UsageError(what, fix="model.to('cpu'), or leave out what moved the model")
+        if place.is_elsewhere:
+            rank.put(tensor, "offloaded")
+        return tensor
+
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = within(autograd._engine_run_backward)
+    hooks.__init__ = lambda self, pack, unpack: begin(self, within(pack), within(unpack))
+    torch.autograd.graph.save_on_cpu.__init__ = save_on_cpu  # type: ignore[method-assign]
+    place: Any = RestingPlace
+    place.of = staticmethod(lambda device, *, on_host, pins: place(device, is_elsewhere=on_host))
+    place.empty, place.zeros, place.pinned = placed(place.empty), placed(place.zeros), pinned
+
+
 def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, names: _Names) -> None:
-    let_optimizers_use_lists()
+    let_optimizers_use_lists(lambda: rank.steps_here)
+    _stand_in_for_offload(rank, names)
     current, total = [index], rank.budget or 80 * 2**30
     about = SimpleNamespace(
         name=kind, total_memory=total, major=9, minor=0, multi_processor_count=132, gcnArchName="", is_integrated=False,

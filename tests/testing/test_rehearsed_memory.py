@@ -1,7 +1,8 @@
-"""The memory of rehearsals is that of ranks with values."""
+"""The memory of rehearsals: that of real ranks, and of scripts that offload, the host's apart from the device's."""
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     checkpoint,
     clip_grad_norm_,
     fully_shard,
+    plan,
     replicate,
     step_in_backward,
 )
 from composable.testing.rehearsal import rehearse
 from tests.live_bytes import LiveBytes
+from tests.testing.test_rehearsed_script import rehearse as rehearse_source
+from tests.testing.test_rehearsed_script import text_of
 from tests.world import run_threads
 
 # -- against ranks with values
@@ -120,3 +125,146 @@ def test_buckets_that_are_averaged_are_stepped_before_the_others() -> None:
     layer = (2 * 64 * 128 + 3 * 64) * 4
     # Parameters and state of five layers.
     assert rehearse(2, step).peak_bytes < 3 * 5 * layer + 3 * layer
+
+
+# -- scripts that offload what rests
+
+START = """\
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from composable import *
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+"""
+TRAIN = """
+layers = [nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(6)]
+model = nn.Sequential(*layers)
+{before}
+fully_shard(model, policy=lambda one: one in layers, {options})
+optimizer = {optimizer}(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(64, 256, device="cuda")).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+assert next(model.parameters()).is_cuda != {is_offloaded}
+"""
+RANKS = 4
+# (options, tensors of state, optimizer, what happens before the annotation)
+OFFLOADED: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "pinned": ({}, 2, "torch.optim.AdamW", ""),
+    "from the device": ({}, 2, "torch.optim.AdamW", "model.cuda()"),
+    "pageable": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 2, "torch.optim.AdamW", ""),
+    "without state": ({}, 0, "torch.optim.SGD", ""),
+    "stays": ({"reshard_after_forward": False}, 2, "torch.optim.AdamW", ""),
+    "low precision": ({"mp_policy": LOW}, 2, "torch.optim.AdamW", ""),
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_is_offloaded_rests_in_the_memory_of_the_host(name: str, tmp_path: Path) -> None:
+    options, states, optimizer, before = OFFLOADED[name]
+    options = {"offload_policy": CPUOffloadPolicy(), **options}
+    layers = [nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(6)]
+    planned = plan(nn.Sequential(*layers), world_size=RANKS, policy=lambda one: one in layers, **options)
+    found: dict[bool, dict[str, Any]] = {}
+    for is_offloaded in (True, False):
+        given = {key: value for key, value in options.items() if is_offloaded or key != "offload_policy"}
+        shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        source = START + TRAIN.format(before=before, options=shown, optimizer=optimizer, is_offloaded=is_offloaded)
+        report = rehearse_source(tmp_path, source, ranks=RANKS, on_host=RANKS, rehearsed=(0,))
+        assert report.exit_code == 0, text_of(report)
+        found[is_offloaded] = report.values()
+    host, device, plain = found[True]["host_memory"], found[True]["memory"], found[False]["memory"]
+    rests = planned.host_bytes_per_rank_at_rest(states)
+    assert rests <= host["at_rest"] <= rests + 2**10
+    # A batch stays on the device.
+    assert device["at_rest"] <= 64 * 256 * 4 + 2**10
+    assert plain["at_rest"] - device["at_rest"] == pytest.approx(rests, abs=2**10)
+    # Gradients rest on the host too; the whole model was there before the annotation, but for the device's own.
+    gradients = planned.shard_bytes
+    assert rests + gradients <= host["peak"] <= max(rests, RANKS * planned.shard_bytes) + 2 * gradients
+    assert rests <= plain["peak"] - device["peak"] <= rests + gradients
+    # What the plan counts, and the activations: the inputs of layers and the outputs of the last one, of 64 samples.
+    needed = planned.peak_bytes_per_rank(states)
+    assert 0.98 * needed <= device["peak"] <= needed + 64 * 4 * (7 * 256 + 6 * 2 * 1024)
+
+
+def test_parameters_that_leave_the_host_are_refused_as_on_a_device(tmp_path: Path) -> None:
+    source = f"{START}model = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())\nmodel.cuda()\nmodel(torch.ones(2, 8))"
+    report = rehearse_source(tmp_path, source, ranks=2, rehearsed=(0,))
+    assert report.exit_code == 1
+    assert "parameters are on cuda, and offload_policy keeps them on cpu" in text_of(report)
+
+
+# -- what autograd saves
+
+SAVED = {
+    "torch's": "torch.autograd.graph.save_on_cpu()",
+    "torch's, pinned": "torch.autograd.graph.save_on_cpu(pin_memory=True)",
+    "hooks": "torch.autograd.graph.saved_tensors_hooks(lambda one: one.cpu(), lambda one: one.cuda())",
+    "hooks with names": "torch.autograd.graph.saved_tensors_hooks(lambda one: one.to('cpu'), lambda one: one.to(x.device))",
+    "a wrapper": "wrapped",
+}
+CHAIN = """
+from contextlib import nullcontext
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+class Chain(nn.Module):
+    def forward(self, y):
+        for _ in range(16):
+            y = y.sin()
+        return y
+
+context, chain = {context}, Chain()
+x = torch.ones(2**18, device="cuda", requires_grad=True)  # 1 MiB
+for _ in range(2):
+    with context:
+        y = chain(x).sum()
+    y.backward()
+assert x.grad.is_cuda
+"""
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_tensors_on_the_host_are_not_on_the_device(name: str, tmp_path: Path) -> None:
+    peaks = []
+    for context in (SAVED[name], "nullcontext()"):
+        source = START + CHAIN.format(context=context)
+        if context == "wrapped":
+            source = START + CHAIN.format(context="nullcontext()").replace(" Chain()", " offload_wrapper(Chain())")
+        report = rehearse_source(tmp_path, source, ranks=2, rehearsed=(0,))
+        assert report.exit_code == 0, text_of(report)
+        peaks.append((report.values()["memory"]["peak"], report.values()["host_memory"]["peak"]))
+    (device, host), (plain, least) = peaks
+    assert 16 * 2**20 <= host <= 16 * 2**20 + 2**12 and least < 2**12
+    assert device <= 6 * 2**20 + 2**12 and plain >= 17 * 2**20
+
+
+NAMED = """
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.full((2,), 2.0, device=grad.device) + torch.ones(2).to("cuda")
+
+class Places(nn.Module):
+    def forward(self, x):
+        return (Twice.apply(x) * torch.arange(2, device=x.device)).sin()
+
+x = torch.ones(2, device="cuda", requires_grad=True)
+checkpoint(model := Places())
+model(x).sum().backward()
+assert x.grad.is_cuda
+"""
+
+
+def test_a_backward_may_name_devices(tmp_path: Path) -> None:
+    report = rehearse_source(tmp_path, START + NAMED, ranks=2, rehearsed=(0,))
+    assert report.exit_code == 0, text_of(report)

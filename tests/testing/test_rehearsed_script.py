@@ -184,7 +184,7 @@ OVERRUNS: dict[str, tuple[str, str]] = {
     ),
     "an evaluation with gradients": (f"{WIDE}for _ in range(4):\n    y = wide(torch.randn(2048, 1024, device=device))", "y = wide"),
     "whole parameters": (
-        "wide = fully_shard(nn.Linear(8192, 4096))\nwide(torch.randn(1, 8192, device=device))", "wide(torch.randn"
+        "wide = fully_shard(nn.Linear(4096, 4096))\nwide(torch.randn(1, 4096, device=device))", "wide(torch.randn"
     ),
     "room for gradients": (
         "wide = replicate(nn.Linear(4096, 2800).to(device))\nwide(torch.randn(1, 4096, device=device)).sum().backward()",
