@@ -232,11 +232,12 @@ class RehearsedRank(StepMemory):
         # Operations have all tensors on one device: what was not moved there by a call is there by the annotation. But
         # a number of the device was moved to what is offloaded, and copies go from one place to another.
         is_host = self._making or (offloaded and all(one.numel() == 1 for one in here))
-        is_here = (is_collective or bool(here)) and not is_host
+        is_ours = not used and self._names_places and _caller(LIBRARIES[1]).startswith(LIBRARIES[0])
+        is_here = (is_collective or bool(here) or is_ours) and not is_host
         moved = {id(one) for one in used if is_here}
         if name in _COPIES and self._names_places:
-            # This package makes what it copies to on the device.
-            moved &= set(map(id, operands(args[:1]))) if _caller().startswith(LIBRARIES[0]) else set()
+            # This package copies to what it has made on the device.
+            moved &= set(map(id, operands(args[:1]))) if _caller(LIBRARIES[1]).startswith(LIBRARIES[0]) else set()
         there = self._making or ("offloaded" if offloaded else "host")
         there = phase if is_here or there == "device" or not self.device else there
         for one in used:

@@ -98,7 +98,7 @@ def train(name: str, *, is_inplace: bool, is_stepped: bool = False, batch: int =
     if is_stepped:
         step_in_backward(optimizer)
     for _ in range(3):
-        model(torch.randn(batch, width)).square().mean().backward()
+        model(torch.randn(batch, width, requires_grad=True)).square().mean().backward()
         if not is_stepped:
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
