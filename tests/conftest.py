@@ -1,7 +1,11 @@
 """Skips what needs a CUDA device where there is none, and stops the processes of ``tests.world``."""
 
 import gc
+import os
 from collections.abc import Iterator
+
+# Products of the same matrices are the same to the bit wherever these lie in memory; read when torch is imported.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import pytest
 import torch

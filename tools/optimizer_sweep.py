@@ -423,12 +423,12 @@ def attempt(fn: Callable[..., Run], world_size: int, *args: object) -> Run | Exc
         return next(error for error in failure.errors.values() if isinstance(error, Exception))
 
 
-def is_equal(run: Run | Exception, expected: Run | Exception, begin: Values) -> bool:
-    """Say whether two runs ended, and differ by rounding and by little of the way that they went from ``begin``."""
+def is_equal(run: Run | Exception, expected: Run | Exception, begin: Values, within: float = 1e-3) -> bool:
+    """Say whether two runs ended, and differ by rounding and by no more of their way from ``begin`` than ``within``."""
     if isinstance(run, Exception) or isinstance(expected, Exception):
         return False
     return all(
-        bool((one - other).abs().max() <= 1e-3 * (other - start).abs().max() + 4e-7 * other.abs().max())
+        bool((one - other).abs().max() <= within * (other - start).abs().max() + 4e-7 * other.abs().max())
         for one, other, start in zip(run.found, expected.found, begin, strict=True)
     )
 
@@ -494,7 +494,9 @@ def judge(key: str, *, ask_fsdp2: bool = False) -> Outcome:
             resumed = attempt(go_on_on_ranks, 1, key, how, api, folder)
         if isinstance(resumed, Exception):
             return Outcome(verdict, reason, text_of(resumed), fsdp2)
-        return Outcome(verdict, reason, EQUAL if is_equal(resumed, Run(run.last), begin) else DIFFERS, fsdp2)
+        # Classes that divide by what is almost zero make half a percent of a rounding, on some processors.
+        is_same = is_equal(resumed, Run(run.last), begin, within=1e-2)
+        return Outcome(verdict, reason, EQUAL if is_same else DIFFERS, fsdp2)
 
 
 # -- the page
