@@ -169,12 +169,13 @@ def operands(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def with_memory(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments or results of an operation that have memory."""
+    """Return the tensors among the arguments or results of an operation that have memory, as sparse ones have not."""
     # To ask a fake tensor ``is_meta`` is an operation.
     return [
         one
         for one in operands(values)
-        if not (one.fake_device.type == "meta" if isinstance(one, FakeTensor) else one.is_meta)
+        if one.layout == torch.strided
+        and not (one.fake_device.type == "meta" if isinstance(one, FakeTensor) else one.is_meta)
     ]
 
 

@@ -223,12 +223,13 @@ def run_processes(
                     room = at_once if following[0].is_real else room
                     started[_start(*following)] = time.monotonic() + following[0].timeout_s, *following
             for process, (deadline, job, rank, folder) in list(started.items()):
-                has_ended = os.waitpid(process, os.WNOHANG)[0] == process
+                ended, status = os.waitpid(process, os.WNOHANG)
+                has_ended = ended == process
                 if has_ended or time.monotonic() > deadline:
                     del started[process]
                     _kill(process, has_ended=has_ended)
                     room = at_once
-                    yield job, _found_of(rank, folder)
+                    yield job, _found_of(rank, folder, os.waitstatus_to_exitcode(status))
             time.sleep(0.005)
     finally:
         for process in started:
@@ -273,13 +274,14 @@ def _kill(process: int, *, has_ended: bool) -> None:
         os.waitpid(process, 0)
 
 
-def _found_of(rank: int, folder: Path) -> RankOutcome:
+def _found_of(rank: int, folder: Path, code: int) -> RankOutcome:
     file, output = folder / f"found-{rank}", folder / f"said-{rank}"
     printed = output.read_text(errors="replace")[-8000:] if output.exists() else ""
     if not file.exists():
         late = folder / f"late-{rank}"
         stack = late.read_text() if late.exists() else ""
-        said = stack or printed or "the process has ended"
+        by = f" by {signal.Signals(-code).name}" if code < 0 else ""
+        said = stack or f"{printed}the process has ended{by}"
         return RankOutcome(rank, "late" if stack else "failed", said, lines=_lines_of(rank, folder))
     return RankOutcome(rank, lines=_lines_of(rank, folder), **json.loads(file.read_text()))
 

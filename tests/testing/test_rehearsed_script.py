@@ -382,6 +382,22 @@ def test_a_rank_that_does_not_end_is_killed_and_shows_where_it_is(tmp_path: Path
     assert "NOT ENDED     on rank 0:" in text_of(report) and 'train.py", line 2' in text_of(report)
 
 
+def test_a_rank_that_a_signal_ends_says_which(tmp_path: Path) -> None:
+    report = rehearse(tmp_path, "import os\nos.write(1, b'here\\n')\nos.kill(os.getpid(), 9)\n", ranks=1, on_host=1)
+    assert report.exit_code == 1
+    assert "here\nthe process has ended by SIGKILL" in text_of(report)
+
+
+def test_sparse_gradients_are_rehearsed(tmp_path: Path) -> None:
+    source = (
+        "model = replicate(nn.Embedding(64, 8, sparse=True).to(device))\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(2):\n    model(torch.randint(0, 64, (16,), device=device)).sum().backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    report = rehearse(tmp_path, f"{HEAD}{source}", rehearsed=(0, 3))
+    assert report.exit_code == 0 and report.values()["steps"] == 2, text_of(report)
+
+
 def test_a_script_ends_after_the_steps_that_are_asked_for(tmp_path: Path) -> None:
     loop = f"{HEAD}{SHARD}for _ in range(100):\n    step()\n"
     assert rehearse(tmp_path, loop, steps=3, rehearsed=(0,)).values()["steps"] == 3
