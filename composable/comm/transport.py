@@ -29,7 +29,13 @@ from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.rank_status import Order, Started, notice_transport
 from composable.comm.ranks import kept_with, make_group
 from composable.errors import ConfigError
-from composable.ground.torch_private import AllgatherOptions, FakeTensor, all_gather_into, reduce_scatter_into
+from composable.ground.torch_private import (
+    AllgatherOptions,
+    FakeTensor,
+    all_gather_into,
+    reduce_scatter_into,
+    with_values,
+)
 
 # The dtypes that every backend can gather and broadcast. Other dtypes travel as bytes.
 _CARRIED = frozenset(
@@ -382,25 +388,20 @@ class ProcessGroupTransport(Transport):
         self._mean_scale = 1.0 / self.world_size
         # To multiply by a number, torch makes such a tensor each time, which takes longer than a small product; so does
         # a product of two dtypes. For shorter dtypes the factor keeps the digits that they lack.
-        self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
-        self._mean_factor_of_float32 = self._mean_factor.float()
+        with with_values():
+            self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
+            self._mean_factor_of_float32 = self._mean_factor.float()
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
 
-        # All-gathers and reduce-scatters on CUDA run on the caller's stream, a stream for
-        # communication: they need no second stream and no events. All-reduces in place may be
-        # started from the stream that computes, so they run beside it, on NCCL's own stream.
-        self._gather = AllgatherOptions()
-        self._gather_here = AllgatherOptions()
-        self._gather_here.asyncOp = False
-        self._scatter = ReduceScatterOptions()
-        self._scatter_here = ReduceScatterOptions()
-        self._scatter_here.asyncOp = False
-        self._scatter_mean = ReduceScatterOptions()
-        self._scatter_mean.asyncOp = False
-        self._scatter_mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        self._sum = AllreduceOptions()
-        self._mean = AllreduceOptions()
-        self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        # All-gathers and reduce-scatters on CUDA run on the caller's stream, one for communication: they need no second
+        # stream and no events. All-reduces in place may start from the stream that computes, so they run beside it.
+        self._gather, self._gather_here = AllgatherOptions(), AllgatherOptions()
+        self._scatter, self._scatter_here, self._scatter_mean = (ReduceScatterOptions() for _ in range(3))
+        self._sum, self._mean = AllreduceOptions(), AllreduceOptions()
+        for here in (self._gather_here, self._scatter_here, self._scatter_mean):
+            here.asyncOp = False
+        for mean in (self._scatter_mean, self._mean):
+            mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def allocate_key(self) -> int:
         """Return a key that no other buffer of the group has; all ranks in the same order."""

@@ -1,6 +1,7 @@
 """Rehearsals: models of fake tensors train as one rank of many, with the collectives and the memory of real ranks."""
 
 import functools
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from composable import (
     replicate,
     timeline,
 )
+from composable.comm.transport import ProcessGroupTransport
 from composable.ground.torch_private import with_values
 from composable.testing.rehearsal import rehearse
 from tests.live_bytes import LiveBytes
@@ -210,6 +212,24 @@ def test_a_value_that_is_wanted_is_named_with_its_line() -> None:
     with pytest.raises(ConfigError, match=r"a fake tensor has no values[^\n]*\n.*test_rehearsal.py:\d+: .*# this line"):
         rehearse(2, train)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_what_transports_keep_is_no_fake_tensor(annotate: Callable[[nn.Module], object]) -> None:
+    # A random program that copied its model was ended by SIGSEGV when such a tensor was freed.
+    kept: list[object] = []
+
+    def train() -> None:
+        model = nn.Linear(8, 8)
+        annotate(model)
+        model(torch.ones(2, 8)).sum().backward()
+        transports = [one for one in gc.get_objects() if isinstance(one, ProcessGroupTransport)]
+        kept.extend(
+            type(value) for one in transports for value in vars(one).values() if isinstance(value, torch.Tensor)
+        )
+
+    rehearse(2, train)
+    assert kept and FakeTensor not in kept
 
 
 def test_errors_of_the_function_are_its_own() -> None:
