@@ -50,6 +50,7 @@ from composable.ground.torch_hooks import (
 )
 from composable.ground.torch_private import (
     current_graph_task_id,
+    is_tracing,
     next_node_number,
     running_transform,
     split_backward_code,
@@ -107,7 +108,7 @@ class Backwards:
 
     def reads_early(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
-        is_shown = self._step.unsharded.show_retained()
+        is_shown = not is_tracing() and self._step.unsharded.show_retained()
         waiting, self._seen = self._completion.waiting, self._step.backward_id
         if not waiting:
             return False
