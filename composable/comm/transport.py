@@ -398,10 +398,8 @@ class ProcessGroupTransport(Transport):
         self._gather, self._gather_here = AllgatherOptions(), AllgatherOptions()
         self._scatter, self._scatter_here, self._scatter_mean = (ReduceScatterOptions() for _ in range(3))
         self._sum, self._mean = AllreduceOptions(), AllreduceOptions()
-        for here in (self._gather_here, self._scatter_here, self._scatter_mean):
-            here.asyncOp = False
-        for mean in (self._scatter_mean, self._mean):
-            mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        self._gather_here.asyncOp = self._scatter_here.asyncOp = self._scatter_mean.asyncOp = False
+        self._scatter_mean.reduceOp = self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def allocate_key(self) -> int:
         """Return a key that no other buffer of the group has; all ranks in the same order."""

@@ -7,6 +7,7 @@ from torch import nn
 
 from composable.comm import Transport
 from composable.errors import ConfigError
+from composable.ground.torch_private import FakeTensor
 from composable.replication.tensors import ReducedParam
 
 
@@ -14,11 +15,9 @@ def check_steppable(params: Sequence[ReducedParam]) -> None:
     """Raise ``ConfigError`` if a gradient is sparse: no optimizer can step it inside backward, bucket by bucket."""
     for item in params:
         if item.is_sparse:
-            raise ConfigError(
-                "an optimizer cannot step inside backward beside sparse gradients",
-                at=f"parameter {item.fqn!r}",
-                fix="step after backward, or build embeddings with sparse=False",
-            )
+            what = "an optimizer cannot step inside backward beside sparse gradients"
+            fix = "step after backward, or build embeddings with sparse=False"
+            raise ConfigError(what, at=f"parameter {item.fqn!r}", fix=fix)
 
 
 class SparseGradients:
@@ -46,9 +45,11 @@ class SparseGradients:
             (-1, 0) if grad is None or table is None else (table.indices().shape[1], grad.layout == torch.strided)
             for grad, table in zip(grads, tables, strict=True)
         ]
-        of_ranks = self._gather(torch.tensor(own, dtype=torch.int64, device=self._params[0].device)).unbind(1)
-        for param, table, told in zip(self._params, tables, of_ranks, strict=True):
-            counts, are_dense = told.t().tolist()
+        told = self._gather(torch.tensor(own, dtype=torch.int64, device=self._params[0].device))
+        # Nobody knows the values of fake tensors: other ranks are taken to be like this one.
+        of_ranks = [own] * self._transport.world_size if isinstance(told, FakeTensor) else told.tolist()
+        for param, table, of_param in zip(self._params, tables, zip(*of_ranks, strict=True), strict=True):
+            counts, are_dense = zip(*of_param, strict=True)
             if max(counts) >= 0:
                 mean = self._mean(param, table, [max(count, 0) for count in counts], scale)
                 if not is_stopped:

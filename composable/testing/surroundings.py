@@ -363,6 +363,7 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
     """Leave out what writes checkpoints; all ranks have to call it."""
     find, load, write = composable.find_checkpoint, composable.load_checkpoint, torch.save
     saved: dict[str, composable.SavedCheckpoint] = {}
+    import_weights, exported = composable.load_safetensors, set[str]()
 
     def left_out(name: str) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -374,6 +375,8 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
                 rank.note_call(name, range(world_size))
             if name == "save_checkpoint":
                 note_saved(*args, **kwargs)
+            elif name == "save_safetensors":
+                exported.add(os.path.abspath(str(kwargs["path"] if "path" in kwargs else args[1])))
             path, true = (args[0] if args else kwargs.get("folder")), lambda: True
             return SimpleNamespace(is_done=true, done=true, wait=lambda *_: path, result=lambda *_: path)
 
@@ -391,6 +394,14 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
         rank.notes["load_checkpoint reads no tensors"] += 1
         return find_checkpoint(path) or load(path, *args, **kwargs)
 
+    def load_safetensors(model: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.path.abspath(str(path)) not in exported:
+            return import_weights(model, path, *args, **kwargs)
+        rank.note_call("load_safetensors", range(world_size))
+        rank.notes["load_safetensors reads no tensors"] += 1
+        return nn.Module().load_state_dict({})  # no key is missing
+
+    composable.load_safetensors = load_safetensors
     torch.save = left_out("torch.save")
     composable.load_checkpoint, composable.find_checkpoint = load_checkpoint, find_checkpoint
     for name in ("save_checkpoint", "save_safetensors"):

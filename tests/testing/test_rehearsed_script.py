@@ -388,9 +388,32 @@ def test_a_rank_that_a_signal_ends_says_which(tmp_path: Path) -> None:
     assert "here\nthe process has ended by SIGKILL" in text_of(report)
 
 
+def test_weights_that_were_exported_are_imported(tmp_path: Path) -> None:
+    source = (
+        "step()\ncomposable.save_safetensors(model, 'out')\ndist.barrier()\n"
+        "assert not any(composable.load_safetensors(model, path='out'))\nstep()\n"
+    )
+    report = rehearse(tmp_path, f"{HEAD}{SHARD}{source}", rehearsed=(0, 3))
+    assert report.exit_code == 0 and report.values()["steps"] == 2, text_of(report)
+    assert "load_safetensors reads no tensors" in text_of(report) and os.listdir(tmp_path) == ["train.py"]
+
+
+def test_numbers_of_steps_go_on_where_a_gradient_comes_late(tmp_path: Path) -> None:
+    source = (
+        "import torch, composable\nfrom torch import nn\ntorch.distributed.init_process_group('gloo')\n"
+        "model = composable.fully_shard(nn.Linear(8, 8))\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), foreach=True)\n"
+        "composable.accelerate_optimizer(optimizer, model)\nfor count in range(3):\n"
+        "    model(torch.randn(2, 8)).sum().backward()\n    if count == 0:\n        model.weight.grad = None\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    report = rehearse(tmp_path, source, rehearsed=(0,), device="cpu")
+    assert report.exit_code == 0 and report.values()["steps"] == 3, text_of(report)
+
+
 def test_sparse_gradients_are_rehearsed(tmp_path: Path) -> None:
     source = (
-        "model = replicate(nn.Embedding(64, 8, sparse=True).to(device))\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "model = replicate(nn.Embedding(64, 8, sparse=True).to(device))\noptimizer = torch.optim.SparseAdam(model.parameters())\n"
         "for _ in range(2):\n    model(torch.randint(0, 64, (16,), device=device)).sum().backward()\n"
         "    optimizer.step()\n    optimizer.zero_grad()\n"
     )
