@@ -233,7 +233,8 @@ class RehearsedRank(StepMemory):
         # Operations have all tensors on one device: what was not moved there by a call is there by the annotation. But
         # a number of the device was moved to what is offloaded, and copies go from one place to another.
         is_host = self._making or (offloaded and all(one.numel() == 1 for one in here))
-        is_ours = not used and self._names_places and _caller(LIBRARIES[1]).startswith(LIBRARIES[0])
+        is_new = self._names_places and not any(one.numel() for one in used)
+        is_ours = is_new and _caller(LIBRARIES[1]).startswith(LIBRARIES[0])
         is_here = (is_collective or bool(here) or is_ours) and not is_host
         moved = {id(one) for one in used if is_here}
         if name in _COPIES and self._names_places:

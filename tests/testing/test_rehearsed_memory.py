@@ -193,6 +193,17 @@ def test_what_is_offloaded_rests_in_the_memory_of_the_host(name: str, tmp_path: 
     assert 0.98 * needed <= device["peak"] <= needed + 64 * 4 * (7 * 256 + 6 * 2 * 1024)
 
 
+def test_nothing_is_on_the_host_where_a_model_begins_on_the_meta_device(tmp_path: Path) -> None:
+    source = (
+        "with torch.device('meta'):\n    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))\n"
+        "fully_shard(model, policy={nn.Linear})\nmodel.to_empty(device='cuda')\n"
+        "for _ in range(2):\n    model(torch.randn(8, 512, device='cuda')).sum().backward()\n"
+    )
+    report = rehearse_source(tmp_path, START + source, ranks=RANKS, on_host=RANKS, rehearsed=(0,))
+    assert report.exit_code == 0, text_of(report)
+    assert report.values()["host_memory"]["peak"] < 2**14, text_of(report)
+
+
 def test_parameters_that_leave_the_host_are_refused_as_on_a_device(tmp_path: Path) -> None:
     source = f"{START}model = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())\nmodel.cuda()\nmodel(torch.ones(2, 8))"
     report = rehearse_source(tmp_path, source, ranks=2, rehearsed=(0,))
