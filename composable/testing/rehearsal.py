@@ -236,7 +236,7 @@ class StepMemory(TorchDispatchMode):
             self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), phase, 0
             self._count(key, phase, count)
         elif known[2] != count:
-            self._count(key, known[1] if known[1] == "offloaded" else "gathered", count)
+            self._count(key, "gathered", count)
 
     def _count(self, key: int, phase: str, count: int) -> None:
         """Let a known storage have been made in ``phase``, and have ``count`` bytes."""

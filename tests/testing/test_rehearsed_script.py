@@ -401,10 +401,10 @@ def test_weights_that_were_exported_are_imported(tmp_path: Path) -> None:
 def test_numbers_of_steps_go_on_where_a_gradient_comes_late(tmp_path: Path) -> None:
     source = (
         "import torch, composable\nfrom torch import nn\ntorch.distributed.init_process_group('gloo')\n"
-        "model = composable.fully_shard(nn.Linear(8, 8))\n"
+        "model = composable.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), policy={nn.Linear})\n"
         "optimizer = torch.optim.AdamW(model.parameters(), foreach=True)\n"
         "composable.accelerate_optimizer(optimizer, model)\nfor count in range(3):\n"
-        "    model(torch.randn(2, 8)).sum().backward()\n    if count == 0:\n        model.weight.grad = None\n"
+        "    model(torch.randn(2, 8)).sum().backward()\n    if count == 0:\n        model[0].weight.grad = None\n"
         "    optimizer.step()\n    optimizer.zero_grad()\n"
     )
     report = rehearse(tmp_path, source, rehearsed=(0,), device="cpu")
