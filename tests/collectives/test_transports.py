@@ -426,6 +426,7 @@ def groups_that_stay(annotate: str) -> list[bool]:
     """Return, of each of four worlds one after the other, whether its group is alive in the end."""
     store, groups = dist.PrefixStore("worlds", dist.distributed_c10d._get_default_store()), []
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # The other rank may still be connecting.
     dist.destroy_process_group()
     for number in range(4):
         dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world_size)
