@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     CPUOffloadPolicy,
+    HandleOptions,
     MixedPrecisionPolicy,
     checkpoint,
     clip_grad_norm_,
@@ -55,7 +56,8 @@ def recompute_by_torch(model: nn.Sequential, every: int, *, use_reentrant: bool)
 def shard(model: nn.Module, before: Callable[[Any], None] | None = None, **options: Any) -> None:
     if before is not None:
         before(model)
-    fully_shard(model, policy={Block}, **options)
+    # The only one that has no buffers of its own, as a device's have none.
+    fully_shard(model, policy={Block}, options=HandleOptions(transport="process_group"), **options)
 
 
 def copies(model: nn.Module, before: Callable[[Any], None] | None = None, **options: Any) -> None:
@@ -114,9 +116,9 @@ def peak_of(name: str, *, is_inplace: bool) -> int:
 @pytest.mark.parametrize("is_inplace", [False, True])
 @pytest.mark.parametrize("name", ANNOTATIONS)
 def test_a_rehearsed_peak_is_that_of_ranks_with_values(name: str, is_inplace: bool) -> None:
-    for ranks in (1, 2):
+    for ranks in (1, 3) if is_inplace else (2, 4):
         fake = rehearse(ranks, partial(train, name, is_inplace=is_inplace)).peak_bytes
-        assert fake == pytest.approx(run_threads(peak_of, ranks, name, is_inplace=is_inplace)[0], rel=0.02), ranks
+        assert fake == pytest.approx(run_threads(peak_of, ranks, name, is_inplace=is_inplace)[0], rel=0.01), ranks
 
 
 def test_buckets_that_are_averaged_are_stepped_before_the_others() -> None:
