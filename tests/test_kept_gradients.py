@@ -25,6 +25,7 @@ from composable import (
 )
 from composable.errors import UsageError
 from tests.counting import counting_ranks
+from tests.models import seeded
 from tests.parity import assert_equal_params, full, full_params, gradients_of
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -491,3 +492,67 @@ def run_stopped(seed: int) -> None:
 def test_nothing_of_a_stopped_backward_is_in_what_comes_next(world_size: int) -> None:
     for seed in range(14):
         run_threads(run_stopped, world_size, seed)
+
+
+class Stage(nn.Module):
+    """Linear layers, one after the other, of which each is used by some ranks alone."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.inner = Stage(depth - 1) if depth else None
+        self.stops = False
+
+    def forward(self, x: torch.Tensor, used: random.Random) -> torch.Tensor:
+        if self.stops and x.requires_grad:
+            # Nodes of their own: an output that is also an input, on some ranks, has its gradient later there.
+            x = x * 1
+            x.register_hook(stop_now)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) if used.randrange(2) else x * 1
+        return x if self.inner is None else x + self.inner(x, used)
+
+
+def stop_now(grad: torch.Tensor) -> None:
+    raise StoppedError
+
+
+def run_stopped_alike(seed: int) -> None:
+    """Stop a backward on all ranks, at a place in the middle, where each has used other parameters."""
+    rng = random.Random(seed)
+    model, plain = (seeded(lambda: Stage(3), seed) for _ in range(2))
+    for stage in reversed([one for one in model.modules() if isinstance(one, Stage)]):
+        kind = rng.choice(["replicate", "shard", "none"] if stage is not model else ["replicate", "shard"])
+        if kind == "shard":
+            fully_shard(stage)
+        elif kind == "replicate":
+            replicate(stage, find_unused_parameters=True, bucket_cap_mb=rng.choice([25, 1e-6]))
+    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def loss_at(one: nn.Module, number: int, of: int) -> torch.Tensor:
+        x = input_of(number, of).requires_grad_()
+        return one(x, random.Random(f"{seed} {number} {of}")).square().mean()
+
+    stages = [one for one in model.modules() if isinstance(one, Stage)]
+    for number in range(3):
+        stopping = rng.choice(stages)
+        stopping.stops = True
+        with pytest.raises(StoppedError):
+            loss_at(model, number + 10, rank).backward()
+        stopping.stops = False
+        model.zero_grad()
+        loss_at(model, number, rank).backward()
+        for of in range(size):
+            (loss_at(plain, number, of) / size).backward()
+        found, wanted = gradients_of(model), gradients_of(plain)
+        for fqn, param in plain.named_parameters():
+            pair = [one.get(fqn, torch.zeros_like(param)) for one in (found, wanted)]
+            torch.testing.assert_close(*pair, msg=lambda text, fqn=fqn: f"seed {seed}, {fqn}: {text}")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_have_used_other_parameters_recover_alike_where_all_have_stopped(world_size: int) -> None:
+    for seed in range(12):
+        run_threads(run_stopped_alike, world_size, seed)

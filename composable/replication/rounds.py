@@ -43,7 +43,7 @@ class Round:
     # The round averages gradients that earlier backwards kept; ranks agreed on it when a backward ended.
     ends_kept: bool = False
     synchronises: bool = True  # The backward averages gradients.
-    # The backward adds gradients to ``param.grad``, which ``torch.autograd.grad`` does not do.
+    # The backward adds gradients to ``param.grad``, on some rank, which ``torch.autograd.grad`` does not do.
     accumulates: bool = False
     sent: int = 0  # The number of buckets that were sent, which is the index of the next bucket.
     stepped: int = 0  # The number of these buckets whose parameters an optimizer has stepped inside backward.
@@ -89,7 +89,7 @@ class Round:
         """Say whether the backward that ends, and was not stopped, should have brought gradients to parameters."""
         node, self._node = self._node, None
         # With torch.autograd.grad, for example, it should not.
-        return bool(self.order) or self.ends_kept or _is_whole_backward(node)
+        return bool(self.order) or self.ends_kept or (_is_whole_backward(node) if self.is_led else self.accumulates)
 
     def count_anew(self) -> None:
         """Restart the counts of forwards and backwards: ranks may have counted different numbers."""
@@ -104,12 +104,12 @@ class Round:
     def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
         """Note that the gradient of an output of an annotated module arrives; ``params``: all of the round."""
         if not self._armed_modules and not self.is_led:
-            # Usually the first parameter decides it; transforms of torch.func never accumulate.
-            self.accumulates = running_transform() is None and any(map(self._accumulates, params))
-        if module_index not in self._armed_modules:
-            self._armed_modules.add(module_index)
-            if not self.is_led:
-                self._node = current_autograd_node()
+            # Usually the first parameter decides it; transforms of torch.func never accumulate. A rank that uses none
+            # of the parameters, in a backward that goes all the way, does what those do that use some.
+            self.accumulates = running_transform() is None and (
+                any(map(self._accumulates, params)) or _is_whole_backward(current_autograd_node())
+            )
+        self._armed_modules.add(module_index)
 
     def _accumulates(self, item: ReducedParam) -> bool:
         """Say whether the running backward may add a gradient to the parameter's ``grad``."""
