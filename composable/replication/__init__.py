@@ -1,6 +1,6 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
-from composable.replication.exchange import BucketExchange, FlagBlock
+from composable.replication.exchange import BucketExchange
 from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer, Shadow

@@ -46,6 +46,7 @@ class LedgerLine:
         module: The phase, and the module that ran.
         step: How many optimizer steps were over.
         is_hidden: A gather of values outside of forward and backward that the library makes.
+        group: The name of its group, which is one on all ranks.
     """
 
     op: str
@@ -58,6 +59,7 @@ class LedgerLine:
     module: str
     step: int
     is_hidden: bool = False
+    group: str = ""
 
     def __str__(self) -> str:
         what = f"{self.op} {self.text}".strip()
@@ -133,7 +135,7 @@ def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int) 
         text, count = "", 0
     place, source = users_line(sys._getframe(1))
     is_hidden = op in {"all_gather", "broadcast"} and phase == "outside" and _is_hidden(sys._getframe(1))
-    return LedgerLine(op, ranks, text, count, waits, place, source, module, step, is_hidden)
+    return LedgerLine(op, ranks, text, count, waits, place, source, module, step, is_hidden, group.group_name)
 
 
 def _op(name: str) -> str:
@@ -163,7 +165,10 @@ def _is_hidden(frame: FrameType | None) -> bool:
 
 
 def hang_between(ledgers: Mapping[int, Sequence[LedgerLine]]) -> str:
-    """Return the first difference between the ledgers of ranks, by rank, that makes them wait; empty: there is none."""
+    """Return the first difference between the ledgers of ranks, by rank, that makes them wait; empty: there is none.
+
+    Collectives of several groups of the same ranks may begin in any order, as those of ``replicate`` do.
+    """
     queues: dict[tuple[Any, ...], dict[int, list[LedgerLine]]] = {}
     at = dict.fromkeys(ledgers, 0)
     is_posted = dict.fromkeys(ledgers, False)
@@ -173,7 +178,7 @@ def hang_between(ledgers: Mapping[int, Sequence[LedgerLine]]) -> str:
         for rank, lines in ledgers.items():
             while at[rank] < len(lines):
                 line = lines[at[rank]]
-                queue = queues.setdefault((line.is_message, line.ranks), {})
+                queue = queues.setdefault((line.is_message or line.group, line.ranks), {})
                 if not is_posted[rank]:
                     queue.setdefault(rank, []).append(line)
                     is_posted[rank] = moved = True

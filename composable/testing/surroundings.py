@@ -38,7 +38,7 @@ from composable.ground.torch_private import (
     swap_contents,
     with_values,
 )
-from composable.replication import BucketExchange, FlagBlock
+from composable.replication import BucketExchange
 from composable.testing.ledger import LedgerLine
 from composable.testing.stand_ins import RehearsedRank, is_device
 
@@ -227,9 +227,7 @@ def _noted(rank: RehearsedRank, letters: Letters, name: str, call: Callable[...,
 
 def _answer_in_backward(letters: Letters) -> None:
     """Let a rank hear at the end of a backward which parameters have a gradient on others."""
-    begin, write, make = Agreement.begin, FlagBlock.write, BucketExchange.__init__
-    order = BucketExchange.agree_on_order
-    numbers: dict[int, list[int]] = {}
+    begin, write, order = Agreement.begin, BucketExchange._write_flags, BucketExchange.agree_on_order
 
     def heard(self: Any, **flags: bool) -> None:
         ranks, transport = self._ranks, self.transport
@@ -249,23 +247,21 @@ def _answer_in_backward(letters: Letters) -> None:
         finally:
             self._ranks, self.transport = ranks, transport
 
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        numbers[id(self.flag_block)] = self._numbers
-
-    def written(self: Any, *args: Any) -> None:
-        write(self, *args)
-        if self._told:
-            told = letters.all("flags", numbers[id(self)], self._told)
-            self._told = [sum(column) for column in zip(*told, strict=True)]
+    def written(self: Any, block: torch.Tensor) -> None:
+        write(self, block)
+        flags = self.flag_block
+        if flags._told:
+            # Each exchange has a group of its own: ranks may use several in any order.
+            told = letters.all(self.transport.groups[0].group_name, self._numbers, flags._told)
+            flags._told = [sum(column) for column in zip(*told, strict=True)]
 
     def agreed(self: Any) -> list[int]:
-        return letters.of("order", self._numbers, self._numbers[0], order(self))
+        name = f"order in {self.transport.groups[0].group_name}"
+        return letters.of(name, self._numbers, self._numbers[0], order(self))
 
     BucketExchange.agree_on_order = agreed  # type: ignore[method-assign]
     Agreement.begin = heard  # type: ignore[method-assign]
-    BucketExchange.__init__ = made  # type: ignore[method-assign]
-    FlagBlock.write = written  # type: ignore[method-assign,assignment]
+    BucketExchange._write_flags = written  # type: ignore[method-assign]
 
 
 def _object_calls(rank: RehearsedRank, letters: Letters) -> dict[str, Callable[..., Any]]:
