@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward
-from composable.ground.names import bytes_text, class_name, module_text
+from composable.ground.names import bytes_text, check_int, class_name, module_text
 from composable.ground.torch_private import (
     DEVICE_OF,
     DataDependentOutputException,
@@ -97,8 +97,7 @@ def rehearse(
     """
     on_host = world_size if ranks_per_host is None else ranks_per_host
     for name, value, least in (("world_size", world_size, 1), ("rank", rank, 0), ("ranks_per_host", on_host, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} is {value!r}", fix=f"pass a number from {least}")
+        check_int(name, value, least, fix=f"pass a number from {least}")
     if rank >= world_size:
         raise ConfigError(f"rank is {rank}, of {world_size} ranks", fix=f"pass a number from 0 to {world_size - 1}")
     if dist.is_initialized():
@@ -235,7 +234,7 @@ class StepMemory(TorchDispatchMode):
         if known is None:
             self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), phase, 0
             self._count(key, phase, count)
-        elif known[2] != count:
+        elif known[2] != count and known[1:] != ("gathered", 0):  # A view of what is freed is as large as it was.
             self._count(key, "gathered", count)
 
     def _count(self, key: int, phase: str, count: int) -> None:
@@ -255,7 +254,7 @@ class StepMemory(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known:
-            self._follow(storage, "gathered")
+            self._count(storage._cdata, "gathered", storage.nbytes())
             self._note_peak()
 
     # Names

@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import json
 import os
+import resource
 import runpy
 import shutil
 import signal
@@ -56,6 +57,8 @@ DEVICES = {name: int(gib) for name, gib in (one.split() for one in _GIB.split(",
 # So often a rank is rehearsed, if others say each time what it has not heard before.
 _MOST_RUNS = 3
 _MOST_REAL = 16
+# How long a rank that is late may take to show its stacks.
+_ABORT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -110,18 +113,8 @@ class RankOutcome:
         rank: The rank.
         end: "ended", "failed", "late"; of real ranks also "waited": a wait for others has raised.
         said: The traceback of a script that has failed, or is late.
-        steps: Optimizer steps.
-        at_rest: Bytes between two steps.
-        peak: The most bytes at one time.
-        peak_at: Where that was.
-        host_at_rest, host_peak: Bytes of the host then, and the most of them, where a device has others.
-        parts: The bytes at the peak, by what made them.
-        overrun: When the budget was first exceeded: bytes, place, line of the script, and its text; or ``None``.
-        notes: What was left out, or answered.
-        lines: The ledger.
-        work: The floating-point operations of matrix products and convolutions: "forward", and "again" in a backward
-            that runs a forward again.
         found: What the context around the script gave.
+        steps, parts: What ``RehearsedRank`` has counted: ``steps_done``, ``parts_at_peak``; all others as there.
     """
 
     rank: int
@@ -213,6 +206,7 @@ def run_processes(
         raise ConfigError("this system cannot fork processes", fix="rehearse on Linux or macOS")
     import_before_forks()
     started: dict[int, tuple[float, ScriptRun, int, Path]] = {}
+    late: set[int] = set()
     room, has_more = 1, True
     try:
         while has_more or started:
@@ -224,12 +218,19 @@ def run_processes(
                     started[_start(*following)] = time.monotonic() + following[0].timeout_s, *following
             for process, (deadline, job, rank, folder) in list(started.items()):
                 ended, status = os.waitpid(process, os.WNOHANG)
-                has_ended = ended == process
-                if has_ended or time.monotonic() > deadline:
+                has_ended, is_over = ended == process, time.monotonic() > deadline
+                if has_ended or (is_over and process in late):
                     del started[process]
                     _kill(process, has_ended=has_ended)
                     room = at_once
-                    yield job, _found_of(rank, folder, os.waitstatus_to_exitcode(status))
+                    code = os.waitstatus_to_exitcode(status)
+                    late_s = job.timeout_s if process in late else None
+                    late.discard(process)
+                    yield job, _found_of(rank, folder, code, late_s)
+                elif is_over:
+                    late.add(process)
+                    os.kill(process, signal.SIGABRT)  # It shows where it is, and ends.
+                    started[process] = time.monotonic() + _ABORT_S, job, rank, folder
             time.sleep(0.005)
     finally:
         for process in started:
@@ -248,6 +249,7 @@ def _start(job: ScriptRun, rank: int, folder: Path) -> int:
     code = 1
     try:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         said = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY, 0o600)
         os.dup2(said, 1)
         os.dup2(said, 2)
@@ -274,15 +276,16 @@ def _kill(process: int, *, has_ended: bool) -> None:
         os.waitpid(process, 0)
 
 
-def _found_of(rank: int, folder: Path, code: int) -> RankOutcome:
-    file, output = folder / f"found-{rank}", folder / f"said-{rank}"
-    printed = output.read_text(errors="replace")[-8000:] if output.exists() else ""
+def _found_of(rank: int, folder: Path, code: int, late_s: float | None) -> RankOutcome:
+    file, output, stack = (folder / f"{name}-{rank}" for name in ("found", "said", "stack"))
     if not file.exists():
-        late = folder / f"late-{rank}"
-        stack = late.read_text() if late.exists() else ""
+        printed = output.read_text(errors="replace")[-8000:] if output.exists() else ""
+        shown = stack.read_text().splitlines(keepends=True) if stack.exists() else []
+        frames = "".join(line for line in shown if not line.startswith(("Fatal Python", "Extension", "\n")))
         by = f" by {signal.Signals(-code).name}" if code < 0 else ""
-        said = stack or f"{printed}the process has ended{by}"
-        return RankOutcome(rank, "late" if stack else "failed", said, lines=_lines_of(rank, folder))
+        end, how = ("failed", f"ended{by}") if late_s is None else ("late", f"not ended after {late_s:.0f} s")
+        said = f"{printed}{frames}the process has {how}"
+        return RankOutcome(rank, end, said, lines=_lines_of(rank, folder))
     return RankOutcome(rank, lines=_lines_of(rank, folder), **json.loads(file.read_text()))
 
 
@@ -313,8 +316,8 @@ class _Child:
     def run(self) -> dict[str, Any]:
         """Run the script, and return the values of ``RankOutcome`` but for the rank."""
         job, number = self._job, self._rank
-        late = (self._folder / f"late-{number}").open("w")
-        faulthandler.dump_traceback_later(0.95 * job.timeout_s, file=late)
+        stack = (self._folder / f"stack-{number}").open("w")
+        faulthandler.enable(stack)
         torch.set_num_threads(1)
         warnings.simplefilter("default")
         rank = RehearsedRank(job.device_type, job.limit, job.steps, is_strict=job.is_strict)
@@ -353,7 +356,6 @@ class _Child:
                 end, said = "failed", f"{what}\n  at:  {line_of_error(error)}"
             except BaseException as error:
                 end, said = "waited" if _has_waited(error) else "failed", self._traceback()
-        faulthandler.cancel_dump_traceback_later()
         letters.save()
         return {
             "end": end, "said": said, "steps": rank.steps_done, "at_rest": rank.at_rest, "peak": rank.peak,

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from composable.errors import ConfigError, UsageError
+from composable.ground.names import check_int
 from composable.ground.torch_private import (
     PrefixStore,
     Store,
@@ -144,11 +145,9 @@ def run(
         ConfigError: A wrong argument.
         UsageError: A simulation is running, or a fault has met no call.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ConfigError(f"world_size is {world_size!r}", fix="pass the number of ranks, 1 or more")
+    check_int("world_size", world_size, 1, fix="pass the number of ranks, 1 or more")
     on_host = world_size if ranks_per_host is None else ranks_per_host
-    if isinstance(on_host, bool) or not isinstance(on_host, int) or on_host < 1:
-        raise ConfigError(f"ranks_per_host is {ranks_per_host!r}", fix="pass the number of ranks on each host, or None")
+    check_int("ranks_per_host", on_host, 1, fix="pass the number of ranks on each host, or None")
     plan, shared = FaultPlan(faults, world_size), SimulatedDevice.of(device)
     if adverse and shared is None:
         raise ConfigError("adverse=True on the CPU, where nothing runs late", fix="pass device=, or leave adverse out")

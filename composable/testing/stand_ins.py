@@ -85,7 +85,8 @@ class RehearsedRank(StepMemory):
         host_at_rest, host_peak: Those of the host then, and the most of them at one time.
         overrun: When the budget was first exceeded: bytes, place, the user's line and its text.
         steps_here: The parameters of the optimizer that steps, or was the last to step, lie on the device.
-        work: Floating-point operations in "forward", and "again" in a backward that runs a forward again.
+        work: The floating-point operations of matrix products and convolutions: "forward", and "again" in a backward
+            that runs a forward again.
     """
 
     def __init__(self, device: str, budget: int, steps: int, *, is_strict: bool) -> None:

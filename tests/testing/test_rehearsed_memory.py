@@ -121,6 +121,36 @@ def test_a_rehearsed_peak_is_that_of_ranks_with_values(name: str, is_inplace: bo
         assert fake == pytest.approx(run_threads(peak_of, ranks, name, is_inplace=is_inplace)[0], rel=0.01), ranks
 
 
+class Spare(nn.Sequential):
+    """Blocks, of which nobody uses what the last one gives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *used, spare = self
+        for block in used:
+            x = block(x)
+        spare(x)
+        return x
+
+
+def train_spare() -> None:
+    model = Spare(*[Block(64, is_inplace=False) for _ in range(5)])
+    shard(model)
+    for _ in range(2):
+        model(torch.randn(128, 64)).square().mean().backward()
+
+
+def peak_of_spare() -> int:
+    with LiveBytes() as live:
+        train_spare()
+    return live.peak
+
+
+def test_what_is_freed_takes_no_memory_again_where_it_is_looked_at() -> None:
+    # Backward asks for the nodes of parameters that it may reach: a view of a fake tensor fills its storage.
+    fake = rehearse(2, train_spare).peak_bytes
+    assert fake == pytest.approx(run_threads(peak_of_spare, 2)[0], rel=0.01)
+
+
 def test_buckets_that_are_averaged_are_stepped_before_the_others() -> None:
     # Real ranks wait for each other, and step what has come: a rank that waits for nobody keeps one bucket or two.
     step = partial(train, "replicated, buckets", is_inplace=False, is_stepped=True, batch=2)

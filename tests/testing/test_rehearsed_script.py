@@ -109,6 +109,11 @@ HANGS: dict[str, tuple[str, str]] = {
         "for group in ((a, b) if rank == 0 else (b, a)):\n    if rank < 2 or group is b:\n        dist.all_reduce(one, group=group)",
         "dist.all_reduce(one, group=group)",
     ),
+    "two groups of all": (
+        "groups = [dist.new_group([0, 1, 2, 3]) for _ in range(2)]\n"
+        "for group in groups[:: 1 if rank == 0 else -1]:\n    dist.all_reduce(one, group=group)",
+        "dist.all_reduce(one, group=group)",
+    ),
     "all send first": (
         "dist.send(one, (rank + 1) % size)\ndist.recv(one, (rank - 1) % size)", "dist.send(one, (rank + 1) % size)"
     ),
@@ -148,6 +153,12 @@ ALIKE = {
     "uneven lists": "dist.all_to_all_single(torch.empty(4, device=device), torch.empty(4, device=device), [1] * 4, [1] * 4)",
     "objects of the first": "sent = ['a', 5] if rank == 0 else [None, None]\ndist.broadcast_object_list(sent)\nassert sent == ['a', 5]",
     "late": "work = dist.all_reduce(one, async_op=True)\ndist.all_reduce(one.clone())\nwork.wait()",
+    "late in two groups": (
+        "groups = [dist.new_group([0, 1, 2, 3]) for _ in range(2)]\n"
+        "begun = [dist.all_reduce(torch.ones(4 + groups.index(group), device=device), group=group, async_op=True)\n"
+        "    for group in groups[:: 1 if rank == 0 else -1]]\n"
+        "for work in begun:\n    work.wait()"
+    ),
     "asked for": "work = dist.all_reduce(one, async_op=True)\nwhile not work.is_completed():\n    pass",
     "accumulation": "with no_sync(model):\n    model(torch.randn(2, 64, device=device)).sum().backward()\nstep()",
 }
@@ -377,15 +388,21 @@ def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_end_is_killed_and_shows_where_it_is(tmp_path: Path) -> None:
     source = "import threading\nthreading.Event().wait()  # here\n"
-    report = rehearse(tmp_path, source, ranks=1, on_host=1, timeout_s=1.0)
+    report = rehearse(tmp_path, source, ranks=1, on_host=1, timeout_s=5.0)
     assert report.exit_code == 1
     assert "NOT ENDED     on rank 0:" in text_of(report) and 'train.py", line 2' in text_of(report)
+    # On a busy machine a rank may not have begun.
+    report = rehearse(tmp_path, source, ranks=1, on_host=1, timeout_s=0.0)
+    assert report.exit_code == 1
+    assert "NOT ENDED     on rank 0:" in text_of(report) and "has not ended after 0 s" in text_of(report)
 
 
 def test_a_rank_that_a_signal_ends_says_which(tmp_path: Path) -> None:
     report = rehearse(tmp_path, "import os\nos.write(1, b'here\\n')\nos.kill(os.getpid(), 9)\n", ranks=1, on_host=1)
     assert report.exit_code == 1
     assert "here\nthe process has ended by SIGKILL" in text_of(report)
+    report = rehearse(tmp_path, "import ctypes\nctypes.string_at(0)\n", ranks=1, on_host=1)
+    assert 'train.py", line 2' in text_of(report) and "the process has ended by SIGSEGV" in text_of(report)
 
 
 def test_weights_that_were_exported_are_imported(tmp_path: Path) -> None:
