@@ -221,6 +221,7 @@ def _annotated(case: Case) -> tuple[Model, torch.optim.Optimizer]:
 def train_annotated(case: Case, folder: Path) -> None:
     """Train on this rank, and compare nothing."""
     model, optimizer = _annotated(case)
+    gc.collect()  # Of models that were refused, and copied; elsewhere garbage may stay for any time.
     for number, name in enumerate(case.programs):
         PROGRAMS[name].run(Step(model, number, dist.get_rank(), case.world_size, case.seed, is_plain=False))
         if not case.steps_inside:
@@ -228,7 +229,7 @@ def train_annotated(case: Case, folder: Path) -> None:
             optimizer.step()
         model, optimizer = _act(case, model, optimizer, number, folder, is_plain=False)
         _zero(case, optimizer, number)
-        gc.collect()  # Of models that were copied; elsewhere garbage may stay for any time.
+        gc.collect()
 
 
 def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
