@@ -45,9 +45,9 @@ LIBRARIES = {
     "swa_resume": (),
     "vit": ("timm", "timm.data"),
 }
-EXACT = 0.02
-# Real ranks have 3.6 % more, at the end of a backward that adds to the gradients of another.
-LESS_EXACT = {"lightning_fit": 0.04}
+EXACT = 0.01
+# With values transformers sees that no token is masked, and makes no mask.
+LESS_EXACT = {"lora": 0.02}
 
 
 def import_what_it_needs(name: str) -> None:
