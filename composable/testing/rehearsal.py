@@ -234,7 +234,7 @@ class StepMemory(TorchDispatchMode):
         if known is None:
             self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), phase, 0
             self._count(key, phase, count)
-        elif known[2] != count and known[1:] != ("gathered", 0):  # A view of what is freed is as large as it was.
+        elif known[2] != count and known[1] != "freed":  # A view of what is freed is as large as it was.
             self._count(key, "gathered", count)
 
     def _count(self, key: int, phase: str, count: int) -> None:
@@ -254,7 +254,7 @@ class StepMemory(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known:
-            self._count(storage._cdata, "gathered", storage.nbytes())
+            self._count(storage._cdata, "gathered" if storage.nbytes() else "freed", storage.nbytes())
             self._note_peak()
 
     # Names
