@@ -316,8 +316,7 @@ class _Child:
     def run(self) -> dict[str, Any]:
         """Run the script, and return the values of ``RankOutcome`` but for the rank."""
         job, number = self._job, self._rank
-        stack = (self._folder / f"stack-{number}").open("w")
-        faulthandler.enable(stack)
+        faulthandler.enable(os.open(self._folder / f"stack-{number}", os.O_CREAT | os.O_WRONLY, 0o600))
         torch.set_num_threads(1)
         warnings.simplefilter("default")
         rank = RehearsedRank(job.device_type, job.limit, job.steps, is_strict=job.is_strict)
