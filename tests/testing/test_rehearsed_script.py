@@ -159,6 +159,11 @@ ALIKE = {
         "    for group in groups[:: 1 if rank == 0 else -1]]\n"
         "for work in begun:\n    work.wait()"
     ),
+    "copies in another order": (
+        "copies = [replicate(nn.Linear(4, 4, bias=bias).to(device), find_unused_parameters=True) for bias in (True, False)]\n"
+        "for count in range(3):\n"
+        "    sum(copy(one).sum() for copy in copies[:: -1 if count and rank % 2 else 1]).backward()"
+    ),
     "asked for": "work = dist.all_reduce(one, async_op=True)\nwhile not work.is_completed():\n    pass",
     "accumulation": "with no_sync(model):\n    model(torch.randn(2, 64, device=device)).sum().backward()\nstep()",
 }
