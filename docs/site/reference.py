@@ -17,7 +17,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting"),
         *("rehearse", "testing"),
     ),
-    "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability"),
+    "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability", "scope"),
     "Inside": ("life_of_a_step", "ragged", "design", "security", "notes"),
 }
 
