@@ -215,6 +215,10 @@ class Entries:
         """Return the entries that are tensors, of any shapes."""
         return {key: value for key, value in self.values.items() if isinstance(value, torch.Tensor)}
 
+    def targets(self) -> dict[str, torch.Tensor]:
+        """Return the entries that full values are written into: all tensors but extra state, whose shape may change."""
+        return {key: value for key, value in self.tensors().items() if not key.endswith("_extra_state")}
+
     def first_names(self) -> dict[int, str]:
         """Return the first key of each tensor, by its id."""
         return {id(tensor): key for key, tensor in reversed(self.tensors().items())}
@@ -239,9 +243,10 @@ class Entries:
 
     def described(self, wanted: Collection[str]) -> Iterator[str]:
         """Yield a line for each entry: its type, shape and dtype, and whether its key is in ``wanted``."""
+        targets = self.targets()
         for key, value in self.values.items():
             kind = "no tensor"
-            if isinstance(value, torch.Tensor):
+            if key in targets:
                 name = type(value).__name__ if isinstance(value, DTensor) else "tensor"
                 kind = f"{name} {list(value.shape)} {value.dtype}"
             yield f"{key}: {kind}{'' if key in wanted else ', not picked'}"

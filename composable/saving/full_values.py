@@ -139,10 +139,11 @@ def load_full_state_dict(
         # The modules hold other buffers now.
         entries = entries_now(model)
     # Of several names for one tensor the last counts, as in torch.
-    last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
-    planned = batches([(key, entries.values[key]) for key in last.values()], limit) if held is not None else ()
+    targets = entries.targets()
+    last = {id(targets[key]): key for key in given if key in targets}
+    planned = batches([(key, targets[key]) for key in last.values()], limit) if held is not None else ()
     read = ([(key, _read(held or {}, key, tensor)) for key, tensor in batch] for batch in planned)
-    _spread_batches(read, entries.tensors(), ranks, src)
+    _spread_batches(read, targets, ranks, src)
     _load_the_rest(model, entries, given, held, ranks.everyone, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
 
@@ -154,7 +155,7 @@ def _differences_from(entries: Entries, state_dict: Mapping[str, Any] | None) ->
             fix="pass the full state dict on rank src",
         )
     shape_of = getattr(state_dict, "shape_of", None)
-    expected = {key: value if isinstance(value, torch.Tensor) else None for key, value in entries.values.items()}
+    expected = dict.fromkeys(entries.values) | entries.targets()
     return find_differences(expected, list(state_dict.keys()), shape_of or state_dict.__getitem__)
 
 
@@ -171,19 +172,24 @@ def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torc
 def _load_the_rest(
     model: nn.Module, entries: Entries, given: list[str], held: Mapping[str, Any] | None, ranks: Ranks, src: int
 ) -> None:
-    """Load values other than tensors, such as extra state, through torch, which also runs the modules' own hooks."""
+    """Load extra state through torch, which also lets modules read in their own way what is no parameter of theirs."""
     from composable.saving.contents import as_data, read_data  # takes long to import, with torch's checkpoints
 
-    others = [key for key in given if not isinstance(entries.values[key], torch.Tensor)]
+    targets = entries.targets()
+    others = [key for key in given if key not in targets]
     with ranks.agreed():
         packed = None if held is None else as_data({key: held[key] for key in others}, "extra state")
     extras = read_data(io.BytesIO(ranks.object_of(src, packed)), "extra state") if others else {}
+    _load_as_torch(model, {key: extras[key] if key in extras else targets[key] for key in given})
+
+
+def _load_as_torch(model: nn.Module, values: Mapping[str, Any]) -> None:
     state = model.state_dict(keep_vars=True)  # The keys as torch has them, with those of torch.compile.
-    keys = {plain_fqn(key): key for key in state}
-    for left_out in keys.keys() - set(given):
-        del state[keys[left_out]]
-    # Tensors are copied onto themselves, which moves nothing.
-    state.update((keys[key], value) for key, value in extras.items())
+    for key, name in [(key, plain_fqn(key)) for key in state]:
+        if name in values:
+            state[key] = values[name]  # Parameters and buffers are copied onto themselves, which moves nothing.
+        else:
+            del state[key]
     model.load_state_dict(state, strict=False)
 
 
@@ -362,7 +368,10 @@ def load_full_params(
     unexpected: list[str] = []
     given = pairs if ranks.rank == src and pairs is not None else ()
     checked = _checked_pairs(given, entries, unexpected, strict=strict)
-    arrived = _spread_batches(batches(checked, entries.batch_bytes()), entries.tensors(), ranks, src)
+    targets = entries.targets()
+    arrived = _spread_batches(batches(checked, entries.batch_bytes()), targets, ranks, src)
+    if not arrived.issubset(map(id, (*model.parameters(), *model.buffers()))):
+        _load_as_torch(model, targets)  # A module reads what came, beside what it has.
     missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
     Differences(missing=tuple(missing)).check(strict=strict, loaded="what came was loaded")
     return IncompatibleKeys(missing, ranks.everyone.object_of(src, unexpected))
@@ -372,7 +381,7 @@ def _checked_pairs(
     pairs: Iterable[tuple[str, torch.Tensor]], entries: Entries, unexpected: list[str], *, strict: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield pairs that fit; ``unexpected`` gets FQNs that the model does not have, an error with ``strict``."""
-    targets = entries.tensors()
+    targets = entries.targets()
     seen: set[str] = set()
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
         match pair:

@@ -128,15 +128,16 @@ def _entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, tor
     for name, owner in module.named_modules(remove_duplicate=False):
         path = f"{prefix}{name}." if name else prefix
         tensors = {**owner._parameters, **owner._buffers}
-        unsaved = owner._non_persistent_buffers_set
-        entries |= {path + key: value for key, value in tensors.items() if value is not None and key not in unsaved}
+        unsaved, load = owner._non_persistent_buffers_set, type(owner)._load_from_state_dict
+        saved = {path + key: value for key, value in tensors.items() if value is not None and key not in unsaved}
+        # What a module reads itself may have any shape; those of torch only add to what is old.
+        entries |= saved if str(load.__module__).startswith("torch.") else dict.fromkeys(saved)
         entries |= {path + key: tensor for key, tensor in _state_of_bytes(owner)}
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             entries[f"{path}_extra_state"] = None
         # torch keeps each hook in a wrapper that has the name of the hook's module.
         sources = [str(getattr(hook, "__module__", "")) for hook in owner._load_state_dict_pre_hooks.values()]
-        has_own_load = type(owner)._load_from_state_dict is not module_load
-        if has_own_load or any(not source.startswith("composable.") for source in sources):
+        if load is not module_load or any(not source.startswith("composable.") for source in sources):
             opaque.append(path)
     return entries, opaque
 

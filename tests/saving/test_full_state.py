@@ -19,6 +19,7 @@ from composable import (
     full_state_dict,
     fully_shard,
     iter_full_params,
+    load_full_params,
     load_full_state_dict,
     no_sync,
     replicate,
@@ -171,6 +172,78 @@ def handle_odd() -> None:
 
 def test_buffers_extra_state_and_unsharded_parameters_are_those_of_one_rank() -> None:
     run_threads(handle_odd, 2)
+
+
+class ReadsItself(nn.Module):
+    """Extra state that is a tensor, of a length of its own; two parameters in one entry; one that is kept turned."""
+
+    class Measured(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.tensor(self.measures)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.measures = state.tolist()
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Parameter(torch.randn(5, DIM)), nn.Parameter(torch.randn(3, DIM))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x @ self.query.t(), x @ self.key.t()], -1)
+
+        def _save_to_state_dict(self, into: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            into[prefix + "both"] = torch.cat([self.query.detach(), self.key.detach()])
+
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            with torch.no_grad():
+                for own, value in zip((self.query, self.key), state[prefix + "both"].split([5, 3]), strict=True):
+                    own.copy_(value)
+
+    class Turned(nn.Linear):
+        def _save_to_state_dict(self, into: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            into[prefix + "weight"] = self.weight.detach().t().contiguous()
+            into[prefix + "bias"] = self.bias
+
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+            mine = {prefix + "weight": state[prefix + "weight"].t(), prefix + "bias": state[prefix + "bias"]}
+            super()._load_from_state_dict(mine, prefix, *rest)
+
+    def __init__(self, measures: list[float]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(self.Measured(DIM, DIM), self.Fused(), self.Turned(8, 3), nn.Linear(3, 2))
+        self.layers[0].measures = measures
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def load_what_modules_read(annotate: str, call: str) -> None:
+    rank = dist.get_rank()
+    source = seeded(lambda: ReadsItself([5.0] * 5), 7)
+    model = seeded(lambda: ReadsItself([1.0] * 3), rank)
+    (fully_shard if annotate == "fully_shard" else replicate)(model)
+    values = source.state_dict()
+    if call == "load_full_state_dict":
+        load_full_state_dict(model, values if rank == 0 else None)
+    elif call == "load_state_dict":
+        model.load_state_dict(values)
+    else:
+        pairs = [(key, value) for key, value in values.items() if "extra" not in key]
+        load_full_params(model, pairs if rank == 0 else None)
+        model.layers[0].measures = [5.0] * 5
+    x = random_input(0, 2, DIM)
+    torch.testing.assert_close(model(x), source(x))
+    assert model.layers[0].measures == [5.0] * 5
+    found = full_state_dict(model)
+    if rank == 0:
+        assert_like_plain(found, source)
+
+
+@pytest.mark.parametrize("call", ["load_full_state_dict", "load_state_dict", "load_full_params"])
+@pytest.mark.parametrize("annotate", ["fully_shard", "replicate"])
+def test_what_modules_read_in_their_own_way_is_loaded(annotate: str, call: str) -> None:
+    run_threads(load_what_modules_read, 2, annotate, call)
 
 
 def use_at_any_moment() -> None:
