@@ -417,12 +417,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if type(param) is not RaggedDTensor and param.grad is not None:
                     if not self.state[param]:
                         self.state[param] = self._new_state(param.detach(), group)
-                    self.update(param.detach(), param.grad, self.state[param], group)
+                    self._update(param.detach(), param.grad, self.state[param], group)
         if steps := _steps_of(self):
             owners = self._owners = Owners.of(self, self._owners)
             entries = {index: self.state[step.param] for index, step in steps.items()}
-            _step_at_owners(owners, steps, entries, lambda like, step: self._new_state(like, step.group), self.update)
+            _step_at_owners(owners, steps, entries, lambda like, step: self._new_state(like, step.group), self._update)
         return loss
+
+    def _update(self, matrix: torch.Tensor, *args: Any) -> None:
+        returned: Any = self.update(matrix, *args)  # type: ignore[func-returns-value]
+        if returned is not None and returned is not matrix:
+            raise ConfigError(
+                f"update of {type(self).__name__} returned {described(returned)}, which changes nothing",
+                fix="write to the matrix in place: matrix.copy_(new)",
+            )
 
     def _new_state(self, matrix: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         made = self.init_state(matrix, group)

@@ -501,6 +501,29 @@ def test_a_step_inside_backward() -> None:
     assert_equal(values_of(model, optimizers[:1]), values_of(plain, expected[:1]))
 
 
+class Returning(MatrixOptimizer):
+    in_place = True
+
+    def update(self, matrix: torch.Tensor, grad: torch.Tensor, state: Any, group: dict[str, Any]) -> Any:
+        return matrix.sub_(grad) if self.in_place else matrix - grad
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@on_ranks(1)
+def test_an_update_that_returns_another_matrix_is_an_error(shards: bool) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    plain = copy.deepcopy(model)
+    if shards:
+        fully_shard(model)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer = Returning(model.parameters(), {})
+    optimizer.step()
+    assert torch.equal(full(model.weight), plain.weight - torch.ones(8, 8))
+    optimizer.in_place = False
+    with pytest.raises(ConfigError, match="update of Returning returned a Tensor, which changes nothing"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_what_has_no_whole_matrix_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
