@@ -152,17 +152,48 @@ def _argument_of(hook: object) -> Any:
 
     A hook that shows neither, as many of torch, takes gradients if it can take an output, else a bucket.
     """
-    signature = _signature_of(hook)
-    second = [*signature.parameters.values()][1:2] if signature is not None else []
-    declared = second[0].annotation if second else None
-    if isinstance(declared, str):
-        with suppress(Exception):  # evaluating annotations of users may raise anything
-            declared = get_type_hints(hook)[second[0].name]
+    name, declared = _declared(hook, 1)
     if declared in (torch.Tensor, _BUCKET) or hasattr(declared, "call_hook"):
         return declared
-    if second and second[0].name in ("grad", "bucket"):
-        return torch.Tensor if second[0].name == "grad" else _BUCKET
+    if name in ("grad", "bucket"):
+        return torch.Tensor if name == "grad" else _BUCKET
     return torch.Tensor if _takes_arguments(hook, 3) else _BUCKET
+
+
+def _declared(hook: object, index: int) -> tuple[str, Any]:
+    """Return name and annotation of an argument of ``hook``; empty and ``None`` if it has none there."""
+    signature = _signature_of(hook)
+    for argument in [*signature.parameters.values()][index : index + 1] if signature is not None else ():
+        declared = argument.annotation
+        if isinstance(declared, str):
+            with suppress(Exception):  # evaluating annotations of users may raise anything
+                declared = get_type_hints(hook)[argument.name]
+        return argument.name, declared
+    return "", None
+
+
+def _state_for(hook: Any, state: object, units: Mapping[ReducingUnit, Ranks]) -> object:
+    """Return the state for ``hook``: for hooks of this library one of the annotation's ranks, if it is ``None``.
+
+    Raises ``ConfigError`` for a hook of this library or of torch that cannot use ``state``.
+    """
+    if str(getattr(hook, "__module__", None)).endswith(".ddp_comm_hooks.mixed_precision_hooks"):
+        fix = "leave it out, and annotate with replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
+        raise ConfigError("the hook is a part of DistributedDataParallel's own mixed precision", fix=fix)
+    while isinstance(hook, partial) and hook.func in (_call, _compress):
+        hook = hook.args[hook.func is _call]  # inside of a wrapper
+    kind = _declared(hook, 0)[1]
+    if state is None and kind in (DefaultState, LowPrecisionState):
+        unit, ranks = next(iter(units.items()))
+        state = LowPrecisionState((unit.grid.shard if isinstance(unit, Handle) else ranks).process_group, None)
+    is_known = isinstance(kind, type) and (issubclass(kind, DefaultState) or kind.__module__.startswith("torch."))
+    # torch's hooks take no group for the default one.
+    if is_known and not isinstance(state, (kind, type(None)) if kind is dist.ProcessGroup else kind):
+        raise ConfigError(
+            f"the state of the hook is {described(state)}, not a {kind.__name__}",
+            fix=f"pass a {kind.__name__}{' of the ranks, or None' if issubclass(kind, DefaultState) else ''}",
+        )
+    return state
 
 
 def _as_hook_of_gradients(hook: HookFunction) -> HookFunction:
@@ -303,7 +334,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
 
     Args:
         module: Annotated, or around annotated modules, or picked by a policy.
-        state: Handed to ``hook``.
+        state: Handed to ``hook``. ``None``, for hooks of this library and wrappers around them: a ``LowPrecisionState``
+            of the annotation's ranks, which keeps the dtype of gradients.
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
             fills ``output`` [S], of the same dtype, with this rank's slice of their mean. Replicated modules call
             ``hook(state, grad)``, which averages in place. Where all modules are replicated, it may be a hook for
@@ -317,7 +349,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         The handle that removes the hook.
 
     Raises:
-        ConfigError: On any rank, ``hook`` cannot be called as above, or its state has other ranks than a module.
+        ConfigError: On any rank, ``hook`` cannot be called as above, or with ``state``, or its state has other ranks
+            than a module.
         UsageError: No module there is annotated; ``module`` has a hook already; a parameter is reduced in another way;
             or a backward is running.
         DesyncError: The ranks register different hooks.
@@ -333,16 +366,17 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
     def check() -> Registration:
         called = _as_hook_of_gradients(hook)
         _check_hook(called, units)
-        one = Registration(module, state, called, takes_bucket=_argument_of(called) is _BUCKET)
-        _check_free(module, state, units)
-        _check_memory(state, callers_of(one))
+        used = _state_for(hook, state, units)
+        one = Registration(module, used, called, takes_bucket=_argument_of(called) is _BUCKET)
+        _check_free(module, used, units)
+        _check_memory(used, callers_of(one))
         for unit in units:
             unit.check_comm_hooks([*unit.comm_hooks, one])
         return one
 
     one = made_alike(check, lambda one, failure: _agree(module, units, "register_comm_hook", one, failure))
-    if _remembers_buckets(state):
-        _SERVED.update((id(state), caller) for caller in callers_of(one))
+    if _remembers_buckets(one.state):
+        _SERVED.update((id(one.state), caller) for caller in callers_of(one))
     for unit in units:
         unit.register_comm_hooks([*unit.comm_hooks, one])
     return CommHookHandle(module, one)

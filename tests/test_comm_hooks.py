@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, mixed_precision_hooks, powerSGD_hook
 
 from composable import (
     ComposableError,
@@ -206,12 +206,12 @@ def test_the_hooks_without_casts_change_no_number(annotation: str, place: str, d
 
 def compressed(annotation: str, way: str, low: torch.dtype) -> dict[str, torch.Tensor]:
     model = annotate(make_net(), annotation)
-    if way == "hook":
+    if "hook" in way:
         hook = fp16_compress_hook if low is torch.float16 else bf16_compress_hook
-        register_comm_hook(model, LowPrecisionState(dist.group.WORLD), hook)
+        register_comm_hook(model, LowPrecisionState(dist.group.WORLD) if way == "hook" else None, hook)
     else:
         wrapper = fp16_compress_wrapper if low is torch.float16 else bf16_compress_wrapper
-        register_comm_hook(model, default_state(), wrapper(mean_hook))
+        register_comm_hook(model, default_state() if way == "wrapper" else None, wrapper(mean_hook))
     backward(model, dist.get_rank())
     return grads_of(model)
 
@@ -232,7 +232,7 @@ def emulated(low: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     *pairs_of(
         annotation=["fully_shard", "replicate"],
-        way=["hook", "wrapper"],
+        way=["hook", "wrapper", "hook without a state", "None, wrapped"],
         low=[torch.float16, torch.bfloat16],
         world_size=[1, 2, 3],
     )
@@ -517,6 +517,35 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: fp16_compress_wrapper(default_hooks.allreduce_hook), "ConfigError.*allreduce_hook takes a bucket"),
     (lambda m: bf16_compress_wrapper(OF_TORCH(default_hooks.allreduce_hook)), "ConfigError.*takes a bucket"),
     (lambda m: register_comm_hook(m, None, 3), "SignatureError.*hook is 3"),  # type: ignore[arg-type]
+    (
+        lambda m: register_comm_hook(m, dist.group.WORLD, bf16_compress_hook),
+        "ConfigError.*state of the hook is a .*Group, not a LowPrecisionState.*fix: pass a LowPrecisionState",
+    ),
+    (lambda m: register_comm_hook(m, default_state(), fp16_compress_hook), "ConfigError.*not a LowPrecisionState"),
+    (
+        lambda m: register_comm_hook(m, dist.group.WORLD, fp16_compress_wrapper(bf16_compress_wrapper(mean_hook))),
+        "ConfigError.*not a DefaultState",
+    ),
+    (
+        lambda m: register_comm_hook(replicate(make_net()), 3, default_hooks.allreduce_hook),
+        "ConfigError.*state of the hook is 3, not a ProcessGroup",
+    ),
+    (
+        lambda m: register_comm_hook(replicate(make_net()), default_state(), powerSGD_hook.powerSGD_hook),
+        "ConfigError.*not a PowerSGDState",
+    ),
+    (
+        lambda m: register_comm_hook(
+            replicate(make_net()), None, mixed_precision_hooks._reducer_allreduce_and_upcast_hook
+        ),
+        "ConfigError.*own mixed precision.*mp_policy=",
+    ),
+    (
+        lambda m: register_comm_hook(
+            nn.Sequential(m, replicate(make_net(), process_group=own_group())), None, mean_hook
+        ),
+        "ConfigError.*the state of the hook has ranks",
+    ),
     # A memory of buckets serves one module.
     (
         lambda m: register_comm_hook(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
