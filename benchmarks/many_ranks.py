@@ -146,7 +146,7 @@ def measure(rank: int, size: int, config: Config, folder: Path, rounds: int, sai
                 others.reports = [*said["reports"], *(report_of(state, other) for other in range(2, size))]
                 lengths = {name: one[0] for text in others.reports for name, one in json.loads(text)[1].items()}
                 begin = _filled(others, lengths, said["file"])
-                others.stack.enter_context(mock.patch("composable.saving.checkpoint.FolderRun.begin", begin))
+                others.stack.enter_context(mock.patch("composable.runs.checkpoint.FolderRun.begin", begin))
             figures["save"].append(_timed(others, lambda run=run: save_checkpoint(run, 1, model, optimizer)))
             reports = others.reports
         if rank:
@@ -174,7 +174,7 @@ def measure_load(rank: int, size: int, config: Config, rounds: int, told: Any) -
 
 def _filled(others: Others, lengths: dict[str, int], file: Path) -> Any:
     """Return a ``begin`` of a save after which the files of all other ranks are there."""
-    from composable.saving.run_folder import FolderRun
+    from composable.runs.run_folder import FolderRun
 
     original = FolderRun.begin
 

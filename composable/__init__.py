@@ -1,5 +1,6 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from composable.activation_checkpoint import checkpoint
@@ -23,6 +24,7 @@ from composable.fsdp_module import FSDPModule, UnshardHandle, check_conversions,
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import HandleOptions, fully_shard
 from composable.ground.contract import contract, get_registry
+from composable.ground.outer_rooms import register_outer
 from composable.ground.torch_hooks import let_watch_backwards
 from composable.optim import (
     BackwardSteps,
@@ -47,7 +49,6 @@ from composable.process_groups import update_process_group
 from composable.replicate import ReplicateOptions, replicate
 from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats
 from composable.saving import (
-    Storage,
     full_state_dict,
     iter_full_params,
     load_full_params,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from composable.extras import (
         DDPView,
         MatrixOptimizer,
-        SaveNotice,
         Timeline,
         TimelineEvent,
         UnevenInputs,
@@ -69,23 +69,31 @@ if TYPE_CHECKING:
         as_ddp,
         as_torch_shards,
         joinable,
-        load_safetensors,
-        save_on_signal,
-        save_safetensors,
         timeline,
         watch,
     )
-    from composable.saving import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
+    from composable.runs import (
+        SavedCheckpoint,
+        SaveHandle,
+        SaveNotice,
+        Storage,
+        find_checkpoint,
+        load_checkpoint,
+        load_safetensors,
+        save_checkpoint,
+        save_on_signal,
+        save_safetensors,
+    )
 else:
 
     def __getattr__(name: str) -> object:
-        """Return a name that is imported at its first use: of checkpoints, which use torch's, or of the extras."""
+        """Return a name of a room outside of the core, which is imported at its first use."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import composable.saving
+        import composable.runs
 
-        if hasattr(composable.saving, name):
-            return getattr(composable.saving, name)
+        if hasattr(composable.runs, name):
+            return getattr(composable.runs, name)
         import composable.extras
 
         return getattr(composable.extras, name)
@@ -142,4 +150,18 @@ def install() -> None:
     check_conversions()
 
 
+def _draw_plan() -> Callable[..., str]:
+    from composable.extras import draw_plan
+
+    return draw_plan
+
+
+def _rehearse_planned() -> Callable[..., object]:
+    from composable.rehearsal import rehearse_planned
+
+    return rehearse_planned
+
+
+register_outer("ShardPlan.draw", _draw_plan)
+register_outer("plan(step=)", _rehearse_planned)
 install()

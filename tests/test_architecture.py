@@ -42,7 +42,8 @@ EDGES: dict[str, set[str]] = {
     | {"optim", "replication"},
 }
 # With a face that shows what others take.
-FOLDERS = {*"testing comm planning dtensor engine features annotation replication optim saving extras".split()}
+OUTER_ROOMS = ("runs", "extras", "testing", "rehearsal")
+FOLDERS = {*"comm planning dtensor engine features annotation replication optim saving".split(), *OUTER_ROOMS}
 # What others take file by file: there is no face that would import all of it.
 OPEN_FOLDERS = {"ground", "commands"}
 # What users call, and what it stands on among its own kind: it may import everything above.
@@ -59,22 +60,19 @@ ENTRIES: dict[str, set[str]] = {
     "unannotate": {"activation_checkpoint", "annotated_module", "fsdp_module", "replicate_module"},
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
-EDGES["extras"] = set(EDGES)  # what training does not need: it may import everything, and nothing imports it
-# As users do, from the package; a rehearsal notes what ranks compare, and answers for those that are not there.
-EDGES["testing"] = {"", "comm", "engine", "replication", *BASE}
-EDGES[""] = set(EDGES) - {"testing"}  # composable/__init__.py
+# The rooms outside of the core, which training does not need: each may import the core and the rooms before it. None is
+# imported by an earlier one: the package imports what they have at its first use.
+CORE = set(EDGES)
+for number, room in enumerate(OUTER_ROOMS):
+    EDGES[room] = {"", *CORE, *OUTER_ROOMS[:number]}
+EDGES[""] = {*CORE, *OUTER_ROOMS}  # composable/__init__.py
 # The command line is a program on the package: it may import everything, from any file, a command when it is chosen,
 # and nothing imports it.
 EDGES["commands"] = set(EDGES)
 EDGES["__main__"] = {"", "errors", "commands"}
 PROGRAMS = {"commands", "__main__"}
-# Methods that users call on an object of the core, and that only an extra can do: imported inside of the method.
-LATE_IMPORTS = {
-    ("composable.planning.shard_plan", "composable.extras.drawing"): "`ShardPlan.draw`, a picture of a plan",
-    ("composable.planning.planner", "composable.testing.planned_step"): "`plan(step=)`, a rehearsal of a step",
-}
 # Only these talk to other ranks, or name what does; the others name types, or this rank in a message.
-FILES_THAT_COMMUNICATE = {"comm", "testing"}
+FILES_THAT_COMMUNICATE = {"comm", "testing", "rehearsal"}
 ANY = {"*"}
 NAMES_OF_DIST = {
     "composable.errors": {"is_available", "is_initialized", "get_rank"},
@@ -154,8 +152,6 @@ def forbidden_edges(name: str, tree: ast.AST) -> list[str]:
     found = []
     for line, target in ((found.line, target) for found in find_imports(tree) for target in sorted(own_files(found))):
         other = room_of(target)
-        if (name, target) in LATE_IMPORTS:
-            continue
         if other == room and room:
             continue
         if other not in EDGES[room]:
@@ -270,13 +266,14 @@ GLOBALS = {
     "comm.mesh._MESHES_OF_HOSTS": "ranks make them together, so none ends when its users do",
     "comm.ranks._KEPT": "groups that were made of others, which live as long",
     "comm.transport._REGISTERED": "the transports by name, filled by imports",
+    "ground.outer_rooms._FINDERS": "what other rooms do, filled by the package",
     "comm_hooks._SERVED": "states of hooks that give no weak references",
     "dtensor.gather.RECORD": "dispatch has no other place to ask",
     "ground.ownership.CHANGES": "numbers to compare, in place of looking again",
     "ground.ownership._REGISTRATIONS": "torch's registration hooks are of the process",
     "ground.torch_hooks._ENDINGS": "backwards are of the process",
-    "saving.checkpoint._SAVES": "saves that end after the call",
-    "saving.run_folder.WRITTEN": "a process has one lock of a file, and one name in a storage",
+    "runs.checkpoint._SAVES": "saves that end after the call",
+    "runs.run_folder.WRITTEN": "a process has one lock of a file, and one name in a storage",
     "testing.device_streams._SEEING": "torch's resize is changed for all who look",
     "testing.device_streams._SEEING_LOCK": "torch's resize is changed for all who look",
     "testing.simulation._SIMULATIONS": "torch is changed for one at a time",
@@ -320,7 +317,7 @@ def _changes(node: ast.AST, word: str) -> bool:
 CONSTANT_OBJECTS = {"fsdp_module._SWAP", "replicate_module._SWAP", "replicate_module._CASTING_SWAP"}
 
 
-def test_the_process_remembers_thirteen_things() -> None:
+def test_the_process_remembers_what_is_listed() -> None:
     found = {word for name, tree in TREES.items() for word in globals_that_change(name, tree)}
     assert found - CONSTANT_OBJECTS == set(GLOBALS)
 
@@ -348,16 +345,17 @@ def test_no_class_has_more_than_four_booleans() -> None:
 
 # What makes code or objects of any class from bytes. Each place with the reason why no stranger decides what is made.
 READERS = {
-    "composable.saving.checkpoint uses pickle": "the class of an error",
-    "composable.saving.contents uses pickle": "the unpickler makes plain values and stand-ins, whatever the file names",
-    "composable.saving.contents uses torch.load": "weights_only=True",
+    "composable.runs.checkpoint uses pickle": "the class of an error",
+    "composable.runs.contents uses pickle": "the unpickler makes plain values and stand-ins, whatever the file names",
+    "composable.saving.data uses pickle": "the classes of errors",
+    "composable.saving.data uses torch.load": "weights_only=True",
     "composable.__main__ uses importlib.import_module": "a command, by its name in a table",
-    "composable.testing.rehearsed_script uses runpy": "the script that the user asks to run",
-    "composable.testing.rehearsed_script uses runpy.run_path": "the same",
-    "composable.testing.surroundings uses pickle": "objects that one rehearsed rank of a script sends to another",
-    "composable.testing.surroundings uses torch.load": "what a rehearsed script loads, with its own arguments",
+    "composable.rehearsal.rehearsed_script uses runpy": "the script that the user asks to run",
+    "composable.rehearsal.rehearsed_script uses runpy.run_path": "the same",
+    "composable.rehearsal.surroundings uses pickle": "objects that one rehearsed rank of a script sends to another",
+    "composable.rehearsal.surroundings uses torch.load": "what a rehearsed script loads, with its own arguments",
     "composable.commands.plan uses importlib.import_module": "the model's module, which the user of the command names",
-    "composable.extras.safetensors uses importlib.import_module": "the name of an extra that may be missing",
+    "composable.runs.safetensors uses importlib.import_module": "the name of an extra that may be missing",
     "composable.testing.simulation uses ctypes.py_object": "stops a thread of this process",
 }
 UNSAFE = re.compile(
@@ -491,34 +489,28 @@ def test_imports_have_no_cycles() -> None:
     assert not_in_layers({room: others - {""} for room, others in EDGES.items()}) == []
     # A folder's face imports all of its files: between folders it stands for them.
     files = {name: {file for one in find_imports(tree) for file in own_files(one)} for name, tree in TREES.items()}
-    for name, late in LATE_IMPORTS:
-        files[name] -= {late}
+    # What the package gives at its first use, it imports inside of functions.
+    files["composable"] = {file for one in find_imports(at_import(TREES["composable"])) for file in own_files(one)}
     assert not_in_layers(files) == []
 
 
-def test_nothing_of_the_core_needs_the_extras_or_the_testing_of_users() -> None:
-    """But for the names that the package itself gives, and methods of ``LATE_IMPORTS``, which import inside of a call."""
-    apart = {"extras", "testing", *PROGRAMS}
-    outside = {name: tree for name, tree in TREES.items() if room_of(name) not in {"", *apart}}
-    found = {
-        (name, file)
-        for name, tree in outside.items()
-        for one in find_imports(tree)
-        for file in own_files(one)
-        if room_of(file) in apart
-    }
-    assert found == set(LATE_IMPORTS)
-    for name, late in LATE_IMPORTS:
-        at_the_top = ast.Module([one for one in TREES[name].body if isinstance(one, ast.Import | ast.ImportFrom)], [])
-        assert late not in {file for one in find_imports(at_the_top) for file in own_files(one)}
-    is_loaded = "import sys, composable; print([name for name in sys.modules if name.startswith('composable.extras')])"
-    assert printed_by(is_loaded, REPO) == "[]\n"
+def at_import(tree: ast.Module) -> ast.Module:
+    """Return the imports that run when the file is imported."""
+    return ast.Module([one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)], [])
+
+
+def test_no_room_is_imported_before_one_of_its_names_is_used() -> None:
+    outer = ", ".join(repr(f"composable.{room}") for room in (*OUTER_ROOMS, *PROGRAMS))
+    assert printed_by(f"import sys, composable; print({{*sys.modules}} & {{{outer}}})", REPO) == "set()\n"
     package = importlib.import_module("composable")
-    shown = {name for one in find_imports(TREES["composable.extras"]) for name in one.names}
-    of_package = find_imports(TREES["composable"])
-    given = {name for one in of_package if one.module == "composable.extras" for name in one.names}
-    assert shown == given <= {*package.__all__} <= {*dir(package)}
-    assert all(getattr(package, name).__module__.startswith("composable.extras.") for name in given)
+    of_package = [*find_imports(TREES["composable"])]
+    for room in ("runs", "extras"):
+        shown = {name for one in find_imports(TREES[f"composable.{room}"]) for name in one.names}
+        given = {name for one in of_package if one.module == f"composable.{room}" for name in one.names}
+        assert shown == given
+        public = given & {*package.__all__}
+        assert all(getattr(package, name).__module__.startswith(f"composable.{room}.") for name in public)
+    assert {*package.__all__} <= {*dir(package)}
     assert not hasattr(package, "no_such_name")
 
 
@@ -533,15 +525,15 @@ def printed_by(program: str, folder: Path) -> str:
     return found.stdout
 
 
-# Trains a sharded and a replicated model, saves both, and loads them.
+# Trains a sharded and a replicated model, and loads what they had.
 CORE_PROGRAM = """
-    import sys, tempfile
+    import sys
     # What an editable installation knows stands elsewhere.
     sys.meta_path[:] = [one for one in sys.meta_path if "__editable__" not in one.__module__]
     import torch, torch.distributed as dist
     from torch import nn
     import composable
-    from composable import fully_shard, load_checkpoint, replicate, save_checkpoint, step_in_backward
+    from composable import fully_shard, replicate, step_in_backward
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trained = []
@@ -561,49 +553,59 @@ CORE_PROGRAM = """
         if steps is not None:
             steps.remove()
         trained.append(composable.full_state_dict(model))
-        with tempfile.TemporaryDirectory() as run:
-            save_checkpoint(run, 3, model, optimizer)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.zero_()
-            load_checkpoint(run, model, optimizer)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        composable.load_full_state_dict(model, trained[-1])
         for key, value in composable.full_state_dict(model).items():
             assert torch.equal(value, trained[-1][key]), key
             torch.testing.assert_close(value, trained[0][key])
-    assert composable.plan(nn.Linear(2, 2), world_size=2).draw.__name__ == "draw"
-    try:
-        composable.timeline
-    except ImportError as error:
-        print(error)
+    for asked in (
+        lambda: composable.timeline,
+        lambda: composable.save_checkpoint,
+        lambda: composable.plan(nn.Linear(2, 2), world_size=2).draw(),
+        lambda: composable.plan(nn.Linear(2, 2), world_size=2, step=print),
+    ):
+        try:
+            asked()
+        except (ImportError, composable.UsageError) as error:
+            print(error)
     dist.destroy_process_group()
 """
 
 
-def test_the_core_trains_saves_and_loads_where_the_extras_are_gone(tmp_path: Path) -> None:
-    for path in (path for path in FILES.values() if path.parent.name not in {"extras", "testing", "commands"}):
+def test_the_core_trains_where_the_other_rooms_are_gone(tmp_path: Path) -> None:
+    for path in (path for path in FILES.values() if path.parent.name not in {*OUTER_ROOMS, "commands"}):
         target = tmp_path / path.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
-    assert printed_by(CORE_PROGRAM, tmp_path) == "No module named 'composable.extras'\n"
+    assert printed_by(CORE_PROGRAM, tmp_path) == textwrap.dedent(
+        """\
+        No module named 'composable.runs'
+        No module named 'composable.runs'
+        ShardPlan.draw needs composable.extras, which is not here
+          at:  rank 0
+          fix: install the whole package
+        plan(step=) needs composable.rehearsal, which is not here
+          at:  rank 0
+          fix: install the whole package
+        """
+    )
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_a_folders_init_is_its_public_face_and_shows_only_what_others_take(folder: str) -> None:
     tree = TREES[f"composable.{folder}"]
-    docstring, *imports = tree.body if folder != "testing" else tree.body[:-1]  # that one is for users: it has a list
+    docstring, *imports = tree.body
     assert isinstance(docstring, ast.Expr)
-    if folder == "saving":  # What runs torch's checkpoints is imported at its first use.
-        typing, *imports, lazy = imports
-        assert (ast.unparse(typing), ast.unparse(lazy).partition("\n")[0]) == (
-            *("from typing import TYPE_CHECKING", "if TYPE_CHECKING:"),
-        )
+    if folder in ("testing", "rehearsal"):  # These are for users: they have a list, and say where names have gone.
+        imports = [one for one in imports if not isinstance(one, ast.Assign | ast.FunctionDef)]
     assert all(isinstance(one, ast.ImportFrom) and room_of(one.module or "") == folder for one in imports)
     shown = {name for found in find_imports(tree) if own_files(found) for name in found.names}
-    shown -= {"checkpoint"}  # A file.
     others = [one for name, one in TREES.items() if room_of(name) != folder]
     taken = {name for one in others for found in find_imports(one) for name in found.names
              if found.module == f"composable.{folder}"}  # fmt: skip
-    assert folder == "testing" or shown <= taken, shown - taken
+    assert folder in ("testing", "rehearsal") or shown <= taken, shown - taken
 
 
 def test_importing_a_file_gives_a_module_and_no_function_of_its_name() -> None:
@@ -633,14 +635,14 @@ def test_the_traversal_is_imported_as_a_module() -> None:
 
 def test_only_the_hooks_file_registers_hooks() -> None:
     # Those of rehearsals are no module's: they see every forward, parameter and step of a process that ends.
-    rehearsals = {f"composable.testing.{name}" for name in ("rehearsal", "rehearsed_script", "surroundings")}
+    rehearsals = {f"composable.rehearsal.{name}" for name in ("rehearsed_function", "rehearsed_script", "surroundings")}
     without = [name for name in FILES if name not in {*FILES_WITH_HOOKS, *rehearsals}]
     assert found_in(without, hook_registrations) == []
 
 
 def test_no_file_asks_a_collective_for_its_result() -> None:
     # torch deprecates `Work.result`: what a collective gives is in the tensors that it was given. Threads have results too.
-    assert found_in([name for name in FILES if room_of(name) != "saving"], results_asked) == []
+    assert found_in([name for name in FILES if room_of(name) != "runs"], results_asked) == []
 
 
 # The rules above are only as good as what they can see, so each is shown files that break it, and some that do not.

@@ -83,7 +83,7 @@ def test_the_import_waits_with_the_files_of_torch_that_take_as_long_as_itself() 
         new = {*sys.modules} - before
         print(*sorted(name for name in new if name.startswith("torch.distributed.checkpoint")))
         print(len([name for name in new if not name.startswith("composable")]))
-        assert composable.save_checkpoint.__module__ == "composable.saving.checkpoint"
+        assert composable.save_checkpoint.__module__ == "composable.runs.checkpoint"
         assert not hasattr(composable, "no_such_name") and "save_checkpoint" in dir(composable)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT)

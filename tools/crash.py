@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from composable.saving.run_folder import find_damage, find_folder, read_manifest
+from composable.runs.run_folder import find_damage, find_folder, read_manifest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = ("composable", "_traversal_utils.py")
 # What a reader of the core need not carry: users may delete these folders, and training works.
-OUTSIDE = frozenset(("commands", "extras", "testing"))
+OUTSIDE = frozenset(("commands", "extras", "rehearsal", "runs", "testing"))
 _FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _BEFORE_DOCSTRINGS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from composable.commands.output import progress, show
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import count_text
-from composable.saving.checkpoint import locate
-from composable.saving.contents import DataReader, read_description
-from composable.saving.run_folder import EXTRA, MANIFEST, METADATA, RANK, Manifest, find_damage, read_manifest
-from composable.saving.storage import StoredFolder
+from composable.runs.checkpoint import locate
+from composable.runs.contents import DataReader, read_description
+from composable.runs.run_folder import EXTRA, MANIFEST, METADATA, RANK, Manifest, find_damage, read_manifest
+from composable.runs.storage import StoredFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

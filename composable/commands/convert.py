@@ -19,11 +19,9 @@ from composable.comm import Ranks
 from composable.commands.check import damage_of, opened, reader_of
 from composable.commands.output import progress, show
 from composable.errors import ConfigError, UsageError
-from composable.extras.safetensors import check_types, holds_weights, open_files, open_writer
 from composable.ground.names import check_int, list_text
-from composable.saving.checkpoint import check_undamaged, run_at, write_shares
-from composable.saving.entries import NamesOnAll, batches
-from composable.saving.run_folder import (
+from composable.runs.checkpoint import check_undamaged, run_at, write_shares
+from composable.runs.run_folder import (
     LOCK,
     MANIFEST,
     FileSum,
@@ -36,8 +34,10 @@ from composable.saving.run_folder import (
     read_manifest,
     sync_folder,
 )
-from composable.saving.storage import StoredFolder, folder_at
-from composable.saving.stored_run import StoredRun
+from composable.runs.safetensors import check_types, holds_weights, open_files, open_writer
+from composable.runs.storage import StoredFolder, folder_at
+from composable.runs.stored_run import StoredRun
+from composable.saving import NamesOnAll, batches
 
 _BATCH_BYTES = 2**28
 

@@ -10,8 +10,8 @@ import re
 import sys
 from dataclasses import asdict
 
-from composable.commands.frontier import find_frontier, frontier_lines
 from composable.commands.rehearse import add_run_arguments, job_of
+from composable.rehearsal import find_frontier, frontier_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

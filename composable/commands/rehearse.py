@@ -14,10 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from composable.commands.frontier import Tried, find_frontier
 from composable.errors import ConfigError
 from composable.ground.names import bytes_text, count_text, list_text
-from composable.testing import DEVICES, RankOutcome, ScriptRun, hang_between, rehearse_script
+from composable.rehearsal import DEVICES, RankOutcome, ScriptRun, Tried, find_frontier, hang_between, rehearse_script
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 

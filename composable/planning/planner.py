@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from composable.errors import ConfigError
 from composable.ground.contract import get_registry
 from composable.ground.names import answer_of, class_name, described, list_text, plain_fqn, readable_twice
+from composable.ground.outer_rooms import outer
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (
     NO_CASTS,
@@ -75,8 +76,8 @@ def plan(
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
         step: Runs forward and backward of the module that it is given, on batches that it makes: the plan then has the
-            peak with activations, as ``composable.testing.rehearse`` counts it. It is called once, with a copy of fake
-            tensors. An optimizer that it makes, and steps twice, counts.
+            peak with activations, as ``composable.rehearsal.rehearse`` counts it. It is called once, with a copy of
+            fake tensors. An optimizer that it makes, and steps twice, counts.
 
     Returns:
         The plan; ``print`` shows its handles.
@@ -110,9 +111,7 @@ def plan(
     )
     made = make_plan(module, options)[0]
     if step is not None:
-        from composable.testing.planned_step import rehearse_planned  # not needed to train
-
-        made = replace(made, step=rehearse_planned(module, made, options, step, ranks_per_host))
+        made = replace(made, step=outer("plan(step=)")(module, made, options, step, ranks_per_host))
     return made if ranks_per_host is None else made.on_hosts(ranks_per_host)
 
 

@@ -22,6 +22,7 @@ from composable.ground.names import (
     module_text,
     sibling_lines,
 )
+from composable.ground.outer_rooms import outer
 from composable.planning.estimate import HandleBytes, HandleCollectives, Reduced, Senders, Traffic, peak_of_step
 from composable.planning.layout import FlatLayout, Promise, choose_owners
 from composable.planning.options import NO_CASTS, NO_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy
@@ -493,10 +494,8 @@ class ShardPlan:
             ConfigError: ``ranks_per_host`` does not divide the number of all ranks, or ``optimizer_states`` is not a
                 number of at least 0.
         """
-        from composable.extras.drawing import draw_plan  # not needed to train
-
         placed = self if ranks_per_host is None else self.on_hosts(ranks_per_host)
-        return draw_plan(placed, optimizer_states, state_dtype)
+        return str(outer("ShardPlan.draw")(placed, optimizer_states, state_dtype))
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
         """Return the plan without some of its handles, whose parameters are whole again."""

@@ -20,6 +20,7 @@ from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
 from composable.errors import ConfigError, UsageError
 from composable.features import by_grid, collect_whole, spread_whole
 from composable.ground.names import check_bool, check_device, described, plain_fqn
+from composable.saving.data import as_data, read_data
 from composable.saving.entries import Entries, Names, batches, check_float, entries_for, entries_now
 from composable.saving.loads import Differences, find_differences, make_room
 
@@ -173,8 +174,6 @@ def _load_the_rest(
     model: nn.Module, entries: Entries, given: list[str], held: Mapping[str, Any] | None, ranks: Ranks, src: int
 ) -> None:
     """Load extra state through torch, which also lets modules read in their own way what is no parameter of theirs."""
-    from composable.saving.contents import as_data, read_data  # takes long to import, with torch's checkpoints
-
     targets = entries.targets()
     others = [key for key in given if key not in targets]
     with ranks.agreed():

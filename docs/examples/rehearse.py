@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from composable import fully_shard
-from composable.testing import Rehearsal, rehearse
+from composable.rehearsal import Rehearsal, rehearse
 
 
 def step() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from composable import load_checkpoint, save_checkpoint
 from composable.__main__ import main
 from composable.commands import convert
-from composable.saving.storage import StoredFolder, _FsspecStorage, folder_at
+from composable.runs.storage import StoredFolder, _FsspecStorage, folder_at
 from tests.commands.test_check import save
 from tests.world import run_threads
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from composable.commands.fit import _with_values
-from composable.commands.frontier import Frontier, Tried, find_frontier
 from composable.commands.rehearse import RehearsalReport
 from composable.ground.names import bytes_text
-from composable.testing import RankOutcome, ScriptRun, rehearse_script
-from composable.testing.candidates import Candidate, annotations_of
+from composable.rehearsal import RankOutcome, ScriptRun, rehearse_script
+from composable.rehearsal.candidates import Candidate, annotations_of
+from composable.rehearsal.frontier import Frontier, Tried, find_frontier
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD = """\

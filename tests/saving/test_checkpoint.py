@@ -26,8 +26,8 @@ from composable.comm import Ranks
 from composable.dtensor.gather import fallback_counts
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, DesyncError, UsageError
-from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
-from composable.saving.contents import staged, state_to_save
+from composable.runs.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from composable.runs.contents import staged, state_to_save
 from composable.saving.entries import names_on_all
 from tests.ragged_pairs import from_full
 from tests.world import run_ranks, run_threads, told

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composable import ConfigError, find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
-from composable.saving.contents import DataReader, read_description
-from composable.saving.run_folder import FileSum
+from composable.runs.contents import DataReader, read_description
+from composable.runs.run_folder import FileSum
 from tests.world import run_threads, told
 
 EXTRA = {"position": torch.arange(3), "at": (1, "x", 2.5), "names": ["a", {"b": None}]}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composable import find_checkpoint, load_checkpoint
-from composable.saving.run_folder import find_damage, read_manifest
+from composable.runs.run_folder import find_damage, read_manifest
 
 ROOT = Path(__file__).parents[2]
 # Each test starts interpreters that import torch, which takes its time on a busy machine.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
-from composable.saving import run_folder
+from composable.runs import run_folder
 from tests.saving.storages import Killed
 from tests.world import RankErrors, run_threads, told
 

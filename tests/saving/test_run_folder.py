@@ -33,8 +33,8 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
-from composable.saving import run_folder
-from composable.saving.run_folder import FileSum, write_summed
+from composable.runs import run_folder
+from composable.runs.run_folder import FileSum, write_summed
 from tests.world import run_ranks, run_threads, told
 
 

@@ -29,7 +29,7 @@ from composable import (
 )
 from composable.comm.transport import ProcessGroupTransport
 from composable.ground.torch_private import with_values
-from composable.testing.rehearsal import rehearse
+from composable.rehearsal.rehearsed_function import rehearse
 from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.world import on_ranks, run_threads

@@ -24,8 +24,8 @@ import torch.distributed.checkpoint
 from torch import nn
 
 from composable.commands.rehearse import RehearsalReport
-from composable.testing import ScriptRun, rehearse_script
-from composable.testing.surroundings import use_collectives_only
+from composable.rehearsal import ScriptRun, rehearse_script
+from composable.rehearsal.surroundings import use_collectives_only
 from tools.fuzz.rehearsed import RealRank, by_group
 
 ROOT = Path(__file__).parent.parent.parent

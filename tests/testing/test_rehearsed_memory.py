@@ -21,7 +21,7 @@ from composable import (
     replicate,
     step_in_backward,
 )
-from composable.testing.rehearsal import rehearse
+from composable.rehearsal.rehearsed_function import rehearse
 from tests.live_bytes import LiveBytes
 from tests.testing.test_rehearsed_script import rehearse as rehearse_source
 from tests.testing.test_rehearsed_script import text_of

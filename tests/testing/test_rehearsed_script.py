@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable.comm.shared_memory import SharedMemoryTransport
 from composable.commands.rehearse import RehearsalReport
 from composable.errors import ConfigError
-from composable.testing import LedgerLine, ScriptRun, rehearse_script
-from composable.testing.ledger import line_of
-from composable.testing.rehearsed_script import ranks_to_rehearse
+from composable.rehearsal import LedgerLine, ScriptRun, rehearse_script
+from composable.rehearsal.ledger import line_of
+from composable.rehearsal.rehearsed_script import ranks_to_rehearse
 from tests import test_first_hour
 from tests.world import run_ranks
 

@@ -23,10 +23,10 @@ from typing_extensions import Self
 
 from composable import ComposableError
 from composable.comm import register_transport, transport_class, transport_names
-from composable.testing import LedgerLine, ScriptRun, hang_between, rehearse_script
+from composable.rehearsal import LedgerLine, ScriptRun, hang_between, rehearse_script
+from composable.rehearsal.ledger import line_of
+from composable.rehearsal.surroundings import use_collectives_only
 from composable.testing.device_streams import resizes_seen
-from composable.testing.ledger import line_of
-from composable.testing.surroundings import use_collectives_only
 from tests.live_bytes import LiveBytes
 from tests.world import RankErrors, run_ranks
 from tools.fuzz.cases import draw, draw_hybrid, draw_replicated

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor
 from composable.ground.torch_private import place_in_file, plan_for_rank, root_mesh
-from composable.saving.contents import is_covered
-from composable.saving.entries import NamesOnAll
+from composable.runs.contents import is_covered
+from composable.saving import NamesOnAll
 
 # The ranks that may write a value: all of them, or their numbers in order.
 Holders = Sequence[int]

@@ -24,8 +24,8 @@ from composable.engine import RestingPlace
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward, outwards
 from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, with_values
-from composable.testing.ledger import LIBRARIES, LedgerLine, line_of, users_line
-from composable.testing.rehearsal import StepMemory, device_in_kernels, operands, with_memory
+from composable.rehearsal.ledger import LIBRARIES, LedgerLine, line_of, users_line
+from composable.rehearsal.rehearsed_function import StepMemory, device_in_kernels, operands, with_memory
 
 # Above this, the data of a script is fake too, in what it computes of it outside of its model.
 _MOST_REAL_NUMEL = 2**25

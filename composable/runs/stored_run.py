@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from composable.saving.run_folder import (
+from composable.runs.run_folder import (
     LOCK,
     MANIFEST,
     WRITTEN,
@@ -31,7 +31,7 @@ from composable.saving.run_folder import (
     no_checkpoint,
     this_process,
 )
-from composable.saving.storage import StoredFolder
+from composable.runs.storage import StoredFolder
 
 _LOG = logging.getLogger("composable")
 # A folder that was copied from a disk has no number and no token.

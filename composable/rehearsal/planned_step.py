@@ -12,7 +12,7 @@ import composable
 from composable.errors import ConfigError
 from composable.ground.names import described
 from composable.ground.torch_private import with_values
-from composable.testing.rehearsal import Rehearsal, rehearse
+from composable.rehearsal.rehearsed_function import Rehearsal, rehearse
 
 # Options that fully_shard takes as the plan did.
 _SAME = ("strategy", "reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
@@ -35,7 +35,9 @@ def rehearse_planned(
     """
     if not callable(step) or not isinstance(module, nn.Module) or plan.kept_fqns:
         what = f"step is {described(step)}" if not callable(step) else "step needs one module without annotations"
-        raise ConfigError(what, fix="pass a function of the model; else annotate inside of composable.testing.rehearse")
+        raise ConfigError(
+            what, fix="pass a function of the model; else annotate inside of composable.rehearsal.rehearse"
+        )
 
     def run() -> None:
         # Nothing here may hold the whole parameters, which the annotation frees.
@@ -65,7 +67,7 @@ def _fake_copy(module: nn.Module, options: Any) -> tuple[nn.Module, dict[str, An
     new: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         if type(tensor) not in {torch.Tensor, nn.Parameter, nn.Buffer}:
-            fix = "make and annotate the model inside of composable.testing.rehearse"
+            fix = "make and annotate the model inside of composable.rehearsal.rehearse"
             raise ConfigError(f"step copies plain tensors only, and one is a {type(tensor).__name__}", fix=fix)
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         new[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.names import check_bool, check_int, check_module, described
-from composable.saving import contents, run_folder
-from composable.saving.entries import Names, NamesOnAll, names_on_all
-from composable.saving.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
-from composable.saving.shares import SharePlanner, describe_all
-from composable.saving.storage import Storage, StoredFolder, folder_at
-from composable.saving.stored_run import StoredRun, find_stored
+from composable.runs import contents, run_folder
+from composable.saving import Names, NamesOnAll, names_on_all, read_data, as_data
+from composable.runs.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
+from composable.runs.shares import SharePlanner, describe_all
+from composable.runs.storage import Storage, StoredFolder, folder_at
+from composable.runs.stored_run import StoredRun, find_stored
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -205,7 +205,7 @@ def save_checkpoint(
         every = names_on_all(ranks, model, optimizers, names, given)
         with ranks.agreed():
             state = contents.state_to_save(model, optimizers, every)
-            packed = None if extra is None else contents.as_data(extra, "extra")
+            packed = None if extra is None else as_data(extra, "extra")
             if asynchronous:
                 state = contents.staged(state, _SAVES.copies.pop(model, None))
                 _SAVES.copies[model] = state
@@ -494,7 +494,7 @@ def _read(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
     if EXTRA not in manifest.files:
         return SavedCheckpoint(path, manifest.step, None)
     with run_folder.open_in(folder, EXTRA) as file:
-        return SavedCheckpoint(path, manifest.step, contents.read_data(file, f"{folder}/{EXTRA}"))
+        return SavedCheckpoint(path, manifest.step, read_data(file, f"{folder}/{EXTRA}"))
 
 
 @contextmanager

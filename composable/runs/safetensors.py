@@ -25,22 +25,19 @@ from torch import nn
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError
 from composable.ground.names import check_bool, check_int, list_text
+from composable.runs.run_folder import sync_folder, write_summed
+from composable.runs.storage import Storage, StoredFolder, folder_at
 from composable.saving import (
     Entries,
     IncompatibleKeys,
     Names,
-    Storage,
-    StoredFolder,
     batches,
     check_float,
     entries_for,
     entries_now,
-    folder_at,
     gather_values,
     load_full_state_dict,
     ranks_of,
-    sync_folder,
-    write_summed,
 )
 
 MAX_SHARD_BYTES = 5_000_000_000

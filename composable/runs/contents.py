@@ -25,7 +25,7 @@ from itertools import product
 from operator import add, le, lt
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,63 +47,26 @@ from composable.dtensor import RaggedDTensor, write_values
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
-from composable.saving.entries import (
+from composable.saving import (
+    DISTRUST,
     Names,
     NamesOnAll,
     OptimizerNames,
+    as_data,
+    find_differences,
     names_of_params,
     optimizer_differences,
     picked_of,
+    read_data,
 )
-from composable.saving.loads import find_differences
-from composable.saving.run_folder import MANIFEST, METADATA, FileSum, open_in
-from composable.saving.storage import StoredFolder
+from composable.runs.run_folder import MANIFEST, METADATA, FileSum, open_in
+from composable.runs.storage import StoredFolder
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_DISTRUST = "load another checkpoint, and do not trust where this one is from"
 # Torch cuts a tensor along fewer dims; the corners of a piece are two to this power at most.
 _MAX_CUT_DIMS = 12
-
-
-# -- data
-
-
-def as_data(value: object, name: str) -> bytes:
-    """Return ``value`` packed for ``torch.load(weights_only=True)``; raises if that cannot read it."""
-    packed = io.BytesIO()
-    try:
-        torch.save(value, packed)
-        packed.seek(0)
-        torch.load(packed, weights_only=True)
-    except (pickle.PickleError, RuntimeError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{name} is more than data: {_without_advice(error)}",
-            fix="use tensors, numbers, strings, and lists, tuples and dicts of them",
-        ) from None
-    return packed.getvalue()
-
-
-def read_data(source: BinaryIO, name: str) -> Any:
-    """Return a value that ``as_data`` packed, on the CPU; ``name`` says in errors where it is from."""
-    try:
-        return torch.load(source, "cpu", weights_only=True)
-    except OSError:
-        raise
-    # A broken archive or pickle makes torch raise errors of any type.
-    except Exception as error:
-        raise ConfigError(f"{name} cannot be read as data: {_without_advice(error)}", fix=_DISTRUST) from None
-
-
-def _without_advice(error: Exception) -> str:
-    """Return the fault of a pickle, without torch's advice on how to run the code in it."""
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    if named is not None:
-        return f"it names {named[1]}"
-    if isinstance(error, pickle.UnpicklingError):
-        return "it holds objects that are not data"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class _DataPlanner(DefaultLoadPlanner):
@@ -135,7 +98,7 @@ def read_description(folder: Path | StoredFolder, files: Mapping[str, FileSum]) 
     # Whoever made a file up may make Python raise errors of any type.
     except Exception as error:
         what = f"{folder}/{METADATA} does not describe a checkpoint: {_told(error)}"
-        raise ConfigError(what, fix=_DISTRUST) from None
+        raise ConfigError(what, fix=DISTRUST) from None
 
 
 def _told(error: Exception) -> str:

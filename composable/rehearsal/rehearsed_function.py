@@ -38,7 +38,7 @@ from composable.ground.torch_private import (
     next_node_number,
     register_fake_backend,
 )
-from composable.testing.device_streams import resizes_seen
+from composable.testing import resizes_seen
 
 # What makes tensors, and how a place in it begins.
 _PHASES = {"outside": "no forward or backward", "forward": "forward", "backward": "backward"}

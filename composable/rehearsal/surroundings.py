@@ -38,9 +38,9 @@ from composable.ground.torch_private import (
     swap_contents,
     with_values,
 )
+from composable.rehearsal.ledger import LedgerLine
+from composable.rehearsal.stand_ins import RehearsedRank, is_device
 from composable.replication import BucketExchange
-from composable.testing.ledger import LedgerLine
-from composable.testing.stand_ins import RehearsedRank, is_device
 
 _T = TypeVar("_T")
 

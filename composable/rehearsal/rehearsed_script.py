@@ -38,10 +38,10 @@ from composable.ground.torch_private import (
     import_before_forks,
     register_fake_backend,
 )
-from composable.testing.ledger import LedgerLine
-from composable.testing.rehearsal import line_of_error
-from composable.testing.stand_ins import RehearsedRank, ScriptEnds, stand_in_for_devices
-from composable.testing.surroundings import (
+from composable.rehearsal.ledger import LedgerLine
+from composable.rehearsal.rehearsed_function import line_of_error
+from composable.rehearsal.stand_ins import RehearsedRank, ScriptEnds, stand_in_for_devices
+from composable.rehearsal.surroundings import (
     Letters,
     ranks_that_misheard,
     stand_in_for_data,

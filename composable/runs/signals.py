@@ -29,7 +29,7 @@ from composable.comm import Ranks
 from composable.errors import ConfigError, DesyncError, UsageError
 from composable.ground.names import check_int
 from composable.ground.torch_private import PrefixStore, store_of_default_group
-from composable.saving import Storage
+from composable.runs.storage import Storage
 
 # Whoever signals all processes of a job signals torchrun too, which sends the signal to its ranks once more.
 _ECHO_S = 5.0
@@ -166,7 +166,7 @@ def save_on_signal(
         UsageError: Another ``save_on_signal`` has these signals, or this is not the main thread, on any rank.
     """
     # Not above: they import torch's checkpoints.
-    from composable.saving import checked_run, save_checkpoint
+    from composable.runs.checkpoint import checked_run, save_checkpoint
 
     ranks = Ranks.of_world()
     with ranks.agreed():

@@ -15,9 +15,8 @@ from typing import Any
 
 from composable.errors import UsageError
 from composable.ground.names import bytes_text
-from composable.testing import ScriptRun
-from composable.testing.candidates import Candidate, annotations_of
-from composable.testing.rehearsed_script import RankOutcome, run_processes
+from composable.rehearsal.candidates import Candidate, annotations_of
+from composable.rehearsal.rehearsed_script import RankOutcome, ScriptRun, run_processes
 
 # Less than this is no difference.
 _SLACK = 1.05
