@@ -31,11 +31,11 @@ from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.names import check_bool, check_int, check_module, described
 from composable.runs import contents, run_folder
-from composable.saving import Names, NamesOnAll, names_on_all, read_data, as_data
 from composable.runs.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
 from composable.runs.shares import SharePlanner, describe_all
 from composable.runs.storage import Storage, StoredFolder, folder_at
 from composable.runs.stored_run import StoredRun, find_stored
+from composable.saving import Names, NamesOnAll, as_data, names_on_all, read_data
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None

@@ -14,7 +14,6 @@ import io
 import json
 import math
 import pickle
-import re
 from ast import literal_eval
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,8 @@ from composable.dtensor import RaggedDTensor, write_values
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
+from composable.runs.run_folder import MANIFEST, METADATA, FileSum, open_in
+from composable.runs.storage import StoredFolder
 from composable.saving import (
     DISTRUST,
     Names,
@@ -59,8 +60,6 @@ from composable.saving import (
     picked_of,
     read_data,
 )
-from composable.runs.run_folder import MANIFEST, METADATA, FileSum, open_in
-from composable.runs.storage import StoredFolder
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

@@ -30,8 +30,8 @@ from typing import Any, BinaryIO
 
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import as_kind, list_text
-from composable.saving import OptimizerNames
 from composable.runs.storage import Storage, StoredFolder
+from composable.saving import OptimizerNames
 
 EXTRA = "extra.pt"
 METADATA = ".metadata"
