@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from composable import (
     HandleOptions,
@@ -314,3 +316,59 @@ def test_gradients_that_were_dropped_wait_for_nothing(*, sets_to_none: bool) -> 
     assert all(torch.equal(full(param), before[fqn]) for fqn, param in model.named_parameters())
     backward(model, 1)
     optimizer.step()
+
+
+def hook_each(model: nn.Module, where: str, call: Callable[[], object]) -> list[Any]:
+    """Let a hook of the kind ``where`` make ``call`` in each backward, beside what may have a gradient then."""
+
+    def hook(*_: object) -> None:
+        call()
+
+    if where == "module":
+        return [block.register_full_backward_hook(hook) for block in model.blocks]
+    if where == "parameter":
+        return [param.register_post_accumulate_grad_hook(hook) for param in model.parameters()]
+    nodes = [get_gradient_edge(param).node for param in model.parameters()]
+    held: list[Any] = [node.register_hook(hook) for node in nodes]
+    return [*held, *nodes]
+
+
+@pytest.mark.parametrize("context", ["a step", "no_sync"])
+@pytest.mark.parametrize("where", ["parameter", "parameter, before", "node", "module"])
+@pytest.mark.parametrize("use", ["step", "norm"])
+@pytest.mark.parametrize("how", ["replicate", "mixed"])
+@on_ranks(2)
+def test_what_a_hook_does_with_gradients_before_their_average_is_an_error(
+    how: str, use: str, where: str, context: str
+) -> None:
+    model = make_model("mlp")
+    calls: list[Callable[[], object]] = []
+    held = hook_each(model, "parameter", lambda: calls and calls[0]()) if "before" in where else []
+    annotate(model, how)
+    replicated = [param for param in model.parameters() if type(param) is nn.Parameter]
+    optimizer = torch.optim.SGD(replicated, lr=0.1)
+    calls.append(lambda: USES[use](nn.ParameterList(replicated), optimizer))
+    held = held or hook_each(model, where, calls[0])
+    before = [param.detach().clone() for param in replicated]
+    with no_sync(model) if context == "no_sync" else nullcontext(), pytest.raises(UsageError) as caught:
+        backward(model, 0)
+    text = str(caught.value)
+    assert "inside backward, with gradients of this rank that are not averaged yet" in text
+    assert "replicate of '" in text and "fix: step_in_backward(optimizer)" in text
+    assert all(map(torch.equal, replicated, before))
+    assert held
+
+
+@pytest.mark.parametrize("why", ["one rank", "off for good", "another model"])
+@on_ranks(2)
+def test_a_hook_may_step_what_nobody_averages(why: str) -> None:
+    group = dist.new_subgroups(1)[0] if why == "one rank" else None
+    model, other = replicate(make_model("mlp"), process_group=group), replicate(make_model("mlp"))
+    if why == "off for good":
+        model.set_requires_gradient_sync(False)
+    backward(other, 0)
+    optimizer = torch.optim.SGD((other if why == "another model" else model).parameters(), lr=0.1)
+    stepped: list[None] = []
+    held = hook_each(model, "parameter", lambda: stepped.append(optimizer.step()))
+    backward(model, 0)
+    assert len(stepped) == len(held)

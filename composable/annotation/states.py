@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -75,7 +76,7 @@ def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
     return {unit: state.grid.everyone for state, unit in found if unit is not None}
 
 
-def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
+def unit_of(param: torch.Tensor) -> tuple[ReducingUnit, Ranks] | None:
     """Return the unit that reduces the gradient of ``param``, of any shape, and its ranks; ``None``: there is none."""
     handle, claim = handle_of(param), claim_of(param)
     if handle is not None:

@@ -26,6 +26,7 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_bool, check_number, list_of_tensors, list_text
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm, ranks_of_mesh
+from composable.optim.rebind import check_gradients
 
 # Keeps the divisor above zero, as in torch.
 _EPSILON = 1e-6
@@ -151,7 +152,7 @@ def _gradients_of(call: str, parameters: Any) -> tuple["_Pieces", list[torch.Ten
         every = [param for group in parameters.param_groups for param in group["params"]]
     else:
         every = list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
-    check_finished(call, every)
+    check_gradients(call, every)
     for param in every:
         # Its gradient is gone: the optimizer stepped before other gradients were there.
         if stepper_of(param) is not None or has_torch_optimizer(param):

@@ -5,7 +5,7 @@ numbers such as the step counter, which every rank holds. Steps that would be lo
 were replaced, that have no values, or whose gradients are still being reduced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -14,14 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.annotation import unit_of
 from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished, slice_full
 from composable.errors import ConfigError, UsageError
+from composable.ground.frames import in_backward
 from composable.ground.names import check_module, check_optimizer, list_text
 from composable.ground.torch_hooks import before_every_step
 from composable.ground.torch_private import opaque
 from composable.ground.unfilled import META_FIX
 from composable.planning import first_replacement, replacement_of
+from composable.replication import Reducer
 
 _is_meta = attrgetter("is_meta")
 
@@ -81,8 +84,18 @@ def after_closure(args: Any, kwargs: Any, call: Callable[[], object]) -> tuple[A
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    check_finished(f"{type(optimizer).__name__}.step", params)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    check_gradients(f"{type(optimizer).__name__}.step", params)
+
+
+def check_gradients(what: str, params: Sequence[torch.Tensor]) -> None:
+    """Raise ``UsageError`` for the call ``what`` unless the gradients of ``params``, of any shapes, are complete."""
+    check_finished(what, params)
+    # Also a hook that runs before the average: those of sharded parameters run after it.
+    for param in params if in_backward() else ():
+        unit = unit_of(param) if type(param) is not RaggedDTensor and param.grad is not None else None
+        if unit is not None and isinstance(unit[0], Reducer):
+            unit[0].check_averaged(what)
 
 
 def _describe_params(optimizer: torch.optim.Optimizer) -> str:

@@ -189,11 +189,26 @@ class Reducer:
         return f"replicate of {list_text([item.fqn for item in self.params], 3)}"
 
     @property
+    def _is_alone(self) -> bool:
+        """Gradients of this rank alone are what users want: they let each rank step for good, or there is one rank."""
+        is_off = not self.requires_gradient_sync and self.sync_after_context is None
+        return is_off or self.exchange.transport.world_size == 1
+
+    def check_averaged(self, what: str) -> None:
+        """Refuse the call ``what``, which uses gradients inside a backward, before the backward has averaged them."""
+        # A communication hook, or who steps parameters in backward, knows when gradients are there.
+        if self.round.phase is _OPEN and not (self._is_alone or self.steppers or self.exchange.hook is not None):
+            raise UsageError(
+                f"{what} inside backward, with gradients of this rank that are not averaged yet",
+                at=self.described,
+                fix="step_in_backward(optimizer) in place of the hook that steps; or step after backward",
+            )
+
+    @property
     def waiting(self) -> list[torch.Tensor]:
         """Parameters [any] whose gradient is this rank's own; none if users let each rank step on its own for good."""
-        is_off = not self.requires_gradient_sync and self.sync_after_context is None
         averages = self.round.phase is _OPEN and self.round.synchronises
-        if is_off or averages or self.exchange.transport.world_size == 1:
+        if averages or self._is_alone:
             return []
         return [
             item.param
