@@ -203,11 +203,6 @@ def reduce_gradients(module: nn.Module) -> None:
         what = "inside of Join, where ranks without inputs follow backwards only"
         raise _untimely(module, what, "leave the call out, and run the last backward of each step outside of no_sync")
     states = [state for state in states_of(module.modules()) if isinstance(state, FullyShardState)]
-    if not in_backward():
-        for state in states:
-            # Before the first forward there is no root, and only a deep copy can have kept gradients.
-            if any(handle.is_unsynced for handle in state._handles):
-                state.lazy_init()
     schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
     if in_backward() or not all(scheduler.is_idle for scheduler in schedulers):
         raise _untimely(module, "while a forward or backward is running", "call it after the last backward")

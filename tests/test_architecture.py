@@ -410,8 +410,8 @@ MENTIONS = {
     "followers and leaders": (r"(?i)follower|leader", 65),
     "steppers": (r"(?i)stepper", 58),
     "deferral": (r"(?i)defer", 43),
-    "deep copies": (r"(?i)deep.?cop|\bcopied\b|memo\b", 171),
-    "kept gradients": (r"(?i)\bkept\b|kept_|\bkeeps?\b", 161),
+    "deep copies": (r"(?i)deep.?cop|\bcopied\b|memo\b", 123),
+    "kept gradients": (r"(?i)\bkept\b|kept_|\bkeeps?\b", 150),
     "graphs of backward": (r"(?i)create_graph|makes_graph|graph of backward", 15),
     "communication hooks": (r"(?i)comm_hook|communication hook", 31),
     "Join": (r"\bJoin\b|(?i:joined|idle_ranks)", 27),
@@ -426,7 +426,7 @@ def test_the_engine_and_the_annotations_mention_a_feature_no_more_often(feature:
 
 
 def test_the_doors_of_the_engine_are_narrow() -> None:
-    doors = {"GradientPath": 4, "StepListener": 17, "Companion": 1}  # a listener overrides what it needs
+    doors = {"GradientPath": 4, "StepListener": 16, "Companion": 1}  # a listener overrides what it needs
     methods = {
         node.name: len([one for one in node.body if isinstance(one, ast.FunctionDef)])
         for _, node in classes_of_the_package()

@@ -163,7 +163,7 @@ def drop_all(model: nn.Module, how: str) -> None:
 
 
 def run_copied(seed: int) -> None:
-    """Compare a model and a deep copy of it, made between micro-batches, with those of one process."""
+    """Compare a model and a deep copy of it, made once no gradient waits, with those of one process."""
     draw = random.Random(seed)
     pairs = [(built(), built())]
     tolerance = annotate(pairs[0][0], draw)
@@ -185,6 +185,7 @@ def run_copied(seed: int) -> None:
             twin = copy.deepcopy(plain)
             for param, copied in zip(plain.parameters(), twin.parameters(), strict=True):
                 copied.grad = None if param.grad is None else param.grad.clone()  # torch's copies have none
+            reduce_gradients(model)
             pairs.append((copy.deepcopy(model), twin))
         for one in draw.choice(pairs) if draw.random() < 0.5 else (model, plain):
             drop_all(one, after)

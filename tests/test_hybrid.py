@@ -90,7 +90,7 @@ def test_a_deferred_second_leg_is_one_all_reduce_of_each_shard(shape: tuple[int,
         ("zero_grad to zero", ""),
         ("step", "with gradients that are not complete"),
         ("clip", "with gradients that are not complete"),
-        ("copy", "deepcopy while gradients wait for the all-reduce that set_requires_all_reduce(False) left out"),
+        ("copy", "an annotated model cannot be copied while its gradients wait for other ranks"),
         ("unannotate", "unannotate while gradients wait for the all-reduce"),
     ],
 )

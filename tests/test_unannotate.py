@@ -111,9 +111,10 @@ def undo(cases: list[tuple[str, str]]) -> list[Result]:
         optimizer.step()
         optimizer.zero_grad()
         backward(model, 1)
-        with no_sync(model):
-            backward(model, 2)
         twin = copy.deepcopy(model)
+        for one in (model, twin):
+            with no_sync(one):
+                backward(one, 2)
         assert unannotate(model) is model
         assert is_plain(model, make_model(name))
         assert is_plain(unannotate(twin), make_model(name))

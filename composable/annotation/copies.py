@@ -8,7 +8,7 @@ forward. Copying does not communicate.
 
 import copy
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.dtensor import note_unfinished
-from composable.engine import FIX_COPY, Handle, Listeners, attach, handle_of, refuse_waiting_copies
+from composable.annotation.states import refuse_running
+from composable.engine import FIX_COPY, Handle, Listeners, attach, handle_of
 from composable.errors import UsageError
 from composable.ground.frames import in_backward, modules_of_copy, reaches_out
 from composable.ground.names import describe_module
@@ -54,13 +54,20 @@ def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any,
     ``plain_class`` is its class before it was annotated, ``memo`` that of the running ``copy.deepcopy``.
 
     Raises:
-        UsageError: A backward is running; gradients wait for the last backward; the root module is not copied too; or
-            the class defines its own way to be copied.
+        UsageError: A step is running; gradients wait, or have a hook that reduces them; the root module is not copied
+            too; or the class defines its own way to be copied.
     """
-    _check(module, plain_class)
+    for base in plain_class.__mro__[: plain_class.__mro__.index(nn.Module)]:
+        for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
+            if name in vars(base):
+                raise UsageError(
+                    f"{base.__name__} has a {name} of its own, which knows nothing of shards",
+                    at=describe_module(module),
+                    fix="copy it before fully_shard, and annotate both",
+                )
     state = sharded_state_of(module)
     if state is not None and id(state) not in memo:
-        _copy_root(module, state.outermost().modules, memo)
+        _copy_root(module, state.outermost(), memo)
     if id(module) not in memo:
         twin: nn.Module = object.__new__(type(module))
         memo[id(module)] = twin
@@ -71,61 +78,40 @@ def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any,
     return copied
 
 
-def _check(module: nn.Module, plain_class: type[nn.Module]) -> None:
-    if in_backward():
-        raise _refused(module, "a sharded module cannot be copied inside a backward", "copy it before or after")
-    state = sharded_state_of(module)
-    if state is not None and state.root is not None and state.root.scheduler.is_deferred:
-        raise _refused(
-            module,
-            "a sharded module cannot be copied while its gradients wait for the last backward",
-            "call finalize_backward(), or reset_iter_state() to drop them",
-        )
-    for base in plain_class.__mro__[: plain_class.__mro__.index(nn.Module)]:
-        for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
-            if name in vars(base):
-                raise _refused(
-                    module,
-                    f"{base.__name__} has a {name} of its own, which knows nothing of shards",
-                    "copy it before fully_shard, and annotate both",
-                )
-
-
-def _refused(module: nn.Module, what: str, fix: str) -> UsageError:
-    return UsageError(what, at=describe_module(module), fix=fix)
-
-
-def _copy_root(module: nn.Module, roots: Sequence[nn.Module], memo: dict[Any, Any]) -> None:
-    """Put deep copies of all states and handles at or below ``roots``, the modules of a root, into ``memo``."""
+def _copy_root(module: nn.Module, outermost: FullyShardState, memo: dict[Any, Any]) -> None:
+    """Put deep copies of all states and handles at or below the modules of a root into ``memo``."""
+    roots = outermost.modules
     # `module.__deepcopy__(memo)` may be called without `copy.deepcopy`.
     copied = modules_of_copy(memo) or set(module.modules())
     if not all(root in copied for root in roots):
-        names = " and ".join(map(describe_module, roots))
-        raise _refused(module, "a part of a sharded model cannot be copied", FIX_COPY.format(names=names))
+        fix = FIX_COPY.format(names=" and ".join(map(describe_module, roots)))
+        raise UsageError("a part of a sharded model cannot be copied", at=describe_module(module), fix=fix)
     modules = dict.fromkeys(below for root in roots for below in root.modules())
     # A root inside of this one, below a replicated module, may have been copied already: one copy is enough.
     handles = [one for one in handles_within(modules, "copied", FIX_COPY) if id(one) not in memo]
     found = dict.fromkeys(state for below in modules if (state := sharded_state_of(below)) is not None)
     states = [state for state in found if id(state) not in memo]
+    schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
     with torch.no_grad():
-        for decided in dict.fromkeys(state.root for state in states if state.root is not None):
-            if decided.scheduler.step.is_backward:
-                # An exception has stopped it: what it has left would wait in the copy for the next reduction.
-                decided.scheduler.abandon_step()
-            decided.scheduler.notice_dropped()
+        for scheduler in schedulers:
+            if scheduler.step.is_backward and not in_backward():
+                scheduler.abandon_step()  # An exception has stopped it.
+            scheduler.notice_dropped()
+        refuse_running(outermost, handles, waits=any(one.is_deferred for one in schedulers))
         for handle in handles:
-            _copied(handle, memo)
+            attach(handle)
+            twin = memo[id(handle)] = copy.copy(handle)
+            twin.settings = copy.copy(handle.settings)
+            twin.buffers = tuple(flat.copied(memo) for flat in handle.buffers)
     for state in states:
-        twin = memo[id(state)] = copy.copy(state)
-        twin.root, twin.listeners = None, Listeners()
-        twin.settings = state.settings.copied()
+        own = memo[id(state)] = copy.copy(state)
+        own.root, own.listeners = None, Listeners()
+        own.settings = replace(state.settings, post_optim_event=None, streams=None)
     copy.deepcopy(roots, memo)
     for handle in handles:
         _adopt_modules(memo[id(handle)], memo)
     for state in states:
         _adopt_parts(memo[id(state)], modules, memo)
-        for listener in state.listeners.members:
-            listener.follow_copy(memo[id(state)], memo)
     leave_alone(copy.deepcopy(below, memo) for below in modules if is_left_alone(below))
 
 
@@ -143,18 +129,6 @@ def _adopt_parts(state: FullyShardState, copied: Collection[nn.Module], memo: di
     state.around = [weakref.ref(memo[id(known)]) for known in around if id(known) in memo]
 
 
-def _copied(handle: Handle, memo: dict[int, Any]) -> None:
-    """Put a deep copy of ``handle``, with shards of its own, into ``memo``; ``_adopt_modules`` completes it."""
-    refuse_waiting_copies("deepcopy", handle)
-    attach(handle)
-    twin = memo[id(handle)] = copy.copy(handle)
-    if handle.sync_after_context is not None:
-        # The context that is running ends for the original handle only.
-        twin.requires_gradient_sync, twin.sync_after_context = handle.sync_after_context, None
-    twin.settings = copy.copy(handle.settings)
-    twin.buffers = tuple(flat.copied(memo, with_kept_gradients=handle.is_unsynced) for flat in handle.buffers)
-
-
 def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
     """Let a copied handle manage the copies of the modules, and prefetch copied handles."""
     handle.modules = copy.deepcopy(handle.modules, memo)
@@ -163,11 +137,6 @@ def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
         # Only now: a form may refer to modules.
         param.form = copy.deepcopy(param.form, memo)
     handle.start_sharded()
-    if any(flat.gradients.is_waiting for flat in handle.buffers):
-        note_unfinished([handle], is_droppable=True)
-    # Only now: a registration refers to the module that it was made on.
-    handle.comm_hooks = copy.deepcopy(handle.comm_hooks, memo)
-    handle.communicate_by(replace(handle.comms, hook=copy.deepcopy(handle.comms.hook, memo)))
     settings = handle.settings
     for name in ("forward_prefetch", "backward_prefetch"):
         chosen = getattr(settings, name)

@@ -6,7 +6,7 @@ module, its gradients are averaged in the backward of another annotation that th
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -37,15 +37,6 @@ class KeptGradients(StepListener):
         self._replicated = replicated
         for state in self._states():
             state.listeners.add(self)
-
-    def follow_copy(self, state: Any, memo: dict[int, Any]) -> None:
-        """Let ``state``, a copy of one of the annotations, wait with the others that one ``copy.deepcopy`` copies."""
-        twin: KeptGradients = memo.setdefault(id(self), KeptGradients())
-        if isinstance(state, FullyShardState):
-            twin._sharded = (*twin._sharded, state)
-        else:
-            twin._replicated = (*twin._replicated, state)
-        state.listeners.add(twin)
 
     @staticmethod
     def note(states: Iterable[AnnotationState]) -> None:
@@ -83,7 +74,7 @@ class KeptGradients(StepListener):
             return
         self._forget()
         groups: dict[Ranks, list[_State]] = {}
-        # Of copies that have not run yet, also states that have no root.
+        # Of modules that have not run yet, also states that have no root.
         members: list[_State] = [*dict.fromkeys(state.outermost() for state in self._sharded), *self._replicated]
         for one in members:
             groups.setdefault(one.grid.everyone, []).append(one)
@@ -102,9 +93,7 @@ class KeptGradients(StepListener):
         """Say whether ``member``, or a handle below its root, has kept gradients, and synchronises now."""
         if not isinstance(member, FullyShardState):
             return member.reducer.synchronises and member.reducer.round.kept > 0
-        states = [state for state in self._sharded if state.outermost() is member]
-        own = [handle for state in states for handle in state._handles]
-        handles = own if member.root is None else member.root.handles
+        handles = [] if member.root is None else member.root.handles
         return any(handle.is_unsynced and handle.requires_gradient_sync for handle in handles)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.annotation.states import AnnotationState, take_over_optimizers
+from composable.annotation.states import AnnotationState, refuse_running, take_over_optimizers
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
 from composable.engine import Companion
 from composable.errors import UsageError
@@ -360,35 +360,29 @@ class ReplicateState(AnnotationState, Companion):
                 at=f"replicate of {names}",
                 fix=f"deep-copy {names} or a module around, in one call",
             )
+        refuse_running(self, [self.reducer])
         twin = memo[id(self)] = ReplicateState()
-        twin.compared = self.compared
-        twin.has_parts = self.has_parts
+        twin.compared, twin.has_parts, twin.is_of_several = self.compared, self.has_parts, self.is_of_several
         twin.use(self.grid)
-        for item in self.reducer.params:
-            copied = copy.deepcopy(item.param, memo)
-            if copied.grad_dtype is not item.param.grad_dtype:
-                copied.grad_dtype = item.param.grad_dtype
-            if item.param.grad is not None and self.reducer.round.phase is Phase.AT_REST:
-                copied.grad = item.param.grad.detach().clone()
-        params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
-        twin.reducer = self.reducer.copied(params, twin.transport, memo)
+        params = [replace(item, param=copy.deepcopy(item.param, memo)) for item in self.reducer.params]
+        for item, known in zip(params, self.reducer.params, strict=True):
+            if item.param.grad_dtype is not known.param.grad_dtype:
+                item.param.grad_dtype = known.param.grad_dtype
+            if known.param.grad is not None and self.reducer.round.phase is Phase.AT_REST:
+                item.param.grad = known.param.grad.detach().clone()
+        # It learns the order of gradients anew.
+        twin.reducer = Reducer(params, twin.transport, self.grid, self.reducer.options)
+        twin.reducer.requires_gradient_sync = self.reducer.requires_gradient_sync
+        twin.reducer.is_last_backward = self.reducer.is_last_backward
         twin.listeners = twin.reducer.listeners
-        for listener in self.reducer.listeners.members:
-            listener.follow_copy(twin, memo)
-        twin.frozen = copy.deepcopy(self.frozen, memo)
+        twin.frozen, twin.modules, twin.ignored = copy.deepcopy((self.frozen, list(self.modules), self.ignored), memo)
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
-        twin.modules = copy.deepcopy(self.modules, memo)
-        twin.is_of_several = self.is_of_several
-        twin.ignored = copy.deepcopy(self.ignored, memo)
         if self.precision is not None:
             twin.precision = self.precision.copied(params, memo)
-        of_modules = self.hook_handles[len(params) :]
-        twin.hook_handles = [
-            *after_gradients([item.param for item in params], twin.reducer.arrivals()),
-            *(copy.deepcopy(hook, memo) for hook in of_modules),
-        ]
+        hooks = after_gradients([item.param for item in params], twin.reducer.arrivals())
+        twin.hook_handles = [*hooks, *copy.deepcopy(self.hook_handles[len(params) :], memo)]
         twin._claim()
         notice_tree(twin)
         leave_alone(copy.deepcopy(module, memo) for module in self._own_modules() if is_left_alone(module))

@@ -16,6 +16,7 @@ from composable.comm import Grid, Ranks, check_inside
 from composable.engine import Handle, Listeners, forget_torch_hooks, handle_of, refuse_steppers, step_torch_optimizers
 from composable.errors import UsageError
 from composable.ground.contract import get_registry, managing_state
+from composable.ground.frames import in_backward, modules_in_call
 from composable.ground.names import describe_module
 from composable.ground.ownership import HeldWeakly, claim_of
 from composable.replication import Reducer, check_steppable
@@ -112,6 +113,24 @@ def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
                 at=describe_module(module),
                 fix=f"call {what} before Join(...) is made, or after the context",
             )
+
+
+def refuse_running(state: AnnotationState, units: Iterable[ReducingUnit], *, waits: bool = False) -> None:
+    """Raise ``UsageError`` for a deep copy of ``state`` with ``units`` while they are at work, or have hooks.
+
+    ``waits``: the end of a backward was put off.
+    """
+    what = fix = ""
+    if in_backward() or any(module in state.modules for module in modules_in_call()):
+        what, fix = "inside of a step", "copy it before or after"
+    elif any(unit.comm_hooks for unit in units):
+        what = "with a communication hook, whose state is one model's"
+        fix = "copy it before register_comm_hook, or after remove(), and register a hook on each"
+    elif waits or any(unit.keeps_gradients for unit in units):
+        what = "while its gradients wait for other ranks"
+        fix = "average them by reduce_gradients(), finalize_backward() or a backward without no_sync; or drop them"
+    if what:
+        raise UsageError(f"an annotated model cannot be copied {what}", at=describe_module(state.modules[0]), fix=fix)
 
 
 def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:

@@ -102,14 +102,17 @@ class FlatBuffer:
         self.routes = Routes(
             self.home, self.gradient_dtype, plan.reduce_dtype, casts_params=self.compute_dtype != self.dtype
         )
+        self._forget_unsharded()
+        self._buffer_bytes = plan.buffer_bytes
+        self.gradients = Gradients(plan, self.params, self._split, self.routes, device)
+
+    def _forget_unsharded(self) -> None:
         self._buffer: torch.Tensor | None = None
         # The buffer, with the version that all leaves share; empty: there are none. Autograd raises for a leaf that it
         # saved with another version: they have the shards' while the buffer is full, ``FREED`` else.
         self.versioned: tuple[torch.Tensor, ...] = ()
         self._storage: torch.UntypedStorage | None = None
         self.is_allocated = False  # The buffer has memory.
-        self._buffer_bytes = plan.buffer_bytes
-        self.gradients = Gradients(plan, self.params, self._split, self.routes, device)
 
     def _make_param(
         self, span: Span, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, rank: int
@@ -341,27 +344,14 @@ class FlatBuffer:
         pairs = zip(leaves, views, strict=not self.holds_instances)
         return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
 
-    def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
-        """Return a deep copy with a shard of its own, not connected to a transport.
-
-        Gradients that wait on the unsharded parameters are copied too if ``with_kept_gradients``.
-        """
+    def copied(self, memo: dict[int, Any]) -> "FlatBuffer":
+        """Return a deep copy with a shard of its own, not connected to a transport; no gradient waits."""
         twin = copy.copy(self)
         twin.shard = self.home.pinned(self.shard.clone())
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin.routes = self.routes.unconnected()
         twin.gradients = self.gradients.copied(twin.params, twin.routes)
-        twin._buffer = twin._storage = None
-        twin.versioned = ()
-        twin.is_allocated = False
-        if with_kept_gradients and self.gradients.bits():
-            twin._make_buffer()
-            twin.free_buffer()
-            for param, own in zip(self.params, twin.params, strict=True):
-                if param.unsharded is not None and param.unsharded.grad is not None:
-                    grad = param.unsharded.grad.clone()
-                    own.leaf().grad_dtype = grad.dtype
-                    own.leaf().grad = grad
+        twin._forget_unsharded()
         return twin
 
     def _make_buffer(self) -> torch.Tensor:

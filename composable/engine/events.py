@@ -91,9 +91,6 @@ class StepListener:
     def removed(self) -> None:
         """The root is undone, and sends no more events."""
 
-    def follow_copy(self, state: Any, memo: dict[int, Any]) -> None:
-        """``state`` is a copy of one that this listens to, made by a ``copy.deepcopy`` with this ``memo``."""
-
 
 # Each is an event or a question.
 METHODS = tuple(name for name, one in vars(StepListener).items() if callable(one))

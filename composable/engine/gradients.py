@@ -242,8 +242,9 @@ class Gradients:
         self.step_by(())
 
     def copied(self, params: Sequence[ShardedParam], routes: Routes) -> "Gradients":
-        """Return an object for copies of the parameters and of what waits on them, which no stepper steps."""
+        """Return an object for copies of the parameters, on which nothing waits, and which no stepper steps."""
         twin = copy.copy(self)
+        twin.is_unsynced = False
         twin._begin(params, [index for _, index in self._pieces], routes)
         return twin
 

@@ -41,7 +41,7 @@ class _Managed:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> None:
         handle = self.handle()
-        if handle is None or not is_part_of_module(memo):
+        if handle is None or id(handle) in memo or not is_part_of_module(memo):
             return
         modules = modules_of_copy(memo)
         if not all(module in modules for module in handle.modules):
@@ -241,6 +241,11 @@ class Handle:
     def is_unsynced(self) -> bool:
         """The last backward that reached the parameters did not reduce their gradients, on any rank."""
         return any(flat.gradients.is_unsynced for flat in self.buffers)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """A ``no_sync`` runs, or gradients wait for a later backward, or for an all-reduce over copies."""
+        return self.sync_after_context is not None or any(flat.gradients.is_waiting for flat in self.buffers)
 
     @property
     def synchronises(self) -> bool:

@@ -341,9 +341,6 @@ class ShardedParam:
         if known.grad is None:
             _permit_grad(twin)
         twin._marks = known.__dict__
-        if self._kept_beside is not None and self.sharded.grad is self._kept_beside:
-            twin._kept_beside = known.grad
-            twin.placeholder = known.grad if self._kept_beside is self.placeholder else None
         if self.unsharded is not None:
             memo[id(self.unsharded)] = twin.sharded
         return twin

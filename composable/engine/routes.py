@@ -7,7 +7,6 @@ Paths are chosen when the root is known, by the plan's dtypes, the shard's resti
 when the user changes a choice. No code here moves bytes.
 """
 
-import copy
 import functools
 import math
 import weakref
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable.comm import Started, Transport, wait_for_hook
@@ -36,14 +34,13 @@ from composable.engine.paths import (
     Whole,
 )
 from composable.errors import ConfigError, UsageError
-from composable.ground.frames import modules_of_copy
 from composable.ground.names import describe_module, described
 
 HookFunction: TypeAlias = Callable[..., Any]
 
 
 class Registration:
-    """A communication hook and the module that it was registered on."""
+    """A user's hook and the module that it was registered on."""
 
     def __init__(self, module: nn.Module, state: Any, function: HookFunction, *, takes_bucket: bool = False) -> None:
         self._module: weakref.ref[nn.Module] | None = weakref.ref(module)
@@ -54,7 +51,7 @@ class Registration:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module it was registered on; ``None``: the module is gone, or it is outside of a copied model."""
+        """The module it was registered on; ``None``: the module is gone."""
         return None if self._module is None else self._module()
 
     @property
@@ -68,31 +65,6 @@ class Registration:
         """Say whether ``module`` is at or below the registration's module."""
         own = self.module
         return own is None or module in own.modules()
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> "Registration":
-        twin = memo[id(self)] = copy.copy(self)
-        twin.state, twin.function = _copy_hook(self.state, self.function, memo)
-        module = self.module
-        is_inside = module is not None and module in modules_of_copy(memo)
-        twin._module = weakref.ref(copy.deepcopy(module, memo)) if is_inside and module is not None else None
-        return twin
-
-
-def _copy_hook(state: Any, function: HookFunction, memo: dict[int, Any]) -> tuple[Any, HookFunction]:
-    """Return a deep copy of a hook and its state that uses the same process groups."""
-    groups = {
-        name: value
-        for name in (*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ()))
-        if isinstance(value := getattr(state, name, None), dist.ProcessGroup)
-    }
-    for group in (state, *groups.values()):
-        if isinstance(group, dist.ProcessGroup):
-            memo[id(group)] = group
-    copied: tuple[Any, HookFunction] = copy.deepcopy((state, function), memo)
-    for name, group in groups.items():
-        # States that can be pickled, such as PowerSGD's, lose their group in a copy.
-        setattr(copied[0], name, group)
-    return copied
 
 
 def nearest(registrations: Sequence[Registration]) -> Registration | None:
@@ -356,7 +328,7 @@ class Routes:
         else:
             path = (SumPath if comms.sums_only else ScatterPath)(*leg, divisor, dtype)
         if self._copies is not None:
-            # A communication hook has divided by the ranks that it knows.
+            # The user's hook has divided by the ranks that it knows.
             scale = 1.0 if comms.hook is None else 1.0 / self._copies.transport.world_size
             key = legs["all-reduce over copies"].key
             path = AllReducePath(path, self._copies, self.kept, key, gradient_dtype, scale=scale)

@@ -58,10 +58,6 @@ class RootSettings:
         """The end of a backward ends the step's reductions as well."""
         return self.is_last_backward and not self.finalizes_by_hand
 
-    def copied(self) -> "RootSettings":
-        """Return the settings for a deep copy of the root, without events and streams."""
-        return RootSettings(self.is_last_backward, self.finalizes_by_hand)
-
 
 class Companion(StepListener):
     """An annotation that averages by itself and takes part in every step of the root around it, called or not.

@@ -30,13 +30,13 @@ class ClassGatheredBuffer(FlatBuffer):
         self._mesh = mesh
         self._mp_policy = options["mp_policy"]
         self._argument_count: int | None = None  # of fsdp_pre_all_gather; inspecting it is as slow as a call
-        self._forget_unsharded()
 
     def move_to(self, mesh: Any) -> None:
         super().move_to(mesh)
         self._mesh = mesh
 
     def _forget_unsharded(self) -> None:
+        super()._forget_unsharded()
         self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of the tensors that each rank sends
         self._outputs: list[torch.Tensor] = []
         # The storages of the outputs and of other tensors that the class made, each with its bytes while unsharded.
@@ -185,17 +185,6 @@ class ClassGatheredBuffer(FlatBuffer):
             storage.size() and storage.data_ptr() <= address < storage.data_ptr() + nbytes
             for storage, nbytes in self._storages
         )
-
-    def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "ClassGatheredBuffer":
-        if with_kept_gradients and self.gradients.bits():
-            raise self._error(
-                "a parameter that its class gathers cannot be copied while no_sync keeps a gradient of it",
-                "copy after a backward that synchronises",
-            )
-        twin = super().copied(memo, with_kept_gradients=False)
-        assert isinstance(twin, ClassGatheredBuffer)
-        twin._forget_unsharded()
-        return twin
 
     def _error(self, what: str, fix: str) -> UsageError:
         param = self.params[0]

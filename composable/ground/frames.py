@@ -25,7 +25,6 @@ Question                  Why nothing else tells it             Where the frames
 
 import copy
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -37,12 +36,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from composable.errors import UsageError
 from composable.ground.names import describe_module
-from composable.ground.torch_hooks import values_held_by
 from composable.ground.torch_private import (
     current_graph_task_id,
     functional_call_code,
     module_call_code,
     split_backward_code,
+    tree_leaves,
     will_engine_execute_node,
 )
 
@@ -134,22 +133,10 @@ def _frames_of(*codes: CodeType) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_MEMO_KEY = "composable extent"
-# Types that hold no module that a copy would take along, and many other values.
-_HOLDERS = (nn.Module, list, tuple, dict, set)
-_OPAQUE = (type, torch.Tensor, str, bytes, types.ModuleType, types.FunctionType, types.MethodType)
-
-
-def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
-    """Return the modules that the running ``copy.deepcopy`` with this memo copies, as a set that keeps order.
-
-    Only the outermost call has the object that the user copies: it is read from that call's frame.
-    """
-    outermost = next(reversed(list(_copied_values(memo))), None)
-    known: tuple[object, dict[nn.Module, None]] | None = memo.get(_MEMO_KEY)
-    if known is None or known[0] is not outermost:
-        known = memo[_MEMO_KEY] = (outermost, _modules_in(outermost))
-    return known[1]
+def modules_of_copy(memo: dict[Any, Any]) -> set[nn.Module]:
+    """Return the modules in the objects and containers that the running ``copy.deepcopy`` with this memo copies."""
+    leaves = (leaf for value in _copied_values(memo) for leaf in tree_leaves(value))
+    return {below for leaf in leaves if isinstance(leaf, nn.Module) for below in leaf.modules()}
 
 
 def is_part_of_module(memo: dict[Any, Any]) -> bool:
@@ -165,23 +152,3 @@ def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError
         at=f"handle of {names}",
         fix=fix.format(names=names),
     )
-
-
-def _modules_in(value: object) -> dict[nn.Module, None]:
-    found: dict[nn.Module, None] = {}
-    stack: list[object] = [value]
-    seen: set[int] = set()
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, _OPAQUE):
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            for visited in item.modules():
-                found[visited] = None
-                # Attributes may hold modules that are no submodules: a copy takes them along too.
-                held = {k: v for k, v in vars(visited).items() if not k.endswith(("_hooks", "_parameters"))}
-                stack.extend(one for one in held.values() if isinstance(one, _HOLDERS))
-        else:
-            stack.extend(values_held_by(item))
-    return found

@@ -13,12 +13,10 @@ on all ranks, and a second average does not change them.
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -217,6 +215,12 @@ class Reducer:
         ]
 
     sharded = waiting
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """A ``no_sync`` runs, or gradients wait for a backward that averages."""
+        kept = (item.param.grad for item, kept in zip(self.params, self._kept, strict=True) if kept)
+        return self.sync_after_context is not None or any(map(is_kept_gradient, kept))
 
     # What forward and backward call, in this order
 
@@ -447,30 +451,7 @@ class Reducer:
             self._steps = BucketSteps(self.params, self.round, self.steppers) if self.steppers else None
             self.exchange.arrangement.step(bool(self.steppers))
 
-    # Copies, other ranks, the end
-
-    def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
-        """Return a reducer of copied ``params``, in the same order: the same options and hook, and its own transport.
-
-        It learns the order of gradients anew. ``memo`` is that of the running ``copy.deepcopy``. Raises ``UsageError``
-        if a backward is running.
-        """
-        if self.round.phase is _OPEN:
-            raise UsageError("a replicated module cannot be copied inside a backward", fix="copy it before or after")
-        twin = Reducer(params, transport, self._grid, self.options)
-        syncs, after = self.requires_gradient_sync, self.sync_after_context
-        twin.requires_gradient_sync = syncs if after is None else after
-        twin.is_last_backward = self.is_last_backward
-        twin._kept[:] = self._kept
-        twin.round.kept, twin.round.forwards = self.round.kept, self.round.forwards
-        for item, kept in zip(params, self._kept, strict=True):
-            if kept:
-                mark_kept(item.param.grad)
-        if any(self._kept):
-            note_unfinished([twin], is_droppable=True)
-        twin.comm_hooks = tuple(copy.deepcopy(one, memo) for one in self.comm_hooks)
-        twin.exchange.hook = copy.deepcopy(self.exchange.hook, memo)
-        return twin
+    # Other ranks, the end
 
     def move_to(self, transport: Transport, grid: Grid) -> None:
         """Communicate with other ranks from now on, and forget a backward that was stopped; no backward is running.

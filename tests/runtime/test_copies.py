@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import _traversal_utils
@@ -62,23 +61,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, world_si
     optimizer.zero_grad()
 
 
-@on_ranks(2)
-def test_a_copy_that_has_not_run_reduces_the_gradients_it_was_given() -> None:
-    model = fully_shard(make_model("mlp"), policy=BLOCK_CLASSES)
-    args, _ = inputs_of(model, 0, dist.get_rank())
-    with no_sync(model):
-        loss_of(model(*args)).backward()
-    twin = copy.deepcopy(model)
-    gradients = []
-    for one in (model, twin):
-        reduce_gradients(one)
-        gradients.append({fqn: full(param.grad) for fqn, param in one.named_parameters()})
-    assert all(bool(grad.any()) for grad in gradients[0].values())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
-
-
 def gradients_in_copies(way: str) -> list[dict[str, torch.Tensor]]:
-    """Return gradients: copied, kept by ``no_sync`` and then synchronised in a copy, and in one made inside of it."""
+    """Return gradients: those that a copy has, and those that one adds up in a backward of its own."""
     model = make_model("mlp")
     WAYS[way](model)
 
@@ -88,36 +72,26 @@ def gradients_in_copies(way: str) -> list[dict[str, torch.Tensor]]:
 
     backward(model, 0)
     first = copy.deepcopy(model)
-    with no_sync(model):
-        backward(model, 1)
-        inside = copy.deepcopy(model)
-    after = copy.deepcopy(model)
     # An optimizer that comes first, and a model that is unsharded, go the same way.
     optimizer = torch.optim.SGD(model.parameters())
     model(*inputs_of(model, 0, 0)[0])
     copied_optimizer, last = copy.deepcopy((optimizer, model))
     assert {*copied_optimizer.param_groups[0]["params"]} == {*last.parameters()}
-    for twin in (inside, after, last):
-        backward(twin, 2)
+    backward(last, 1)
     model.zero_grad()
-    return [
-        {fqn: full(param.grad) for fqn, param in twin.named_parameters() if param.grad is not None}
-        for twin in (first, inside, after, last)
-    ]
+    return [{fqn: full(param.grad) for fqn, param in twin.named_parameters()} for twin in (first, last)]
 
 
 @pytest.mark.parametrize("way", ["by_hand", "replicate", "nested"])
-def test_copies_have_the_gradients_also_those_that_no_sync_kept(way: str) -> None:
+def test_copies_have_the_gradients(way: str) -> None:
     model = make_model("mlp")
     expected = []
-    for seeds in ([0], [1, 2]):
-        for seed in seeds:
-            loss_of(model(*global_inputs(model, seed, 2)[0])).backward()
+    for seed in range(2):
+        loss_of(model(*global_inputs(model, seed, 2)[0])).backward()
         expected.append({fqn: param.grad.clone() for fqn, param in model.named_parameters()})
-    for first, *later in run_threads(gradients_in_copies, 2, way):
-        assert_equal_params(first, expected[0], tolerance=1e-6)
-        for found in later:
-            assert_equal_params(found, expected[1], tolerance=1e-6)
+    for found in run_threads(gradients_in_copies, 2, way):
+        for one, right in zip(found, expected, strict=True):
+            assert_equal_params(one, right, tolerance=1e-6)
 
 
 @on_ranks(2)
@@ -202,42 +176,55 @@ def test_averaged_models_equal_one_process() -> None:
             assert found_keys == keys
 
 
-@on_ranks(2)
-def test_a_copy_keeps_the_communication_hook_and_makes_its_group_when_it_trains() -> None:
-    model = replicate(make_model("mlp"))
-    group = dist.new_group([0, 1])
-    state = PowerSGDState(group, start_powerSGD_iter=2)
-    register_comm_hook(model, state, powerSGD_hook)
-    groups = len(dist.distributed_c10d._world.pg_map)
-    twin = copy.deepcopy(model)
-    found = replicate.state(twin).reducer.exchange.hook
-    copied, hook = found.state, found.function
-    assert hook is powerSGD_hook and copied is not state and copied.process_group is group
-    with torch.no_grad():
-        twin(*inputs_of(twin, 0, 0)[0])
-    assert len(dist.distributed_c10d._world.pg_map) == groups
-    for one in (model, twin):
-        for seed in range(3):
-            loss_of(one(*inputs_of(one, seed, dist.get_rank())[0])).backward()
-    groups_of = [replicate.state(one).transport.groups[0] for one in (twin, model)]
-    assert groups_of[0] is not groups_of[1] and None not in groups_of
-    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, other.grad)
-        gathered = [torch.empty_like(param.grad) for _ in range(2)]
-        dist.all_gather(gathered, param.grad)
-        assert torch.equal(*gathered)
-
-
 class CopiesItself(nn.Linear):
     def __deepcopy__(self, memo: dict[int, Any]) -> "CopiesItself":
         return CopiesItself(2, 2)
 
 
-def copy_in_backward(annotate: Callable[[nn.Module], nn.Module]) -> None:
-    model = annotate(make_model("mlp"))
-    output = model(*inputs_of(model, 0, 0)[0])
-    output.register_hook(lambda grad: copy.deepcopy(model) and grad)
-    output.sum().backward()
+def stopped(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(UsageError, match=rf"{text}(.|\n)*rank {dist.get_rank()}(.|\n)*fix:"):
+        call()
+
+
+RUNNING = {"step": "inside of a step", "waiting": "while its gradients wait", "hook": "with a communication hook"}
+
+
+@pytest.mark.parametrize("way", ["policy", "by_hand", "replicate", "nested", "nested_in_replicate"])
+@on_ranks(2)
+def test_running_state_is_not_copied(way: str) -> None:
+    """Refuse a copy in a forward, a backward or ``no_sync``, of what waits, and of a hook; and copy right after."""
+    model = make_model("mlp")
+    WAYS[way](model)
+    args, _ = inputs_of(model, 0, dist.get_rank())
+
+    def in_hook(*_: Any) -> None:
+        stopped(lambda: copy.deepcopy(model), RUNNING["step"])
+        seen.append(1)
+
+    seen: list[int] = []
+    handle = model.blocks[0].register_forward_hook(in_hook)
+    output = model(*args)
+    handle.remove()
+    output.register_hook(in_hook)
+    loss_of(output).backward()
+    assert len(seen) == 2
+    with no_sync(model):
+        stopped(lambda: copy.deepcopy(model), RUNNING["waiting"])
+        loss_of(model(*args)).backward()
+    stopped(lambda: copy.deepcopy(model), RUNNING["waiting"])
+    reduce_gradients(model)
+    copy.deepcopy(model)
+    with no_sync(model):
+        loss_of(model(*args)).backward()
+    model.zero_grad()
+    hook = register_comm_hook(model, dist.group.WORLD, lambda state, *grads: None)
+    stopped(lambda: copy.deepcopy(model), RUNNING["hook"])
+    hook.remove()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        loss_of(one(*args)).backward()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(full(param.grad), full(other.grad))
 
 
 def copy_while_shown() -> None:
@@ -249,14 +236,8 @@ def copy_while_shown() -> None:
 @on_ranks(2)
 def test_what_cannot_be_copied_is_refused() -> None:
     own = fully_shard(nn.Sequential(CopiesItself(2, 2)), policy={CopiesItself})
-    for call, text in (
-        (lambda: copy_in_backward(fully_shard), "inside a backward"),
-        (lambda: copy_in_backward(replicate), "inside a backward"),
-        (lambda: copy.deepcopy(own), "has a __deepcopy__ of its own"),
-        (copy_while_shown, "while unshard_params shows its parameters"),
-    ):
-        with pytest.raises(UsageError, match=rf"{text}(.|\n)*rank {dist.get_rank()}(.|\n)*fix:"):
-            call()
+    stopped(lambda: copy.deepcopy(own), "has a __deepcopy__ of its own")
+    stopped(copy_while_shown, "while unshard_params shows its parameters")
 
 
 class Boxed(nn.Module):
