@@ -57,6 +57,8 @@ def malloc_bytes() -> int:
 class PeakMode(TorchDispatchMode):
     """Looks at the memory after every operation, also those of backward."""
 
+    sees_hooks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0

@@ -18,6 +18,8 @@ class LiveBytes(TorchDispatchMode):
         peak: The most that ``now`` has been after an operation.
     """
 
+    sees_hooks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0

@@ -341,6 +341,8 @@ def test_collectives_and_bytes_of_a_step_equal_theory(transport: str, reshard: b
 class Padding(TorchDispatchMode):
     """Counts the elements that are set to zero, and the calls that pad."""
 
+    sees_hooks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.zeroed_numel = 0

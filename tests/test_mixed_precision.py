@@ -84,6 +84,8 @@ def test_a_sum_that_fp16_cannot_hold_does_not_overflow_where_the_mean_fits(trans
 class Touched(TorchDispatchMode):
     """Counts, by operation, the elements that operations read or write."""
 
+    sees_hooks = True
+
     def __init__(self, least: int) -> None:
         super().__init__()
         self.numel: Counter[str] = Counter()

@@ -33,10 +33,13 @@ from composable.engine import (
 from composable.errors import DesyncError, UsageError
 from composable.ground.casts import CastBuffers, CastInputs, LendHook, cast_floats, moved_to
 from composable.ground.frames import run_as_call
+from composable.ground.modes import is_watched, outside_modes, unseen
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
 from composable.ground.torch_private import (
     current_graph_task_id,
+    dispatch_modes,
+    function_modes,
     next_node_number,
     opaque,
     outside_transforms,
@@ -97,9 +100,9 @@ class _ModuleHooks:
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running_transform() is not None:
-            with outside_transforms():
-                return self.pre_forward(module, args, kwargs)
+        if running_transform() is not None or ((dispatch_modes() or function_modes()) and is_watched()):
+            with outside_transforms(), outside_modes():
+                return _ModuleHooks.pre_forward(self, module, args, kwargs)
         state, handle = self._state, self._handle
         root = state.root
         if root is None:
@@ -129,6 +132,9 @@ class _ModuleHooks:
 
     @opaque
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if (dispatch_modes() or function_modes()) and is_watched():
+            with outside_modes():
+                return _ModuleHooks.post_forward(self, module, args, output)
         handle = self._handle
         root = self._state.root
         running = () if root is None else root.scheduler.step.running
@@ -176,7 +182,7 @@ class _CastingHooks(_ModuleHooks):
         self._owners: list[dict[str, Any]] | None = None
         self._inputs = CastInputs()
 
-    @opaque
+    @unseen
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         changed = super().pre_forward(module, args, kwargs)
         if self._shows_full(module):
@@ -197,7 +203,7 @@ class _CastingHooks(_ModuleHooks):
             self._buffers.enter(self._owners, is_outermost=is_outermost)
         return changed
 
-    @opaque
+    @unseen
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self._state.root
         if root is None or root.scheduler.step.running[-1:] != [module] or self._shows_full(module):
@@ -265,8 +271,8 @@ class _OutputHook(GradientHook):
 
     @opaque
     def __call__(self, grad: torch.Tensor) -> None:
-        if running_transform() is not None:
-            with outside_transforms():
+        if running_transform() is not None or ((dispatch_modes() or function_modes()) and is_watched()):
+            with outside_transforms(), outside_modes():
                 self(grad)
             return
         step = self._step

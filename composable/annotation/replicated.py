@@ -16,6 +16,7 @@ from composable.errors import UsageError
 from composable.ground.casts import cast_floats, keep_dtype, moved_to
 from composable.ground.contract import managing_state
 from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
+from composable.ground.modes import unseen
 from composable.ground.names import check_module, class_name, describe_module
 from composable.ground.ownership import (
     CHANGES,
@@ -39,7 +40,7 @@ from composable.ground.torch_hooks import (
     differentiable_tensors,
     on_gradient,
 )
-from composable.ground.torch_private import opaque, optimizers_in_backward
+from composable.ground.torch_private import current_graph_task_id, optimizers_in_backward, split_backward_code
 from composable.planning import managed_modules
 from composable.replication import BufferSync, Ignored, Phase, Precision, Reducer, broadcast_params, unmanaged_params
 
@@ -55,7 +56,7 @@ class _ReplicaOutputHook(GradientHook):
     state: "ReplicateState"
     index: int
 
-    @partial(opaque, traced=_nothing)
+    @partial(unseen, traced=_nothing)
     def __call__(self, grad: torch.Tensor) -> None:
         self.state.before_backward(self.index)
 
@@ -118,14 +119,14 @@ class ReplicateState(AnnotationState, Companion):
             for module in self.precision.skipped:
                 self.hook_handles += keep_dtype(module)
 
-    @opaque
+    @unseen
     def pre_forward(self, module: nn.Module, *_: Any) -> None:
         """Prepare a forward of ``module``; when activation checkpointing runs it again in backward, do nothing.
 
         Raises ``UsageError`` if a parameter was unfrozen or added after the annotation; something else averages
         gradients too; or an optimizer steps in backward although there is a communication hook.
         """
-        if in_backward():
+        if current_graph_task_id() != -1:
             return
         self._forwards += 1
         self._rounds_before = self.reducer.rounds
@@ -148,10 +149,10 @@ class ReplicateState(AnnotationState, Companion):
         if not self.follows:
             self._meet(module)
 
-    @opaque
+    @unseen
     def post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """Note the end of a forward of the annotated module ``index``, or its error; put hooks on its outputs."""
-        if not in_backward():
+        if current_graph_task_id() == -1:
             error = sys.exc_info()[1] if output is None else None
             self._is_forward, self._failure = False, "" if error is None else described(error)
         if torch.is_grad_enabled():
@@ -159,7 +160,7 @@ class ReplicateState(AnnotationState, Companion):
             for tensor in differentiable_tensors(output):
                 on_gradient(tensor, hook)
 
-    @opaque
+    @unseen
     def casting_pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run ``pre_forward``, lend modules their copies, and return the inputs in the dtype of the policy."""
         precision = self.precision
@@ -173,7 +174,7 @@ class ReplicateState(AnnotationState, Companion):
         dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root(module))
         return (args, kwargs) if dtype is None else part.inputs.enter(args, kwargs, dtype)
 
-    @opaque
+    @unseen
     def casting_post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         """Run ``post_forward``; return the output in the policy's dtype. ``UsageError``: forward wrote to a copy."""
         precision = self.precision
@@ -197,7 +198,7 @@ class ReplicateState(AnnotationState, Companion):
             part.params.forget()
         return None if found is output else found
 
-    @opaque
+    @unseen
     def _put_back(self, index: int, *_: Any) -> None:
         if self.precision is not None:
             self.precision.parts[index].put_back()
@@ -249,7 +250,7 @@ class ReplicateState(AnnotationState, Companion):
 
     def before_backward(self, index: int) -> None:
         """Note that the gradient of an output of the annotated module ``index`` arrives."""
-        if in_split_backward():
+        if split_backward_code() is not None and in_split_backward():
             # It writes gradients to parameters itself: nothing averages them.
             raise UsageError(
                 "a pipeline's stage computes gradients of parameters in a step of its own (zero bubble), where "
@@ -389,7 +390,7 @@ class ReplicateState(AnnotationState, Companion):
         return twin
 
 
-@opaque
+@unseen
 def _move_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return moved_to(device, (args, kwargs))
 

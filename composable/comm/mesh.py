@@ -24,8 +24,9 @@ from composable.comm.ranks import (
     wait_like_the_world,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, warn_once
+from composable.ground.modes import with_values
 from composable.ground.names import count_text, described
-from composable.ground.torch_private import flattened_mesh, joined_meshes, ranks_of_mesh, root_mesh, with_values
+from composable.ground.torch_private import flattened_mesh, joined_meshes, ranks_of_mesh, root_mesh
 
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.comm.hang_watchdog import check_store, meeting
 from composable.comm.rank_status import call_around, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
+from composable.ground.modes import with_values
 from composable.ground.names import check_int
 from composable.ground.torch_private import (
     PrefixStore,
@@ -45,7 +46,6 @@ from composable.ground.torch_private import (
     store_of_default_group,
     timeout_of,
     traceable_collectives,
-    with_values,
 )
 
 _T = TypeVar("_T")

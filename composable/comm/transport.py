@@ -29,12 +29,12 @@ from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.rank_status import Order, Started, notice_transport
 from composable.comm.ranks import kept_with, make_group
 from composable.errors import ConfigError
+from composable.ground.modes import with_values
 from composable.ground.torch_private import (
     AllgatherOptions,
     FakeTensor,
     all_gather_into,
     reduce_scatter_into,
-    with_values,
 )
 
 # The dtypes that every backend can gather and broadcast. Other dtypes travel as bytes.

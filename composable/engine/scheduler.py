@@ -13,6 +13,7 @@ from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step
 from composable.engine.unsharded import Streams
 from composable.errors import UsageError
+from composable.ground.modes import unseen
 from composable.ground.torch_hooks import Ending
 
 
@@ -69,11 +70,13 @@ class Scheduler:
 
     # Unshard and reshard by hand
 
+    @unseen
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
         self.step.unsharded.unshard(handle)
         self.step.streams.wait_for_copies()
 
+    @unseen
     def begin_unshard(self, handle: Handle) -> None:
         """Start to gather a handle ahead of use; ``unshard`` waits for it."""
         self.step.unsharded.begin_unshard(handle)
@@ -87,6 +90,7 @@ class Scheduler:
         if hidden and not self.step.is_under_way:
             self.step.unsharded.free_stale(hidden)
 
+    @unseen
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
         self.step.unsharded.reshard(handle)
@@ -139,6 +143,7 @@ class Scheduler:
         self.finalize()
         self.end_finalize()
 
+    @unseen
     def finalize(self) -> None:
         """Begin to end the backwards so far: reduce gradients that wait for it, and start messages to the other ranks.
 
@@ -172,6 +177,7 @@ class Scheduler:
         """Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none."""
         return self.step.finalizing
 
+    @unseen
     def end_finalize(self) -> None:
         """Give each gradient to its sharded parameter; raises the errors of ``Backwards.finish``."""
         step = self.step

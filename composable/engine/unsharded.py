@@ -26,8 +26,9 @@ from composable.engine.handle import Handle, HandleStep, is_outdated
 from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
+from composable.ground.modes import unseen
 from composable.ground.torch_hooks import before_gradients
-from composable.ground.torch_private import autograd_profiler, opaque
+from composable.ground.torch_private import autograd_profiler
 
 _do_nothing: Callable[[], Any] = partial(bool)
 
@@ -428,7 +429,7 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
     """
     method = weakref.WeakMethod(hear)
 
-    @opaque
+    @unseen
     def arrived(_: torch.Tensor) -> None:
         call = method()
         if call is not None:

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from composable.ground.modes import unseen
 from composable.ground.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
 from composable.ground.torch_private import (
     alias_of,
     foreach_copy_,
-    opaque,
     replace_flat_weights,
     running_transform,
     tree_map,
@@ -466,7 +466,7 @@ class LendHook(GradientHook):
     _lending: Lending
     _owners: Owners
 
-    @opaque
+    @unseen
     def __call__(self, grad: torch.Tensor) -> None:
         self._lending.enter_backward(self._owners)
 
@@ -491,13 +491,13 @@ class _KeptDtype:
         self._given: list[torch.dtype | None] = []
         self._inputs = CastInputs()
 
-    @opaque
+    @unseen
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         self._given.append(next((one.dtype for one in inputs if one.is_floating_point()), None))
         return self._inputs.enter(args, kwargs, self._dtype)
 
-    @opaque
+    @unseen
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._inputs.leave()
         given = self._given.pop() if self._given else None

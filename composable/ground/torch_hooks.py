@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from composable.ground.modes import unseen
 from composable.ground.torch_private import (
     current_autograd_node,
     current_graph_task_id,
@@ -32,6 +33,7 @@ from composable.ground.torch_private import (
     opaque,
     outside_transforms,
     queue_callback,
+    refusal_of_compiled,
     replace_body,
     run_backward,
     running_transform,
@@ -76,7 +78,7 @@ class EndOfBackward:
         queue_callback(held)
         return held
 
-    @opaque
+    @unseen
     def end_backward(self) -> None:  # messages name it, for the ranks that wait in it
         """Start all endings, then finish those that started; raise the first failure.
 
@@ -143,7 +145,9 @@ class _Endings:
                 end = self._running.get(task)
                 if end is None:
                     end = EndOfBackward()
-                    queue_callback(end.end_backward, ending)
+                    if (refusal := refusal_of_compiled(ending)) is not None:
+                        raise refusal
+                    queue_callback(end.end_backward)
                     self._running[task] = end
         return end.add(ending)
 
@@ -219,7 +223,7 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             watchers, early = _looked(here.watchers, outputs)
             if early:
 
-                @opaque
+                @unseen
                 def begin(_: object) -> None:
                     while early:
                         early.pop(0).begin_early()
@@ -248,14 +252,14 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
 # The compiler leaves `_run_watched` alone, but not what it calls.
 
 
-@opaque
+@unseen
 def _looked(known: Iterable[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the watchers, and those that have to gather before a backward from ``outputs`` [any] runs."""
     watchers = list(known)
     return watchers, sorted((one for one in watchers if one.reads_early(outputs)), key=attrgetter("number"))
 
 
-@opaque
+@unseen
 def _end_unseen(watchers: Sequence[Any], *, has_failed: bool) -> None:
     for one in watchers:
         one.end_unseen(has_failed=has_failed)
@@ -372,7 +376,7 @@ def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
 def in_backward_of_nothing(call: Callable[[], None]) -> None:
     """Run a backward that reaches no parameter, with ``call`` in it: callbacks queued there run when it ends."""
     with torch.enable_grad():
-        root = torch.zeros((), requires_grad=True).clone()
+        root = torch.zeros((), requires_grad=True, device="cpu").clone()
     root.register_hook(lambda _: call())
     root.backward()
 

@@ -70,6 +70,12 @@ try:
     # -- torch.compile: every hook of ours
     from torch._C._dynamo import eval_frame as frame_evaluation  # how the compiler treats the frames of a function
 
+    # -- modes that users have on: every hook of ours
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many see the operations of this thread
+    from torch._C import _len_torch_function_stack as function_modes  # how many see the calls of torch's functions
+    from torch import overrides as function_stack  # puts modes on and off
+    from torch.utils import _python_dispatch as dispatch_stack
+
     # -- transforms of torch.func: hooks of sharded modules
     from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost transform, or None
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # as a context
@@ -96,6 +102,8 @@ try:
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
     module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
+    # Asks for a call at the end of the backward that is running, if it ends well.
+    queue_callback: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
     run_backward: Callable[..., Any] = _engine_run_backward
     set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter  # that autograd compares
     DEVICE_OF = torch.ops.prim.device.default  # the operation by which kernels ask a fake tensor for its device
@@ -107,7 +115,6 @@ try:
         ProcessGroup._get_backend,
         ProcessGroup._get_sequence_number_for_group,  # type: ignore[attr-defined]  # torch's stub lacks it
         ProcessGroup._reduce_scatter_base,
-        Variable._execution_engine.queue_callback,
         autograd_profiler._is_profiler_enabled,
         c10d._get_default_timeout,
         dtensor_api._dtensor_init_helper,
@@ -127,19 +134,25 @@ except (ImportError, AttributeError) as error:
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
-def queue_callback(callback: Callable[[], None], needed_by: object = None) -> None:
-    """Ask autograd to run ``callback`` at the end of the backward that is running, if it ends well.
+def modes_of_thread() -> list[Any]:
+    """Return the modes that see operations, and those that see calls of torch's functions, outermost first."""
+    return [*dispatch_stack._get_current_dispatch_mode_stack(), *function_stack._get_current_function_mode_stack()]
 
-    ``needed_by.untraceable``, if any, says why a graph cannot call it: compiled autograd takes callbacks and never
-    calls them, which is a ``UsageError``.
-    """
-    if (refusal := refusal_of_compiled(needed_by)) is not None:
-        raise refusal
-    Variable._execution_engine.queue_callback(callback)  # the engine runs it after the running backward
+
+def set_modes(modes: Iterable[Any]) -> None:
+    """Put other modes on in place of ``modes_of_thread``, in the same order."""
+    for count, stack in ((dispatch_modes(), dispatch_stack), (function_modes(), function_stack)):
+        for _ in range(count):
+            stack._pop_mode()
+    for mode in modes:
+        (dispatch_stack if isinstance(mode, TorchDispatchMode) else function_stack)._push_mode(mode)
 
 
 def refusal_of_compiled(needed_by: object = None, *, is_under_way: bool = True) -> UsageError | None:
-    """Return the error if compiled autograd runs the backward, or is to run it; ``None``: it does not."""
+    """Return the error if compiled autograd runs the backward, or is to run it; ``None``: it does not.
+
+    It takes callbacks and never calls them. ``needed_by.untraceable``, if any, says why a graph cannot do so.
+    """
     flag = "in_compiled_autograd_region" if is_under_way else "compiled_autograd_enabled"
     # A file of torch that is not imported is not in use.
     if not getattr(sys.modules.get("torch._dynamo.compiled_autograd"), flag, False):
@@ -466,19 +479,14 @@ def forget_meshes() -> None:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no mode of the caller sees the operations on tensors."""
+    """Return a context in which no mode at all sees the operations on tensors."""
     # Without a mode nothing is switched off, since that costs as much as a small collective.
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-
-def with_values() -> AbstractContextManager[Any]:
-    """Return a context in which tensors have values, also where the caller makes fake ones; other modes see them."""
-    return unset_fake_temporarily() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return _disable_current_modes() if dispatch_modes() else nullcontext()
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
     """Return the numbers in a mesh, in its order: torch computes them anew, so they would be fake in such a mode."""
-    with with_values():
+    with unset_fake_temporarily():
         numbers: list[int] = mesh.mesh.flatten().tolist()
     return numbers
 

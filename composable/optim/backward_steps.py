@@ -21,9 +21,9 @@ from composable.comm import Ranks, compare_in_each
 from composable.engine import ELEMENT_WISE, Handle, has_torch_optimizer, mark_stepped, stepper_of, unmark_stepped
 from composable.errors import ComposableError, ConfigError, UsageError, made_alike
 from composable.ground.frames import in_backward
+from composable.ground.modes import unseen
 from composable.ground.names import check_optimizer
 from composable.ground.torch_hooks import after_step, before_step
-from composable.ground.torch_private import opaque
 from composable.optim.local_step import LocalStep
 from composable.optim.rebind import CHECKS_ITSELF, check_replaced
 from composable.replication import Reducer, check_steppable
@@ -173,7 +173,7 @@ class BackwardSteps:
             self.optimizer.param_groups = groups
             self._narrowed = None
 
-    @opaque
+    @unseen
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Refuse a step by hand; inside backward, let the ``LocalStep`` step in place of the optimizer."""
         if not self._is_stepping:
@@ -189,7 +189,7 @@ class BackwardSteps:
             return None
         return self._local.begin(optimizer, args, kwargs)
 
-    @opaque
+    @unseen
     def _end_local(self, *_: Any) -> None:
         """End the ``LocalStep``; after a step, so that the hooks that follow see its results."""
         if self._local is not None:

@@ -23,6 +23,7 @@ from composable.comm import Grid, Ranks
 from composable.dtensor import NormParts, RaggedDTensor, check_finished, cut_dims, note_written, summed_in, values_of
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError
+from composable.ground.modes import unseen
 from composable.ground.names import check_bool, check_number, list_of_tensors, list_text
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm, ranks_of_mesh
@@ -37,6 +38,7 @@ _Cut: TypeAlias = tuple[Ranks, ...]
 
 
 @torch.no_grad()
+@unseen
 def get_total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -75,6 +77,7 @@ def get_total_norm(
 
 
 @torch.no_grad()
+@unseen
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
     max_norm: float,
@@ -121,6 +124,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
+@unseen
 def has_finite_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
     loss: torch.Tensor | None = None,

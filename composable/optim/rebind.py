@@ -19,9 +19,9 @@ from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished, slice_full
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward
+from composable.ground.modes import unseen
 from composable.ground.names import check_module, check_optimizer, list_text
 from composable.ground.torch_hooks import before_every_step
-from composable.ground.torch_private import opaque
 from composable.ground.unfilled import META_FIX
 from composable.planning import first_replacement, replacement_of
 from composable.replication import Reducer
@@ -57,7 +57,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-@opaque
+@unseen
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     watch_ranks()
     if CHECKS_ITSELF not in vars(optimizer):

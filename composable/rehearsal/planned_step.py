@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable
 from composable.errors import ConfigError
+from composable.ground.modes import with_values
 from composable.ground.names import described
-from composable.ground.torch_private import with_values
 from composable.rehearsal.rehearsed_function import Rehearsal, rehearse
 
 # Options that fully_shard takes as the plan did.

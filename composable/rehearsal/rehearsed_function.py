@@ -188,6 +188,8 @@ class StepMemory(TorchDispatchMode):
         parts_at_peak: The bytes then, by what made them.
     """
 
+    sees_hooks = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak, self.peak_at = 0, "nothing"

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from composable.engine import RestingPlace
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward, outwards
-from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, with_values
+from composable.ground.modes import with_values
+from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions
 from composable.rehearsal.ledger import LIBRARIES, LedgerLine, line_of, users_line
 from composable.rehearsal.rehearsed_function import StepMemory, device_in_kernels, operands, with_memory
 
@@ -281,6 +282,8 @@ def _known(value: Any) -> Any:
 
 class _Names(TorchFunctionMode):
     """Turns the names of devices in a script's calls into the CPU, and reads fake tensors for NumPy."""
+
+    sees_hooks = True
 
     def __init__(self, rank: RehearsedRank) -> None:
         super().__init__()

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 import composable
 from composable.comm import Ranks, register_transport, transport_class, transport_names
 from composable.engine import Agreement
+from composable.ground.modes import with_values
 from composable.ground.torch_private import (
     DeviceMesh,
     FakeTensor,
@@ -36,7 +37,6 @@ from composable.ground.torch_private import (
     HashStore,
     c10d,
     swap_contents,
-    with_values,
 )
 from composable.rehearsal.ledger import LedgerLine
 from composable.rehearsal.stand_ins import RehearsedRank, is_device

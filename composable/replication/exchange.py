@@ -21,8 +21,9 @@ import torch.distributed as dist
 from composable.comm import Grid, Pending, Transport, wait_for_hook
 from composable.engine import Listeners, Registration, Work, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.modes import with_values
 from composable.ground.names import count_text, described, list_text, ranks_text
-from composable.ground.torch_private import FakeTensor, autograd_profiler, with_values
+from composable.ground.torch_private import FakeTensor, autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.rounds import Round, StaticGraph, Stopwatch
 from composable.replication.sparse import SparseGradients

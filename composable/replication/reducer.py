@@ -24,6 +24,7 @@ from composable.comm import Grid, Transport
 from composable.dtensor import note_finished, note_unfinished
 from composable.engine import Listeners, Registration, Stepper, check_backward, nearest, refuse_steppers
 from composable.errors import UsageError
+from composable.ground.modes import unseen
 from composable.ground.names import list_text
 from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, next_ending_number
 from composable.ground.torch_private import opaque
@@ -261,6 +262,7 @@ class Reducer:
         """Yield a hook for each parameter, called with it, of any shape, once ``grad`` has this backward's gradient."""
         return (_arrival(self, index) for index in range(len(self.params)))
 
+    @unseen
     def _open(self) -> None:
         """Begin a backward."""
         with self._lock:
@@ -287,6 +289,7 @@ class Reducer:
             if not self.exchange.notes.is_off:
                 self.exchange.notes.begin(self.buckets, self.rounds)
 
+    @unseen
     def _launch_full(self, *_: object, arrived: torch.Tensor | None = None) -> None:
         # Also a hook of a node, where an exception has cut its registration short.
         buckets, own_round = self.buckets, self.round

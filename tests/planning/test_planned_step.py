@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import ConfigError, CPUOffloadPolicy, HandleOptions, MixedPrecisionPolicy, fully_shard, plan
-from composable.ground.torch_private import with_values
+from composable.ground.modes import with_values
 from composable.rehearsal import Rehearsal, rehearse
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 

@@ -28,7 +28,7 @@ from composable import (
     timeline,
 )
 from composable.comm.transport import ProcessGroupTransport
-from composable.ground.torch_private import with_values
+from composable.ground.modes import with_values
 from composable.rehearsal.rehearsed_function import rehearse
 from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, loss_of, make_model

@@ -541,6 +541,8 @@ for step in range(3):
 
 
 class RealLedger(TorchDispatchMode):
+    sees_hooks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[LedgerLine] = []

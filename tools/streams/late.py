@@ -605,6 +605,8 @@ class LateDevice:
 class _Mode(TorchDispatchMode):
     """Makes operations of one thread run on the device."""
 
+    sees_hooks = True
+
     def __init__(self, device: LateDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.device = device

@@ -144,6 +144,8 @@ class Recorder(TorchDispatchMode):
         host: On which operations on the host's memory run.
     """
 
+    sees_hooks = True
+
     def __init__(self, *, keeps_memory: bool = False) -> None:
         super().__init__()
         self.operations = self.events = self.frees = 0
