@@ -506,7 +506,7 @@ BETWEEN = {
     "nothing": Value(),
     "evaluated": does(between=evaluated),
     "written": does({"is_written": True}, between=written).but(without=EVEN),
-    "copied": does(between=copied).but(only={"optimizer": ["SGD"]}, without=EVEN),
+    "copied": does(between=copied).but(only={"optimizer": ["SGD"], "hook": ["none"]}, without=EVEN),
     "saved": does(between=saved).but(without=EVEN),
     "annotated anew": does(between=annotated_anew).but(only={"optimizer": ["SGD"]}, without=EVEN),
 }
