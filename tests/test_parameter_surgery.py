@@ -87,6 +87,31 @@ def swap(model: Any) -> None:
     first["weight"], last["weight"] = last["weight"], first["weight"]
 
 
+def exchange_data(model: Any) -> None:
+    first, last = model[0].weight, model[2].weight
+    first.data, last.data = last.data, first.data
+
+
+def show_average(model: nn.Module) -> None:
+    """Evaluate with other values, as most classes for averages do: the trained ones are back then."""
+    backup = {name: param.data for name, param in model.named_parameters()}
+    average = {name: param.data.clone().mul_(0.5) for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.data = average[name]
+    for name, param in model.named_parameters():
+        param.data.mul_(2)
+        param.data = backup[name]
+
+
+def keep_data(model: Any) -> None:
+    """Keep values in two ways: a later write to the parameter, or to what was kept, changes one of them alone."""
+    param = model[2].weight
+    kept, also = param.data, param.detach()
+    param.data = torch.zeros_like(kept)
+    kept.add_(1)
+    param.data.add_(also)
+
+
 def after_deletion(module: nn.Module, name: str, param: torch.Tensor) -> None:
     delattr(module, name)
     setattr(module, name, param)
@@ -127,6 +152,10 @@ WAYS: dict[str, Callable[[Any], object]] = {
     "loaded in part": load_part,
     "loaded in full": load_all,
     "frozen": lambda m: m[2].weight.requires_grad_(False),
+    "data exchanged": exchange_data,
+    "data put back": show_average,
+    "data kept": keep_data,
+    "swapped by torch": lambda m: torch.utils.swap_tensors(m[0].weight, m[2].weight),
     "untouched": lambda m: m[2].weight,
 }
 
@@ -231,7 +260,7 @@ def test_whatever_is_done_to_parameters_equals_one_process_or_is_an_error_on_eve
     for number, case in enumerate(cases):
         batches = [batch_of(rank) for rank in range(world_size)]
         plain = run_case(case, lambda model: model, batches)
-        is_mixed = plain.error is not None or (case.way == "data written" and api != "replicate")
+        is_mixed = plain.error is not None or (case.way.startswith("data ") and api != "replicate")
         if case.moment == "after forward" and is_mixed and not ranks[0][number][2]:
             # Unsharded parameters that were kept have the values of the forward: as if written after backward.
             plain = run_case(case._replace(moment="after backward"), lambda model: model, batches)

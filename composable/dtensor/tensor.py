@@ -40,7 +40,7 @@ from composable.dtensor.spec import (
 )
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward, is_running
-from composable.ground.ownership import CHANGES
+from composable.ground.ownership import CHANGES, mark_of
 from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
@@ -51,6 +51,7 @@ from composable.ground.torch_private import (
     dispatch_rule_holder,
     dtensor_new,
     optim_foreach_types,
+    swap_contents,
     tree_leaves,
     utils_foreach_types,
 )
@@ -183,8 +184,18 @@ class RaggedDTensor(DTensor):
             other, fix = f"{value.dtype} on {value.device}", "use module.to(dtype) or module.to(device)"
         elif value._local_tensor is self._local_tensor:
             return
+        elif (mark := mark_of(self)) is None:
+            self._local_tensor = value._local_tensor
+            return
         else:
-            self._local_tensor.copy_(value._local_tensor)
+            # The memory of a parameter stays, so the values are copied. What users have kept of it, such as an earlier
+            # ``.data``, shares the local tensor object: that object gets a copy, and the parameter another one.
+            kept = self._local_tensor
+            piece = kept.detach().clone()
+            swap_contents(kept, piece)
+            mark.renew_piece(kept, piece)
+            self._local_tensor = piece
+            piece.copy_(value._local_tensor)
             return
         raise UsageError(f".data of a ragged tensor of shape {list(self.shape)} cannot become {other}", fix=fix)
 
@@ -199,6 +210,12 @@ class RaggedDTensor(DTensor):
     # The getters are torch's own C functions: to read a gradient must stay cheap.
     data = property(_DATA.__get__, _set_data)
     grad = property(_GRAD.__get__, _set_grad, _delete_grad)
+
+    def _use_count(self) -> int:
+        # Of all of torch, ``torch.utils.swap_tensors`` asks for this, which leaves optimizers and handles with the old.
+        if (mark := mark_of(self)) is not None:
+            mark.refuse_swap(self)
+        return super()._use_count()  # type: ignore[no-any-return,misc]
 
     # -- copies, pickles, torch.compile
 

@@ -22,10 +22,10 @@ from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppe
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located
-from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out, will_get_gradient
+from composable.ground.frames import is_part_of_module, is_running, modules_of_copy, reaches_out, will_get_gradient
 from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES, HeldWeakly
-from composable.ground.torch_private import set_versions
+from composable.ground.torch_private import conversion_codes, set_versions
 from composable.planning import HandlePlan
 
 FIX_COPY = "deep-copy the whole model, {names} or a module around it, in one call"
@@ -38,6 +38,26 @@ class _Managed:
 
     def __init__(self, handle: "Handle") -> None:
         self.handle = weakref.ref(handle)
+
+    def renew_piece(self, older: torch.Tensor, piece: torch.Tensor) -> None:
+        """Note that ``piece`` [local_shape] is now the tensor object of the memory that ``older`` had."""
+        handle = self.handle()
+        for param in () if handle is None else handle.params:
+            if param.local is older:
+                param.local = piece
+            if param.shown is older:
+                param.shown = piece
+
+    def refuse_swap(self, param: torch.Tensor) -> None:
+        """Raise ``UsageError`` where a user's ``swap_tensors`` gets ``param``, of any shape."""
+        handle = self.handle()
+        if handle is not None and not any(map(is_running, (*conversion_codes, ShardedParam.show.__code__))):
+            raise UsageError(
+                "torch.utils.swap_tensors would exchange a sharded parameter for another tensor, and its handle and "
+                "optimizer would not follow",
+                at=handle.described,
+                fix="exchange values: p.data, q.data = q.data, p.data; or, under torch.no_grad(), p.copy_(values)",
+            )
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> None:
         handle = self.handle()

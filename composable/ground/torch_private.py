@@ -102,6 +102,7 @@ try:
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
     module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
+    conversion_codes = torch.nn.Module._apply.__code__, module_load.__code__  # both may swap parameters for new ones
     # Asks for a call at the end of the backward that is running, if it ends well.
     queue_callback: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
     run_backward: Callable[..., Any] = _engine_run_backward
@@ -497,7 +498,7 @@ def register_fake_backend() -> None:
 
 
 def swap_contents(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap two fake tensors, also such as weak references lead to, which torch's public function refuses."""
+    """Swap two tensors of one class, also such as weak references lead to, which torch's public function refuses."""
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     torch._C._swap_tensor_impl(tensor, other)
 
