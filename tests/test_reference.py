@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import composable
+import composable.rehearsal
 import composable.testing
 from tests.test_docs import PAGES, run_blocks
 from tests.world import run_ranks
@@ -20,7 +21,7 @@ EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "exa
 
 
 def test_every_public_name_stands_in_one_group() -> None:
-    for module in (composable, composable.testing):
+    for module in (composable, composable.testing, composable.rehearsal):
         shown = [name for group in GROUPS if group.module == module.__name__ for name in group.names]
         assert sorted(shown) == sorted(module.__all__)
 

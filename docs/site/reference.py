@@ -413,6 +413,13 @@ GROUPS: tuple[Group, ...] = (
                     "Difference": "The largest difference of one kind that `check_parity` found.",
                 },
             ),
+        ),
+        module="composable.testing",
+    ),
+    Group(
+        "rehearsal",
+        "Rehearsals",
+        (
             Topic(
                 "rehearse",
                 {
@@ -421,7 +428,7 @@ GROUPS: tuple[Group, ...] = (
                 },
             ),
         ),
-        module="composable.testing",
+        module="composable.rehearsal",
     ),
 )
 
