@@ -33,19 +33,30 @@ def test_another_torch_gets_an_environment_of_its_own() -> None:
         assert [command for command in commands if not command.startswith("{ sed")] == [
             f"python3 -m venv {venv}",
             f"python -m pip install --quiet -c {pins} {packages} wheel",
-            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples,clients,storage]'",
-            f"touch {venv}/installed",
+            f"touch {venv}/torch",
+            f"python -m pip install --quiet -c {pins} --no-build-isolation -e '.[dev,examples]'",
+            f"touch {venv}/tests",
             "python -m tests.side_by_side --tier first -k layout",
         ]
         printed = planned(*words, "--eval=where: ; @echo '$(PATH)'", "where")
         assert printed[0].startswith(f"echo '{REPO}/{venv}/bin:")
 
 
-def test_only_the_site_needs_the_packages_of_the_site() -> None:
-    extras = [command for command in planned("docs") if "'.[docs]'" in command]
-    assert extras == ["python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'"]
-    assert planned("docs")[-1] == "python docs/site/build.py build/site"
-    assert not [command for command in planned("test-all") if "docs" in command]
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("train", "examples"),
+        ("bench", "examples"),
+        ("lint", "dev,examples"),
+        ("test", "dev,examples"),
+        ("test-rest", "dev,examples,clients,storage"),
+        ("test-all", "dev,examples,clients,storage"),
+        ("docs", "docs"),
+    ],
+)
+def test_each_target_installs_what_it_needs_and_no_more(target: str, extras: str) -> None:
+    installs = [command for command in planned(target) if "-e" in command.split()]
+    assert installs == [f"python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[{extras}]'"]
 
 
 def test_what_must_pass_runs_each_test_once() -> None:
