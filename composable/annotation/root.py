@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -226,6 +227,7 @@ class FullyShardState(AnnotationState):
             state.plan = replace(state.plan, replicas=replicas, hosts=grid.hosts, left_out="")
             for handle in state._handles:
                 handle.grid = grid
+                handle.loads = -math.inf  # Ranks that come back load alone.
                 for flat in handle.buffers if is_other else ():
                     flat.move_to(mesh)
 
@@ -499,7 +501,7 @@ def _compare_plans(
             ranks.compare(
                 "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
                 found,
-                shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
+                shown=functools.partial(_shown, own, choices),
                 what="the ranks annotated different plans",
                 fix="build the same model and call fully_shard with the same arguments on every rank; annotate "
                 "modules that differ by rank, such as experts, on the ranks that share them",
@@ -510,6 +512,10 @@ def _compare_plans(
             found = error
     if found is not None:
         raise found
+
+
+def _shown(states: Iterable[FullyShardState], choices: HandleChoices) -> str:
+    return "\n".join([*(state.plan.compared_text() for state in states), choices.shown()])
 
 
 def _find_failure(

@@ -24,6 +24,7 @@ from composable.comm.own_groups import (
 )
 from composable.comm.rank_status import AnnotationStatus, Started, Tree, described, notice_tree
 from composable.comm.ranks import (
+    LOADED,
     Ranks,
     all_reduce_in,
     as_told,

@@ -55,6 +55,13 @@ _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN:
 # Messages of `are_alike` travel under a tag that nothing else here uses.
 _CONFIRM_TAG = 0x5EED
 _HOOK = "a communication hook"
+# Lines with these words count loads.
+LOADED = "loads by load_state_dict"
+_MIXED = "some ranks have loaded a state dict, and others have not: sharded parameters have pieces of both models"
+_LOAD_ON_ALL = (
+    "call load_state_dict on every rank: take it out of `if rank == 0:`; or load_full_state_dict(model, state_dict) on "
+    "every rank, which takes the values of the first one"
+)
 _ONE_CALL = "make the same calls in the same order on every rank: take them out of `if rank == 0:`"
 # How long a rank may take to tell that it could not make a group.
 _TELLING_S = 2.0
@@ -194,6 +201,7 @@ class Ranks:
                     failure = failure or next((error_of(*one) for one in failures if one is not None), None)
                 if failure is None:
                     lines = _first_difference(texts, self.numbers)
+                    what, fix = (_MIXED, _LOAD_ON_ALL) if LOADED in lines else (what, fix)
                     what = what or f"the ranks are at different places in {call}"
                     failure = DesyncError(f"{what}\n{lines}", fix=fix or _ONE_CALL)
         if failure is not None:

@@ -17,7 +17,7 @@ from composable.engine.gradients import (
     stepper_of,
     unmark_stepped,
 )
-from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies
+from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
 from composable.engine.held import (
     ParamLabel,
     attach,

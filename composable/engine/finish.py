@@ -19,7 +19,7 @@ from composable.comm import ModelRanks, Pending, Ranks, Transport
 from composable.dtensor import note_finished, note_unfinished
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer, GradientShape
-from composable.engine.handle import GradientLedger, Handle, HandleStep
+from composable.engine.handle import GradientLedger, Handle, HandleStep, tell_loads
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located
@@ -333,11 +333,12 @@ class HandleChoices:
 
     def text(self) -> str:
         """Return the choices, a line for each handle, without classes of modules, which may differ between ranks."""
-        return "\n".join(f"{handle.fqn}: {chosen_text(handle)}" for handle in self._handles)
+        return "\n".join(f"{handle.fqn}: {handle.loads:g} {chosen_text(handle)}" for handle in self._handles)
 
     def shown(self) -> str:
-        """Return the choices for an error message, a line for each handle."""
-        return "\n".join(f"{handle.described}: {chosen_text(handle) or 'as annotated'}" for handle in self._handles)
+        """Return the choices for an error on all ranks, a line for each handle, and then the loads of each."""
+        lines = [f"{handle.described}: {chosen_text(handle) or 'as annotated'}" for handle in self._handles]
+        return "\n".join(lines + tell_loads(self._handles))
 
 
 class Agreement:

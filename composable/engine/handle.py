@@ -8,14 +8,14 @@ bits of a number: bit ``i`` is the i-th of the buffer.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from composable.comm import Grid, Pending
+from composable.comm import LOADED, Grid, Pending
 from composable.dtensor import note_finished
 from composable.engine.buffer import FREED, FlatBuffer, SecondaryShards
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
@@ -140,6 +140,7 @@ class Handle:
         is_shared: Two roots have run it, and its memory stays.
         comms: The user's choices for how bytes travel.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
+        loads: How often ``load_state_dict`` has filled the shards; minus infinity once ranks may load alone.
     """
 
     modules = HeldWeakly[nn.Module]()
@@ -159,6 +160,7 @@ class Handle:
         self.is_shared = False
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
+        self.loads = 0.0
         self.start_sharded()
 
     def start_sharded(self) -> None:
@@ -233,6 +235,11 @@ class Handle:
         CHANGES.note("choices")
         for flat in self.buffers:
             flat.routes.communicate_by(comms)
+
+    def note_load(self) -> None:
+        """Count a load into the shards, which ranks compare: each rank alone fills only its own piece."""
+        self.loads += 1
+        CHANGES.note("choices")
 
     def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
         """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
@@ -391,6 +398,16 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"Handle({self.fqn!r}, {len(self.params)} parameters)"
+
+
+def tell_loads(handles: Iterable[Handle]) -> list[str]:
+    """Return a line for each handle about its loads, for an error on all ranks; after it loads count anew."""
+    lines = []
+    for handle in handles:
+        lines.append(f"{handle.described}: {LOADED}: {handle.loads:g}")
+        handle.loads = min(handle.loads, 0.0)
+    CHANGES.note("choices")
+    return lines
 
 
 def written_after_gather(handle: Handle) -> UsageError:

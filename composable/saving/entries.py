@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from composable.annotation import handle_of_module, sharded_state_of, states_of
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype
-from composable.engine import handle_of
+from composable.engine import handle_of, tell_loads
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import check_module, describe_module, described, list_text, plain_fqn
 from composable.ground.torch_private import ranks_of_mesh
@@ -92,9 +92,10 @@ def names_on_all(
         values = get_model_state_dict(model)
         homes = _homes(model, values)
     text = "\n".join([*arguments, *(f"{one.kind} with {len(one.groups)} param groups" for one in mine)])
+    loads = _Loads(model, ranks)
     ranks.compare(
-        text,
-        shown=text,
+        text + loads.text,
+        shown=partial(loads.shown_after, text),
         what="the ranks call save_checkpoint or load_checkpoint with different arguments",
         fix="make the call with equal arguments on all ranks",
     )
@@ -122,6 +123,18 @@ def names_on_all(
     all_homes = {name: tuple(at for at, (_, of_rank) in enumerate(every) if name in of_rank) for name in apart}
     own = {name: value for name, value in values.items() if name in picked}
     return NamesOnAll(picked_of(merged, picked.__contains__), frozenset(known) - homes.keys(), picked, all_homes, own)
+
+
+class _Loads:
+    """The loads into the handles of a model that lie on all of the ranks that compare them."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        found = dict.fromkeys(handle_of_module(module) for module in model.modules())
+        self._handles = [one for one in found if one is not None and one.grid.everyone.numbers == ranks.numbers]
+        self.text = f"\n{[one.loads for one in self._handles]}"
+
+    def shown_after(self, text: str) -> str:
+        return "\n".join([text, *tell_loads(self._handles)])
 
 
 def picked_of(optimizers: Iterable[OptimizerNames], is_picked: Callable[[str], object]) -> tuple[OptimizerNames, ...]:
@@ -308,9 +321,10 @@ def entries_for(
     # Parts on other ranks, such as experts, may have different names on each of these ranks.
     compared = entries if has_others else everything
     text = "\n".join([f"options {options!r}", *compared.described(entries.values)])
+    loads = _Loads(model, ranks)
     ranks.compare(
-        text,
-        shown=text,
+        text + loads.text,
+        shown=partial(loads.shown_after, text),
         what="the ranks ask for full values of different models or with different arguments",
         fix="make the same call on the same model on every rank",
     )

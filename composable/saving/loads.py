@@ -241,6 +241,8 @@ def _bring_back(module: nn.Module, _: Any) -> None:
     if handle is not None:
         with located(handle.described):
             attach(handle)
+        if not getattr(handle.held_with, "rank0_only", False):  # There the first rank alone has what can be loaded.
+            handle.note_load()
 
 
 def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

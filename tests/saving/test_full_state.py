@@ -23,6 +23,7 @@ from composable import (
     load_full_state_dict,
     no_sync,
     replicate,
+    save_checkpoint,
     strict_mode,
     unshard_params,
 )
@@ -580,6 +581,81 @@ def load_plainly() -> None:
 
 def test_torchs_own_load_takes_full_and_sharded_tensors() -> None:
     run_threads(load_plainly, 2)
+
+
+def step_with(model: nn.Module) -> None:
+    model.zero_grad()
+    loss_of(model(random_input(3, 4, DIM))).backward()
+
+
+# What meets the other ranks next after a load, and whether a step came before the load.
+MEETINGS: dict[str, tuple[bool, Any]] = {
+    "first forward": (False, step_with),
+    "end of a backward": (True, step_with),
+    "full_state_dict": (False, full_state_dict),
+    "save_checkpoint": (True, lambda model: save_checkpoint("never written", 1, model)),
+}
+
+
+def loads_alone(meeting: str, part: str, alone: list[int]) -> list[str]:
+    """Load on some ranks, or a part there, and meet the others; then do what the error says. Returns its lines."""
+    has_stepped, meet = MEETINGS[meeting]
+    model, plain = sharded("uneven", 1), make_model("uneven", 2)
+    if has_stepped:
+        step_with(model)
+    if dist.get_rank() in alone:
+        model.get_submodule(part).load_state_dict(plain.get_submodule(part).state_dict())
+    with pytest.raises(DesyncError) as caught:
+        meet(model)
+    model.load_state_dict(plain.state_dict())
+    step_with(model)
+    step_with(plain)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad)
+    load_full_state_dict(model, plain.state_dict() if dist.get_rank() == 0 else None)
+    found = full_state_dict(model)
+    if dist.get_rank() == 0:
+        assert_like_plain(found, plain)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("alone", [[0], [1, 2]])
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_a_load_on_some_ranks_is_an_error_on_all_of_them(meeting: str, alone: list[int]) -> None:
+    name = next(name for name, one in make_model("uneven", 1).named_modules() if name and is_unit(one))
+    for part in ("", name):
+        for rank, lines in enumerate(run_threads(loads_alone, 3, meeting, part, alone)):
+            assert lines[0].startswith("some ranks have loaded a state dict, and others have not")
+            for other, line in enumerate(lines[1:4]):
+                assert line.startswith(f"    rank {other}: module ") and (repr(name) in line) is bool(part)
+                assert line.endswith(f": loads by load_state_dict: {int(other in alone)}")
+            assert lines[4] == f"  at:  rank {rank}"
+            assert "load_state_dict on every rank" in lines[5] and "load_full_state_dict(" in lines[5]
+
+
+def loads_in_other_ways() -> None:
+    """Load on every rank as often, each in its own way; and on the first alone where that reaches all ranks."""
+    rank, model, plain = dist.get_rank(), sharded("uneven", 1), make_model("uneven", 2)
+    state = plain.state_dict()
+    with pytest.raises(StateDictError):
+        model.load_state_dict({})
+    if rank == 0:
+        model.load_state_dict(model.state_dict())
+        model.load_state_dict(state)
+    else:
+        model.load_state_dict(dict(list(state.items())[:1]), strict=False)
+        model.load_state_dict(state, assign=True)
+    with unshard_params(model, rank0_only=True):
+        if rank == 0:
+            model.load_state_dict(state)
+    step_with(model)
+    found = full_state_dict(model)
+    if rank == 0:
+        assert_like_plain(found, plain)
+
+
+def test_ranks_may_load_in_different_ways_as_often() -> None:
+    run_threads(loads_in_other_ways, 2)
 
 
 def shard_below_a_replica() -> None:
