@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from composable.comm import Ranks
 from composable.dtensor.packed import PackedPiece, memory_of
 from composable.errors import ConfigError, UsageError
-from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
+from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, modes_off
 from composable.planning import (
     RaggedShard,
     boxes,
@@ -153,7 +153,7 @@ class RaggedLayout:
             return self.rank
         place = [*coordinate]
         place[self.mesh_dim] = self.rank
-        with without_modes():  # In case a graph is being made: torch 2.11 would make fake tensors of the numbers.
+        with modes_off():  # In case a graph is being made: torch 2.11 would make fake tensors of the numbers.
             return int(self.mesh.mesh[tuple(place)])
 
     @cached_property

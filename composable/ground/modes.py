@@ -11,19 +11,12 @@ tensors need no door: hooks name each dtype, make no operation that autocast cha
 runs is the graph's and seen: the backward of a cast of inputs, or of the copy of a parameter in low precision.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any, TypeVar
 
-from composable.ground.torch_private import (
-    dispatch_modes,
-    function_modes,
-    modes_of_thread,
-    opaque,
-    set_modes,
-    unset_fake_temporarily,
-)
+from composable.ground.torch_private import FakeTensorMode, dispatch_modes, function_modes, modes_off, modes_on, opaque
 
 T = TypeVar("T")
 _NOTHING = nullcontext()
@@ -31,25 +24,17 @@ _NOTHING = nullcontext()
 
 def is_watched() -> bool:
     """Say whether a mode is on that is to see no hook, where ``dispatch_modes`` or ``function_modes`` count some."""
-    return not all(map(_stays, modes_of_thread()))
+    return not all(map(_stays, modes_on()))
 
 
-@contextmanager
-def outside_modes() -> Iterator[None]:
-    """Take off the modes that are to see no hook, while the context lasts."""
-    found = modes_of_thread()
-    try:
-        set_modes(filter(_stays, found))
-        yield
-    finally:
-        set_modes(found)
+def _stays(mode: Any) -> bool:
+    is_needed = getattr(mode, "sees_hooks", False) or getattr(mode, "is_infra_mode", bool)()
+    return is_needed or type(mode).__module__.startswith("torch.distributed.")
 
 
-@contextmanager
-def with_values() -> Iterator[None]:
-    """Let tensors have values, also where the caller makes fake ones, and modes see nothing."""
-    with outside_modes(), unset_fake_temporarily():
-        yield
+# Contexts without the modes that are to see no hook; in the second tensors have values, also if the caller's have none.
+outside_modes = partial(modes_off, _stays)
+with_values = partial(modes_off, lambda mode: _stays(mode) and not isinstance(mode, FakeTensorMode))
 
 
 def unseen(fn: Callable[..., T], *, traced: Callable[..., Any] | None = None) -> Callable[..., T]:
@@ -61,8 +46,3 @@ def unseen(fn: Callable[..., T], *, traced: Callable[..., Any] | None = None) ->
             return fn(*args, **kwargs)
 
     return opaque(run, traced=traced)
-
-
-def _stays(mode: Any) -> bool:
-    is_needed = getattr(mode, "sees_hooks", False) or getattr(mode, "is_infra_mode", bool)()
-    return is_needed or type(mode).__module__.startswith("torch.distributed.")

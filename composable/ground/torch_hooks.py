@@ -36,7 +36,6 @@ from composable.ground.torch_private import (
     refusal_of_compiled,
     replace_body,
     run_backward,
-    running_transform,
 )
 
 
@@ -79,15 +78,12 @@ class EndOfBackward:
         return held
 
     @unseen
+    @outside_transforms()
     def end_backward(self) -> None:  # messages name it, for the ranks that wait in it
         """Start all endings, then finish those that started; raise the first failure.
 
         An ending that failed is left as after an exception in backward; after Ctrl-C all endings are.
         """
-        if running_transform() is not None:
-            with outside_transforms():
-                self.end_backward()
-            return
         failures: list[Exception] = []
         started: list[Ending] = []
         seen = 0
@@ -252,14 +248,14 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
 # The compiler leaves `_run_watched` alone, but not what it calls.
 
 
-@unseen
+@opaque
 def _looked(known: Iterable[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the watchers, and those that have to gather before a backward from ``outputs`` [any] runs."""
     watchers = list(known)
     return watchers, sorted((one for one in watchers if one.reads_early(outputs)), key=attrgetter("number"))
 
 
-@unseen
+@opaque
 def _end_unseen(watchers: Sequence[Any], *, has_failed: bool) -> None:
     for one in watchers:
         one.end_unseen(has_failed=has_failed)
@@ -373,6 +369,7 @@ def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
     hook_gradient(tensor, hook)
 
 
+@unseen
 def in_backward_of_nothing(call: Callable[[], None]) -> None:
     """Run a backward that reaches no parameter, with ``call`` in it: callbacks queued there run when it ends."""
     with torch.enable_grad():

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
@@ -97,7 +97,6 @@ try:
     from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
     from torch.distributed import distributed_c10d as c10d  # its `_world` holds all groups, its helper makes them
     from torch.distributed.distributed_c10d import _World as TorchWorld  # the attributes that torch reads
-    from torch.utils._python_dispatch import _disable_current_modes  # hides collectives from the caller's modes
 
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
@@ -135,13 +134,23 @@ except (ImportError, AttributeError) as error:
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
-def modes_of_thread() -> list[Any]:
-    """Return the modes that see operations, and those that see calls of torch's functions, outermost first."""
+def modes_on() -> list[Any]:
+    """Return the modes of this thread: those that see operations, and those that see calls, outermost first."""
     return [*dispatch_stack._get_current_dispatch_mode_stack(), *function_stack._get_current_function_mode_stack()]
 
 
-def set_modes(modes: Iterable[Any]) -> None:
-    """Put other modes on in place of ``modes_of_thread``, in the same order."""
+@contextmanager
+def modes_off(stays: Callable[[Any], bool] = lambda _: False) -> Iterator[None]:
+    """Take off the modes of this thread, but those that ``stays`` names, while the context lasts."""
+    found = modes_on()
+    try:
+        _set_modes(filter(stays, found))
+        yield
+    finally:
+        _set_modes(found)
+
+
+def _set_modes(modes: Iterable[Any]) -> None:
     for count, stack in ((dispatch_modes(), dispatch_stack), (function_modes(), function_stack)):
         for _ in range(count):
             stack._pop_mode()
@@ -479,12 +488,6 @@ def forget_meshes() -> None:
         getattr(cache, "cache_clear", lambda: None)()
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no mode at all sees the operations on tensors."""
-    # Without a mode nothing is switched off, since that costs as much as a small collective.
-    return _disable_current_modes() if dispatch_modes() else nullcontext()
-
-
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
     """Return the numbers in a mesh, in its order: torch computes them anew, so they would be fake in such a mode."""
     with unset_fake_temporarily():
@@ -517,18 +520,14 @@ def let_optimizers_use_lists(when: Callable[[], bool]) -> None:
         setattr(module, "_get_foreach_kernels_supported_devices", lambda: [*known(), *["cpu"] * when()])  # noqa: B010, B023
 
 
-def split_backward_code() -> CodeType | None:
-    """Return the code in which torch's pipelines compute only gradients of inputs; ``None``: it is not imported."""
-    return _code_in("torch.distributed.pipelining._backward", "stage_backward_input")
-
-
-def model_averager_code() -> CodeType | None:
-    """Return the code in which torch averages models that ranks train separately; ``None``: it is not imported."""
-    return _code_in("torch.distributed.algorithms.model_averaging.utils", "average_parameters")
-
-
 def _code_in(file: str, function: str) -> CodeType | None:
     return getattr(getattr(sys.modules.get(file), function, None), "__code__", None)
+
+
+# Code in which torch's pipelines compute only gradients of inputs, and in which torch averages models that ranks train
+# separately; ``None``: it is not imported.
+split_backward_code = partial(_code_in, "torch.distributed.pipelining._backward", "stage_backward_input")
+model_averager_code = partial(_code_in, "torch.distributed.algorithms.model_averaging.utils", "average_parameters")
 
 
 def replace_body(function: Any, body: Callable[..., Any], *, only_with: tuple[str, int] = ("", -1)) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from composable.errors import DesyncError
-from composable.ground.torch_private import without_modes
+from composable.ground.torch_private import modes_off
 from composable.testing.device_streams import SimulatedDevice, poison
 
 
@@ -71,7 +71,7 @@ def _exchange(calls: Sequence[Call], group: "GroupKey", device: SimulatedDevice 
     Raises:
         ValueError: Tensors that do not fit in an all-to-all.
     """
-    with torch.no_grad(), without_modes():
+    with torch.no_grad(), modes_off():
         if device is None or all(call.mark is None for call in calls):
             _carry_out(calls)
             return None
