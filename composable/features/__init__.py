@@ -1,4 +1,7 @@
-"""Features that only some models need; each enters by an extension point of the engine."""
+"""What only some models need: gathers of a class, first values, inputs of graphs, values as a whole.
+
+Annotations and faces call these files; the engine imports none of them.
+"""
 
 from composable.features.class_gathers import ClassGatheredBuffer
 from composable.features.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers
