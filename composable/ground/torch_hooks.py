@@ -514,6 +514,11 @@ _CHILDREN: Callable[[Any], dict[str, object]] = attrgetter("_modules")
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
+def after_loads(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> RemovableHandle:
+    """Call ``call(optimizer)`` after each ``load_state_dict()`` of one optimizer."""
+    return optimizer.register_load_state_dict_post_hook(call)
+
+
 def around_optimizer(
     optimizer: torch.optim.Optimizer,
     *,
@@ -530,7 +535,7 @@ def around_optimizer(
         optimizer.register_step_pre_hook(before_step),
         optimizer.register_step_post_hook(after_step),
         optimizer.register_state_dict_pre_hook(before_state_dict),
-        optimizer.register_load_state_dict_post_hook(after_load),
+        after_loads(optimizer, after_load),
     ]
 
 

@@ -21,13 +21,15 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward
 from composable.ground.modes import unseen
 from composable.ground.names import check_module, check_optimizer, list_text
-from composable.ground.torch_hooks import before_every_step
+from composable.ground.ownership import is_managed
+from composable.ground.torch_hooks import after_loads, before_every_step
 from composable.ground.unfilled import META_FIX
 from composable.planning import first_replacement, replacement_of
 from composable.replication import Reducer
 
 _is_meta = attrgetter("is_meta")
 
+_HAS_STEPPED = "_composable_has_stepped"
 # An optimizer with an attribute of this name decides itself when to check its parameters.
 CHECKS_ITSELF = "_composable_local_step"
 
@@ -57,9 +59,32 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _own_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give annotated parameters tensors of their own where several have one object: each would count its steps there.
+
+    A run of FSDP1 leaves one ``step`` for all parameters of a flat one, and files and loads keep it so.
+    """
+    seen: set[int] = set()
+    for param, entry in optimizer.state.items():
+        for key, value in entry.items() if is_managed(param) and isinstance(entry, dict) else ():
+            if isinstance(value, torch.Tensor):
+                entry[key] = value.detach().clone() if id(value) in seen else value
+                seen.add(id(value))
+
+
+def _before_first_step(optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(map(is_managed, params)):
+        _own_state(optimizer)
+        after_loads(optimizer, _own_state)
+
+
 @unseen
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     watch_ranks()
+    if _HAS_STEPPED not in vars(optimizer):
+        _before_first_step(optimizer)
+        setattr(optimizer, _HAS_STEPPED, True)
     if CHECKS_ITSELF not in vars(optimizer):
         check_parameters(optimizer)
     if callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1])):
@@ -212,6 +237,7 @@ def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         group["params"][:] = [replaced.get(id(param), param) for param in group["params"]]
     optimizer.state.clear()
     optimizer.state.update(state)
+    vars(optimizer).pop(_HAS_STEPPED, None)
     return optimizer
 
 

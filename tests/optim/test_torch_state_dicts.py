@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,12 +17,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from composable import UsageError, fully_shard, no_sync, replicate, step_in_backward
+from composable import (
+    UsageError,
+    accelerate_optimizer,
+    fully_shard,
+    no_sync,
+    rebind_optimizer,
+    replicate,
+    step_in_backward,
+)
 from tests.models import seeded
 from tests.world import run_threads
 
 State = dict[str, Any]
 WHOLE = StateDictOptions(full_state_dict=True)
+FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -116,6 +126,62 @@ def test_states_of_optimizers_are_those_of_a_plain_model_in_any_cut(kind: str, *
         other, world_size = draw.choice(ANNOTATIONS[1:]), draw.choice([1, 2, 3])
         after = run_threads(go_on, world_size, other, kind, found[1], in_backward=in_backward)[0]
         assert_alike(after, ended)
+
+
+def with_one_step(state: State) -> State:
+    """Return the state of an optimizer, a deep copy, with one ``step`` for all parameters, as FSDP1 leaves it."""
+    entries = list((state := copy.deepcopy(state))["state"].values())
+    for entry in entries:
+        entry["step"] = entries[0]["step"]
+    return state
+
+
+LOADS = {
+    "numbered": lambda model, optimizer, one: optimizer.load_state_dict(
+        {**optimizer.state_dict(), "state": dict(enumerate(one["state"].values()))}
+    ),
+    "named": lambda model, optimizer, one: set_optimizer_state_dict(model, optimizer, one, options=WHOLE),
+    "from the first rank": lambda model, optimizer, one: set_optimizer_state_dict(
+        model, optimizer, one if dist.get_rank() == 0 else {}, options=FROM_FIRST
+    ),
+}
+
+
+def goes_on_from_one_step(api: str, saved: tuple[State, State], way: str, mode: str) -> tuple[State, State]:
+    """Go on as ``go_on`` does, from a state with one ``step``, loaded in a way, before or after first steps."""
+    model, optimizer = make(api, "adamw", in_backward=mode == "in backward")
+    one, in_backward = with_one_step(saved[1]), mode == "in backward"
+    if mode == "accelerated":
+        accelerate_optimizer(optimizer, model)
+    if mode == "after steps":
+        train(model, optimizer, range(2))
+    set_model_state_dict(model, copy.deepcopy(saved[0]), options=WHOLE)
+    LOADS[way](model, optimizer, one)
+    train(model, optimizer, range(2, 3), in_backward=in_backward)
+    return states(model, optimizer)
+
+
+@pytest.mark.parametrize("mode", ["plain steps", "accelerated", "in backward", "after steps"])
+@pytest.mark.parametrize("way", LOADS)
+def test_parameters_that_were_loaded_with_one_step_count_their_own(way: str, mode: str) -> None:
+    begun, ended = alone("adamw")
+    for api in ["fully_shard"] if mode == "accelerated" else ANNOTATIONS[1:]:
+        assert_alike(run_threads(goes_on_from_one_step, 2, api, begun[1], way, mode)[0], ended)
+
+
+def rebinds_with_one_step(saved: tuple[State, State]) -> tuple[State, State]:
+    model, optimizer = make("plain", "adamw")
+    train(model, optimizer, range(2))
+    set_model_state_dict(model, copy.deepcopy(saved[0]), options=WHOLE)
+    LOADS["numbered"](model, optimizer, with_one_step(saved[1]))
+    rebind_optimizer(optimizer, fully_shard(model))
+    train(model, optimizer, range(2, 3))
+    return states(model, optimizer)
+
+
+def test_an_optimizer_that_is_rebound_with_one_step_has_one_for_each_parameter() -> None:
+    begun, ended = alone("adamw")
+    assert_alike(run_threads(rebinds_with_one_step, 2, begun[1])[0], ended)
 
 
 def step_by_hand(api: str) -> None:
