@@ -90,7 +90,7 @@ def _room(place: Path | StoredFolder) -> Iterator[Path | StoredFolder]:
             yield place
         except BaseException:
             with suppress(OSError):
-                place.storage.remove(place.of(LOCK))
+                place.remove(LOCK)
             raise
         return
     place = place.absolute()
@@ -150,7 +150,7 @@ def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step
         with _begun(run, step) as partial:
 
             def publish(_: Path, sums: dict[str, FileSum]) -> Path | str:
-                return run.publish(partial, Manifest(step, sums, ()), keep=1)
+                return run.publish(partial, Manifest(step, sums, ()))
 
             made = write_shares(Ranks.of_world(), run, partial, {"model": values}, every, publish)
     return str(made).rpartition("/")[2]
@@ -179,5 +179,6 @@ def _merge(sources: Sequence[Path | StoredFolder], place: Path | StoredFolder) -
                 copy.flush()
                 os.fsync(copy.fileno())
             run.put(partial, room / name)
-        made = run.publish(partial, manifest, keep=1)
+        made = run.publish(partial, manifest)
+        run.tidy(partial, keep=1)
     return str(made).rpartition("/")[2]

@@ -7,6 +7,7 @@ verifies first and then reads in place: beside the model's own tensors it needs 
 """
 
 import atexit
+import io
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.names import check_bool, check_int, check_module, described
 from composable.runs import contents, run_folder
-from composable.runs.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun
+from composable.runs.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun, warned
 from composable.runs.shares import SharePlanner, describe_all
 from composable.runs.storage import Storage, StoredFolder, folder_at
 from composable.runs.stored_run import StoredRun, find_stored
@@ -216,12 +217,12 @@ def save_checkpoint(
         if packed is not None:
             sums[EXTRA] = run_folder.write_summed(room / EXTRA, packed)
             run.put(partial, room / EXTRA)
-        return run.publish(partial, Manifest(step, sums, every.optimizers), keep=keep)
+        return run.publish(partial, Manifest(step, sums, every.optimizers))
 
     def write() -> Path | str:
         try:
             with _named(this):
-                return write_shares(writers, run, partial, state, every, publish)
+                return write_shares(writers, run, partial, state, every, publish, keep=keep)
         except BaseException as error:
             if ranks.rank == 0:
                 # After an error no rank writes any more: all ranks have reported.
@@ -307,7 +308,9 @@ def load_checkpoint(
         manifest = run_folder.read_manifest(folder, content)
     # All files are read, each on one rank.
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    check_undamaged(folder, _on_any(ranks, run_folder.find_damage(folder, mine)))
+    with ranks.agreed(), _as_ours(f"{folder} cannot be read", _READ_FIX):
+        damage = run_folder.find_damage(folder, mine)
+    check_undamaged(folder, _on_any(ranks, damage))
     failure = f"{folder} was not loaded to its end"
     every = names_on_all(ranks, model, optimizers, names)
     description = _on_first(ranks, lambda: contents.read_description(folder, manifest.files), failure, _HALF_LOADED_FIX)
@@ -319,7 +322,7 @@ def load_checkpoint(
         checkpoint = _read(folder, manifest)
     check_undamaged(folder, _on_any(ranks, reader.find_faults(flat)))
     with _named(f"the load of {folder}"):
-        with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX, Exception):
+        with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
             reader.read_into(flat)
         with ranks.agreed():
             try:
@@ -368,7 +371,7 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optim
 
 
 def _on_first(ranks: Ranks, call: Callable[[], T], failure: str, fix: str) -> T:
-    """Return on every rank what ``call`` returns on the first; ``failure`` is the text for errors of the system."""
+    """Return on every rank what ``call`` returns on the first; ``failure`` is the text for other errors than ours."""
     result: Any = None
     with ranks.agreed(), _as_ours(failure, fix):
         if ranks.rank == 0:
@@ -423,8 +426,13 @@ def write_shares(
     state: dict[str, Any],
     every: NamesOnAll,
     publish: Callable[[Path, dict[str, FileSum]], Path | str],
+    *,
+    keep: int = 1,
 ) -> Path | str:
-    """Write this rank's share; return when the checkpoint of all ranks is whole. Collective."""
+    """Write this rank's share; return when the checkpoint of all ranks is whole. Collective.
+
+    The first rank calls ``publish`` with the sums of all files. Whatever fails after that is a warning.
+    """
     what = f"{run.folder(partial)} was not written to its end; earlier checkpoints are as they were"
     is_local = not isinstance(run, StoredRun)
     failure: BaseException | None = None
@@ -458,8 +466,11 @@ def write_shares(
                 every_sum = {name: FileSum(*saved) for _, sums, _ in reports for name, saved in sums.items()}
                 every_sum[METADATA] = files.sums[f"{METADATA}.tmp"]
                 outcome = str(publish(room, every_sum))
-            except Exception as error:
-                failure, outcome = error, (0, as_told(_ours(error, what, _WRITE_FIX)))
+                with warned(f"{outcome} is saved, but not all earlier checkpoints and leftovers could be removed"):
+                    run.tidy(partial, keep=keep)
+            except BaseException as error:
+                failure = error
+                outcome = outcome or (0, as_told(_ours(error, what, _WRITE_FIX)))
         outcome = ranks.object_of(0, outcome)
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # Ctrl-C
@@ -494,7 +505,9 @@ def _read(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
     if EXTRA not in manifest.files:
         return SavedCheckpoint(path, manifest.step, None)
     with run_folder.open_in(folder, EXTRA) as file:
-        return SavedCheckpoint(path, manifest.step, read_data(file, f"{folder}/{EXTRA}"))
+        # At once: torch would tell an error of the disk as one of the archive.
+        content = io.BytesIO(file.read())
+    return SavedCheckpoint(path, manifest.step, read_data(content, f"{folder}/{EXTRA}"))
 
 
 @contextmanager
@@ -518,11 +531,11 @@ def _ours(error: BaseException, what: str, fix: str) -> ComposableError:
 
 
 @contextmanager
-def _as_ours(what: str, fix: str, kind: type[Exception] = OSError) -> Iterator[None]:
-    """Turn an error of this kind into an error of this library."""
+def _as_ours(what: str, fix: str) -> Iterator[None]:
+    """Turn any error into an error of this library."""
     try:
         yield
     except ComposableError:
         raise
-    except kind as error:
+    except Exception as error:
         raise _ours(error, what, fix) from error

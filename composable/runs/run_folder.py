@@ -28,7 +28,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, DesyncError, UsageError
 from composable.ground.names import as_kind, list_text
 from composable.runs.storage import Storage, StoredFolder
 from composable.saving import OptimizerNames
@@ -113,6 +113,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Log an error of a part of a save without which the checkpoint is whole."""
+    try:
+        yield
+    except Exception as error:
+        _LOG.warning("%s: %s: %s", what, type(error).__name__, error)
 
 
 def find_damage(folder: Path | StoredFolder, files: Mapping[str, FileSum]) -> list[str]:
@@ -335,8 +344,8 @@ class FolderRun:
     def put(self, partial: str, file: Path) -> None:
         """Take a file that is whole in ``room``: it lies where it belongs."""
 
-    def publish(self, partial: str, manifest: Manifest, *, keep: int) -> Path:
-        """Give a folder of ``begin``, whose files are synced, its final name; then leave ``keep`` checkpoints."""
+    def publish(self, partial: str, manifest: Manifest) -> Path:
+        """Give a folder of ``begin``, whose files are synced, its final name."""
         folder, run, whole = Path(partial), self._path, self._path / f"step-{manifest.step:06d}"
         with WRITTEN.guard:
             check_written(folder, manifest, {path.name: path.stat().st_size for path in folder.iterdir()})
@@ -344,22 +353,37 @@ class FolderRun:
             sync_folder(folder)
             if whole.exists():
                 whole.rename(_hidden(run, "replaced", manifest.step))
-            folder.rename(whole)
+            try:
+                folder.rename(whole)
+            except OSError:
+                # The server of the disk may have done it, and have lost its answer.
+                if not lists_all(whole, manifest.files):
+                    raise
+            WRITTEN.partial[run].discard(folder)
+        return whole
+
+    def tidy(self, partial: str, *, keep: int) -> None:
+        """Make the names in the run's folder last, leave ``keep`` checkpoints, and remove what other saves have left.
+
+        ``partial`` is the folder that was published. If its name may not last, nothing is removed.
+        """
+        run, step = self._path, _step_of(Path(partial))
+        with WRITTEN.guard:
             sync_folder(run)
-            earlier = [path for path in _named(run, "step") if _step_of(path) < manifest.step and _is_ours(path)]
+            earlier = [path for path in _named(run, "step") if _step_of(path) < step and _is_ours(path)]
             # A name that promises a whole checkpoint is removed before its files.
             for path in earlier[: max(0, len(earlier) - (keep - 1))]:
                 path.rename(_hidden(run, "removed", _step_of(path)))
-            WRITTEN.partial[run].discard(folder)
             _tidy(run)
-        return whole
 
     def abandon(self, partial: str, *, remove: bool) -> None:
-        """End a save that failed; with ``remove`` also delete its folder."""
+        """End a save that failed; with ``remove`` also delete its folder. What it would replace is put back."""
         with WRITTEN.guard:
             WRITTEN.partial[self._path].discard(Path(partial))
-            if remove:
-                shutil.rmtree(partial, ignore_errors=True)
+            with warned(f"{partial} could not be removed"):
+                if remove:
+                    shutil.rmtree(partial, ignore_errors=True)
+                _tidy(self._path, "replaced")
 
 
 class RankRun:
@@ -392,19 +416,24 @@ class RankRun:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             yield self._folder
-        except Exception:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        except Exception as error:
+            # Who has lost the others does not know whether the checkpoint is whole.
+            if not isinstance(error, DesyncError):
+                shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     def put(self, partial: str, file: Path) -> None:
         """Make the name of a file last."""
         sync_folder(self._folder)
 
-    def publish(self, partial: str, manifest: Manifest, *, keep: int) -> Path:
-        """Write the manifest, once all ranks have written their parts; older checkpoints are not looked at."""
+    def publish(self, partial: str, manifest: Manifest) -> Path:
+        """Write the manifest, once all ranks have written their parts."""
         write_summed(self._folder / MANIFEST, manifest.as_bytes())
         sync_folder(self._folder)
         return self._folder
+
+    def tidy(self, partial: str, *, keep: int) -> None:
+        """Leave older checkpoints as they are."""
 
     def abandon(self, partial: str, *, remove: bool) -> None:
         """End a save that failed; ``room`` has removed the folder."""
@@ -445,12 +474,13 @@ def _hidden(run: Path, kind: str, step: int) -> Path:
     return run / f".{kind}-{step:06d}-{secrets.token_hex(4)}"
 
 
-def _tidy(run: Path) -> None:
-    """Remove folders with hidden names, except those that this process is writing."""
-    for hidden in _named(run, "partial", "removed", "replaced"):
+def _tidy(run: Path, *kinds: str) -> None:
+    """Remove folders with hidden names of these kinds, default: all, except those that this process is writing."""
+    for hidden in _named(run, *(kinds or ("partial", "removed", "replaced"))):
         whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
-        if _kind_of(hidden) == "replaced" and not whole.exists():
-            # A kill came between the two renames of `publish`: the folder to be replaced is still the checkpoint.
-            hidden.rename(whole)
-        elif hidden not in WRITTEN.partial[run]:
-            shutil.rmtree(hidden)
+        with warned(f"{hidden} could not be removed"):
+            if _kind_of(hidden) == "replaced" and not whole.exists():
+                # A kill came between the two renames of `publish`: the folder to be replaced is still the checkpoint.
+                hidden.rename(whole)
+            elif hidden not in WRITTEN.partial[run]:
+                shutil.rmtree(hidden)

@@ -300,14 +300,14 @@ class WeightsWriter:
         if isinstance(self._place, StoredFolder):
             # The index comes last, as by name.
             files = sorted(self._target.iterdir()) if self._target.is_dir() else [self._target]
-            names = [self._place.of(file.name if self._target.is_dir() else "") for file in files]
+            names = [file.name if self._target.is_dir() else "" for file in files]
             try:
                 for name, file in zip(names, files, strict=True):
-                    self._place.storage.write(name, file)
+                    self._place.write(name, file)
             except BaseException:
                 for name in names if self._target.is_dir() else ():
                     with suppress(OSError):
-                        self._place.storage.remove(name)
+                        self._place.remove(name)
                 raise
 
     def _show(self) -> None:

@@ -28,7 +28,8 @@ class Storage(Protocol):
     """A place of files that saves and loads take instead of a path or URL: any object with these five methods.
 
     Names have ``/`` between their parts and are relative to the place, such as the folder of a run. A file that is
-    written is listed and can be read at once by every process. Methods are called by any thread and raise ``OSError``.
+    written is listed and can be read at once by every process. Methods are called by any thread, and may raise any
+    ``Exception``.
     """
 
     def list(self, folder: str) -> Mapping[str, int | None]:
@@ -57,45 +58,45 @@ class _FsspecStorage:
         self._files = files
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        with self._told(folder):
-            try:
-                self._files.invalidate_cache()
-                found = self._files.ls(folder, detail=True)
-            except FileNotFoundError:
-                return {}
+        try:
+            self._files.invalidate_cache()
+            found = self._files.ls(folder, detail=True)
+        except FileNotFoundError:
+            return {}
         # Some stores list a folder, or a file of this name, as a part of itself.
         names = {one["name"].rstrip("/"): None if one["type"] == "directory" else one["size"] for one in found}
         return {name[len(folder) + 1 :]: size for name, size in names.items() if name.startswith(f"{folder}/")}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._told(name):
-            return bytes(self._files.cat_file(name, start=start, end=stop))
+        return bytes(self._files.cat_file(name, start=start, end=stop))
 
     def write(self, name: str, file: Path) -> None:
-        with self._told(name):
-            self._files.put_file(str(file), name)
+        self._files.put_file(str(file), name)
 
     def commit(self, name: str, content: bytes) -> None:
-        with self._told(name):
-            self._files.pipe_file(name, content)
+        self._files.pipe_file(name, content)
 
     def remove(self, name: str) -> None:
-        with self._told(name), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             self._files.invalidate_cache()
             self._files.rm(name, recursive=True)
 
-    @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Turn any error of the store, or of its package, into an ``OSError`` that names the file."""
-        try:
-            yield
-        except Exception as error:
-            raise OSError(f"{name}: {type(error).__name__}: {error}") from error
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Turn any error of a storage, which may be one of its package's own, into an ``OSError`` that names the file."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder in a storage; empty, ``name`` is all of it, and ``url`` that of an object of the user's."""
+    """A folder in a storage; empty, ``name`` is all of it, and ``url`` that of an object of the user's.
+
+    The methods of ``Storage`` are those of a storage in which this folder is all. They raise ``OSError`` only.
+    """
 
     storage: Storage
     name: str = ""
@@ -121,22 +122,43 @@ class StoredFolder:
         return "/".join(filter(None, (self.name, *names)))
 
     def list(self, name: str = "") -> Mapping[str, int | None]:
-        """Return what is in the folder, or in a folder of it, as ``Storage.list`` does."""
-        return self.storage.list(self.of(name))
+        """Return what is in the folder, or in a folder of it."""
+        with _told(self.of(name)):
+            return dict(self.storage.list(self.of(name)))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes ``[start, stop)`` of a file, or fewer."""
+        with _told(self.of(name)):
+            return bytes(self.storage.read(self.of(name), start, stop))[: None if stop is None else stop - start]
+
+    def write(self, name: str, file: Path) -> None:
+        """Copy a local file to ``name``."""
+        with _told(self.of(name)):
+            self.storage.write(self.of(name), file)
+
+    def commit(self, name: str, content: bytes) -> None:
+        """Write a small file in one go."""
+        with _told(self.of(name)):
+            self.storage.commit(self.of(name), content)
+
+    def remove(self, *names: str) -> None:
+        """Remove a file or a folder, if it is there."""
+        with _told(self.of(*names)):
+            self.storage.remove(self.of(*names))
 
     def open(self, name: str) -> BinaryIO:
         """Open a file in the folder to read it, at any place."""
         nbytes = self.list().get(name)
         if nbytes is None:
             raise FileNotFoundError(f"{self}/{name} is not there")
-        return io.BufferedReader(_StoredFile(self.storage, self.of(name), nbytes), _BUFFER_BYTES)
+        return io.BufferedReader(_StoredFile(self, name, nbytes), _BUFFER_BYTES)
 
 
 class _StoredFile(io.RawIOBase):
     """A file in a storage, which is read where its reader goes."""
 
-    def __init__(self, storage: Storage, name: str, nbytes: int) -> None:
-        self._storage, self._name, self._nbytes = storage, name, nbytes
+    def __init__(self, folder: StoredFolder, name: str, nbytes: int) -> None:
+        self._folder, self._name, self._nbytes = folder, name, nbytes
         self._at = 0
 
     def readable(self) -> bool:
@@ -151,7 +173,7 @@ class _StoredFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         stop = min(self._at + len(buffer), self._nbytes)
-        content = self._storage.read(self._name, self._at, stop) if self._at < stop else b""
+        content = self._folder.read(self._name, self._at, stop) if self._at < stop else b""
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)

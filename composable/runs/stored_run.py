@@ -10,7 +10,6 @@ when a save begins or right before it is committed, gives way. Leftovers are rem
 whoever wrote them has been told. Nothing here communicates.
 """
 
-import logging
 import re
 import secrets
 import tempfile
@@ -30,10 +29,10 @@ from composable.runs.run_folder import (
     lists_all,
     no_checkpoint,
     this_process,
+    warned,
 )
 from composable.runs.storage import StoredFolder
 
-_LOG = logging.getLogger("composable")
 # A folder that was copied from a disk has no number and no token.
 _NAME = re.compile(r"step-(\d{6,})(?:-(\d+)-[0-9a-f]{8})?")
 
@@ -93,34 +92,36 @@ class StoredRun:
     @contextmanager
     def room(self, partial: str) -> Iterator[Path]:
         """Yield a local folder where a rank writes its files first; removed at the end."""
-        with tempfile.TemporaryDirectory(prefix=f"{partial}-") as folder:
+        with tempfile.TemporaryDirectory(prefix=f"{partial}-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
     def put(self, partial: str, file: Path) -> None:
         """Take a file that is whole in ``room``."""
-        self._run.storage.write(self._run.of(partial, file.name), file)
+        self.folder(partial).write(file.name, file)
 
-    def publish(self, partial: str, manifest: Manifest, *, keep: int) -> str:
-        """Make a checkpoint of what ``put`` took, then leave ``keep`` checkpoints; return its URL."""
+    def publish(self, partial: str, manifest: Manifest) -> str:
+        """Make a checkpoint of what ``put`` took; return its URL."""
         folder = self.folder(partial)
         with WRITTEN.guard:
             check_written(folder, manifest, folder.list())
             self._hold(is_begun=True)
-            folder.storage.commit(folder.of(MANIFEST), manifest.as_bytes())
-            WRITTEN.stored[self._key][1].discard(partial)
             try:
-                self._tidy(partial, keep)
-            except OSError as error:
-                _LOG.warning("%s is saved, but not all leftovers in %s could be removed: %s", partial, self, error)
+                folder.commit(MANIFEST, manifest.as_bytes())
+            except OSError:
+                # The storage may have done it, and have lost its answer.
+                if not lists_all(folder, manifest.files):
+                    raise
+            WRITTEN.stored[self._key][1].discard(partial)
         return folder.path
 
     def abandon(self, partial: str, *, remove: bool) -> None:
-        """End a save that failed; with ``remove`` also delete its files."""
+        """End a save that failed; with ``remove`` also delete its files, unless they are a checkpoint already."""
         with WRITTEN.guard:
-            WRITTEN.stored[self._key][1].discard(partial)
-            if remove:
+            in_use = WRITTEN.stored[self._key][1]
+            if remove and partial in in_use:
                 with suppress(OSError):
                     self._remove(partial)
+            in_use.discard(partial)
 
     def _hold(self, *, is_begun: bool = False) -> None:
         """Take the run over at the first save of this process; raise if another process has done so since."""
@@ -128,28 +129,30 @@ class StoredRun:
         is_new = not is_begun and self._key not in WRITTEN.stored
         holder = ""
         if LOCK in self._run.list():
-            holder = checked_holder(self._run.storage.read(self._run.of(LOCK), 0, 4096), f"{self}/{LOCK}")
+            holder = checked_holder(self._run.read(LOCK, 0, 4096), f"{self}/{LOCK}")
         if holder and holder != text and not is_new:
             raise another_run(self, holder)
         if holder != text:
-            self._run.storage.commit(self._run.of(LOCK), text.encode())
+            self._run.commit(LOCK, text.encode())
         WRITTEN.stored.setdefault(self._key, (self._run.storage, set()))
 
-    def _tidy(self, last: str, keep: int) -> None:
-        """Remove what other saves have left, those of the same step, and checkpoints beyond ``keep``."""
-        files = {name: self._run.list(name) for name in _names_in(self._run)}
-        whole = [name for name in files if MANIFEST in files[name]]
-        latest = {_order(name)[0]: name for name in whole}
-        mine = [name for name in whole if name != last and lists_all(self._run / name, files[name].keys())]
-        earlier = [name for name in mine if name in latest.values() and _order(name) < _order(last)]
-        gone = earlier[: max(0, len(earlier) - (keep - 1))]
-        gone += [name for name in mine if name not in latest.values()]
-        in_use = WRITTEN.stored[self._key][1]
-        gone += [name for name in files if name not in {*whole, *in_use} and "-" in name.removeprefix("step-")]
-        for name in gone:
-            self._remove(name)
+    def tidy(self, last: str, *, keep: int) -> None:
+        """Remove what other saves have left, those of the same step as ``last``, and checkpoints beyond ``keep``."""
+        with WRITTEN.guard:
+            files = {name: self._run.list(name) for name in _names_in(self._run)}
+            whole = [name for name in files if MANIFEST in files[name]]
+            latest = {_order(name)[0]: name for name in whole}
+            mine = [name for name in whole if name != last and lists_all(self._run / name, files[name].keys())]
+            earlier = [name for name in mine if name in latest.values() and _order(name) < _order(last)]
+            gone = earlier[: max(0, len(earlier) - (keep - 1))]
+            gone += [name for name in mine if name not in latest.values()]
+            in_use = WRITTEN.stored[self._key][1]
+            gone += [name for name in files if name not in {*whole, *in_use} and "-" in name.removeprefix("step-")]
+            for name in gone:
+                with warned(f"{self._run / name} could not be removed"):
+                    self._remove(name)
 
     def _remove(self, name: str) -> None:
         # Without its manifest it is no checkpoint, whatever comes then.
-        self._run.storage.remove(self._run.of(name, MANIFEST))
-        self._run.storage.remove(self._run.of(name))
+        self._run.remove(name, MANIFEST)
+        self._run.remove(name)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import torch.distributed as dist
+
 
 class Shelf:
     """A storage in this process, as users write one. Those of one name have the same files."""
@@ -44,23 +46,30 @@ class Killed(BaseException):
 
 
 class Fault:
-    """What happens at call ``at``, counted from 1: ``how`` it ends, and with which error."""
+    """What happens at call ``at``, counted from 1, of ``rank``, or of any: ``how`` it ends, and with which error.
 
-    def __init__(self, at: int, how: str, error: type[BaseException]) -> None:
-        self.at, self.how, self.error = at, how, error
+    If it ``lasts``, each later call of any rank ends so too.
+    """
+
+    def __init__(
+        self, at: int, how: str, error: type[BaseException], *, lasts: bool = False, rank: int | None = None
+    ) -> None:
+        self.at, self.how, self.error, self.lasts, self.rank = at, how, error, lasts, rank
         self.count = 0
         self.is_dead = False
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # A call may make others.
 
     def around(self, call: Callable[[], object], cut: Callable[[], object]) -> object:
         """Make a call, or fail before it, after it, or in the middle of it."""
         with self._guard:
             if self.is_dead:
                 raise self.error("gone")
+            if self.rank not in (None, dist.get_rank() if dist.is_initialized() else 0):
+                return call()
             self.count += 1
             if self.count != self.at:
                 return call()
-            self.is_dead = self.error is Killed
+            self.is_dead = self.lasts
             if self.how == "after":
                 call()
             if self.how == "cut":
