@@ -41,7 +41,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from composable.ground.torch_private import without_modes
+from composable.ground.torch_private import modes_off
 
 __all__ = ["LateDevice", "LateEvent", "LateStream"]
 
@@ -277,7 +277,7 @@ class LateDevice:
         for stream, count in block.users.items():
             self._run_to(stream, count)
         if block.base is not None:
-            with without_modes(), torch.no_grad():
+            with modes_off(), torch.no_grad():
                 _bytes_of(storage).copy_(block.base)
         block.is_host, block.base, block.before, block.users = True, None, 0, {}
 
@@ -286,7 +286,7 @@ class LateDevice:
         is_known = tensor.untyped_storage()._cdata in self._blocks
         if is_known and not self.is_on_host(tensor):
             self.current_stream().synchronize()
-        with without_modes(), torch.no_grad():
+        with modes_off(), torch.no_grad():
             return (self._alias(tensor) if is_known else tensor).detach().clone()
 
     def __enter__(self) -> "LateDevice":
@@ -338,13 +338,13 @@ class LateDevice:
 
     def run_until(self, event: LateEvent) -> None:
         """Let the host wait for ``event``."""
-        with without_modes(), torch.no_grad():
+        with modes_off(), torch.no_grad():
             while not event.is_reached():
                 self._step()
 
     def step(self) -> None:
         """Run one operation, if there is one."""
-        with without_modes(), torch.no_grad():
+        with modes_off(), torch.no_grad():
             if self.busy:
                 self._step()
 
@@ -380,7 +380,7 @@ class LateDevice:
         if key not in self._blocks:
             finalize(storage, self._end, key).atexit = False
         owner = self.current_stream()
-        with without_modes(), torch.inference_mode(mode=False):
+        with modes_off(), torch.inference_mode(mode=False):
             base = torch.empty(storage.nbytes(), dtype=torch.uint8).fill_(poison)
         block = self._blocks[key] = Block(owner, base, len(self._pools.get(owner, ())), poison)
         return block
