@@ -307,6 +307,10 @@ class FlatBuffer:
         shard = self.shard.detach().to(own.device, self.compute_dtype)
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
+    def is_unwritten(self) -> bool:
+        """Say whether leaves are views of the full buffer, and this rank's part of it has the values of its shard."""
+        return self.is_fresh() and not self._moved_leaves()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor of any shape lies in the buffer, whose memory is allocated."""
         storage = self._storage

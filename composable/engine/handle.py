@@ -22,7 +22,14 @@ from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppe
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located
-from composable.ground.frames import is_part_of_module, is_running, modules_of_copy, reaches_out, will_get_gradient
+from composable.ground.frames import (
+    in_backward,
+    is_part_of_module,
+    is_running,
+    modules_of_copy,
+    reaches_out,
+    will_get_gradient,
+)
 from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES, HeldWeakly
 from composable.ground.torch_private import conversion_codes, set_versions
@@ -47,6 +54,12 @@ class _Managed:
                 param.local = piece
             if param.shown is older:
                 param.shown = piece
+
+    def registered(self) -> None:
+        """Note that a module has got the parameter, as it does when a parametrization has set it to its own values."""
+        handle = self.handle()
+        if handle is not None:
+            handle.forgive_idle_writes()
 
     def refuse_swap(self, param: torch.Tensor) -> None:
         """Raise ``UsageError`` where a user's ``swap_tensors`` gets ``param``, of any shape."""
@@ -330,6 +343,21 @@ class Handle:
     def discount_writes(self) -> None:
         """Note that writes since the last gather, on all ranks, did not change the values."""
         self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
+
+    def forgive_idle_writes(self) -> None:
+        """Take operations in place on the unsharded parameters as no writes, if no rank finds another value.
+
+        Collective in a forward with such operations: all ranks that share the parameters.
+        """
+        # Which ranks call a module that lies on a part of them, each rank decides by itself.
+        if self.view is not ParamView.UNSHARDED or self.held_with is not None or self.has_parts:
+            return
+        for flat in self.buffers:
+            if flat.versioned and flat.versioned[0]._version != self.version:
+                # In backward, a checkpoint runs a forward again, whose writes were looked for.
+                is_written = not in_backward() and any(self.grid.everyone.largest([not flat.is_unwritten()]))
+                if not is_written:
+                    set_versions(flat.versioned, (self.version,))
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""

@@ -112,7 +112,8 @@ def checksum_of(handle: Handle) -> int:
 def lost_write(handle: Handle) -> UsageError:
     """Return the error for values that were written to unsharded parameters, and lost when these are freed."""
     names = [handle.from_root(fqn) for flat in handle.buffers for fqn in flat.written()]
-    where = f", parameter {list_text(names)}" if names else ", parameters of which other ranks hold the part"
+    elsewhere = "parameters of which other ranks hold the part, if a value has changed"
+    where = f", parameter {list_text(names)}" if names else f", {elsewhere}"
     return UsageError(
         "an unsharded parameter was written to: it is a copy, and what was written would be lost",
         at=f"{handle.described}{where}",

@@ -283,6 +283,8 @@ def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> Non
 def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
     # Annotations themselves assign parameters in modules that watch assignments: these parameters are managed.
     if is_managed(param):
+        if (mark := mark_of(param)) is not None:
+            mark.registered()
         return
     if is_sharded(parent._parameters.get(name)) and is_running(module_load.__code__):
         param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/held.py

@@ -61,7 +61,7 @@ try:
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
     from torch._C._autograd import _get_sequence_nr as next_node_number  # number of this thread's next autograd node
     from torch.autograd.variable import Variable  # its `_execution_engine` runs the end of a backward
-    from torch.nn.utils import stateless
+    from torch.nn.utils import parametrize, stateless
     from torch.utils._pytree import tree_map  # moves nested inputs to the device
 
     # -- profilers: regions in a trace
@@ -101,7 +101,8 @@ try:
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local tensor
     make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
     module_load = torch.nn.Module._load_from_state_dict  # a module that loads in its own way overrides it
-    conversion_codes = torch.nn.Module._apply.__code__, module_load.__code__  # both may swap parameters for new ones
+    # These may swap a parameter for a new one of the same module.
+    conversion_codes = tuple(one.__code__ for one in (torch.nn.Module._apply, module_load, parametrize._maybe_set))
     # Asks for a call at the end of the backward that is running, if it ends well.
     queue_callback: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
     run_backward: Callable[..., Any] = _engine_run_backward
