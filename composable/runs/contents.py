@@ -39,12 +39,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.dtensor import RaggedDTensor, write_values
 from composable.errors import ConfigError, UsageError
-from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
 from composable.runs.run_folder import MANIFEST, METADATA, FileSum, open_in
 from composable.runs.storage import StoredFolder
@@ -54,7 +52,9 @@ from composable.saving import (
     NamesOnAll,
     OptimizerNames,
     as_data,
+    entries_now,
     find_differences,
+    load_as_torch,
     names_of_params,
     optimizer_differences,
     picked_of,
@@ -440,8 +440,7 @@ def apply(
 ) -> None:
     """Load the values that were read into ``targets`` into the model and the optimizers; others stay."""
     nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
-    others = {name: value for name, value in get_model_state_dict(model).items() if name not in picked}
-    set_model_state_dict(model, _with_names_of_aliases(others | nested.get("model", {}), model))
+    load_as_torch(model, entries_now(model).values | nested.get("model", {}))
     saved = _with_own_keys(nested.get("optimizer", {}))
     state, groups = saved.get("state", {}), iter(saved.get("param_groups", []))
     names = names_of_params(model)
@@ -459,19 +458,6 @@ def apply(
         }
         own_state |= {index: one for index, one in before["state"].items() if fqns[index] not in picked}
         optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
-
-
-def _with_names_of_aliases(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return ``values`` with the model's own keys in a compiled module's second name and all later ones.
-
-    torch goes through a module once, and so gives the keys back under the first name only.
-    """
-    firsts = {plain_fqn(name) for name, _ in model.named_modules()}
-    for key in model.state_dict():
-        name = plain_fqn(key)
-        if name != key and name in values and name.rpartition(".")[0] not in firsts:
-            values[key] = values.pop(name)
-    return values
 
 
 def _in_its_class(held: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from composable.saving.full_values import (
     full_state_dict,
     gather_values,
     iter_full_params,
+    load_as_torch,
     load_full_params,
     load_full_state_dict,
 )

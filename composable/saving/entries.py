@@ -85,12 +85,11 @@ def names_on_all(
 
     Collective. Raises if ranks have different optimizers, ``names`` or ``arguments``, or if a name has several values.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes long to import
-
     with ranks.agreed():
         mine = _describe_optimizers(model, optimizers)
-        values = get_model_state_dict(model)
-        homes = _homes(model, values)
+        # By its own names, which hooks may have given, not by those of modules. Optimizers have all parameters.
+        values = {plain_fqn(key): value for key, value in model.state_dict().items()}
+        homes = _homes(model, [*values, *names_of_params(model).values()])
     text = "\n".join([*arguments, *(f"{one.kind} with {len(one.groups)} param groups" for one in mine)])
     loads = _Loads(model, ranks)
     ranks.compare(

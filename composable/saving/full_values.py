@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype, memory_of
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, warn_once
 from composable.features import by_grid, collect_whole, spread_whole
-from composable.ground.names import check_bool, check_device, described, plain_fqn
+from composable.ground.names import check_bool, check_device, described, list_text, plain_fqn
 from composable.saving.data import as_data, read_data
 from composable.saving.entries import Entries, Names, batches, check_float, entries_for, entries_now
 from composable.saving.loads import Differences, find_differences, make_room
@@ -179,17 +179,21 @@ def _load_the_rest(
     with ranks.agreed():
         packed = None if held is None else as_data({key: held[key] for key in others}, "extra state")
     extras = read_data(io.BytesIO(ranks.object_of(src, packed)), "extra state") if others else {}
-    _load_as_torch(model, {key: extras[key] if key in extras else targets[key] for key in given})
+    load_as_torch(model, {key: extras[key] if key in extras else targets[key] for key in given})
 
 
-def _load_as_torch(model: nn.Module, values: Mapping[str, Any]) -> None:
+def load_as_torch(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Load some of the entries of the model's own state dict, by the names that ``entries_now`` has."""
     state = model.state_dict(keep_vars=True)  # The keys as torch has them, with those of torch.compile.
     for key, name in [(key, plain_fqn(key)) for key in state]:
         if name in values:
             state[key] = values[name]  # Parameters and buffers are copied onto themselves, which moves nothing.
         else:
             del state[key]
-    model.load_state_dict(state, strict=False)
+    result: Any = model.load_state_dict(state, strict=False)
+    if result and result.unexpected_keys:
+        what = f"hooks have added {list_text(result.unexpected_keys)} to the state dict, and no module reads this"
+        warn_once(f"{what}: take it in a hook of register_load_state_dict_pre_hook")
 
 
 # -- values, gathered and spread
@@ -370,7 +374,7 @@ def load_full_params(
     targets = entries.targets()
     arrived = _spread_batches(batches(checked, entries.batch_bytes()), targets, ranks, src)
     if not arrived.issubset(map(id, (*model.parameters(), *model.buffers()))):
-        _load_as_torch(model, targets)  # A module reads what came, beside what it has.
+        load_as_torch(model, targets)  # A module reads what came, beside what it has.
     missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
     Differences(missing=tuple(missing)).check(strict=strict, loaded="what came was loaded")
     return IncompatibleKeys(missing, ranks.everyone.object_of(src, unexpected))

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from composable import ConfigError, fully_shard, load_checkpoint, replicate, save_checkpoint
+from composable.errors import warn_once
 from tests.world import run_threads, told
 
 
@@ -147,3 +148,124 @@ def test_a_base_on_the_meta_device_does_not_keep_adapters_from_being_saved(tmp_p
     assert torch.equal(other[0].lora_a.weight, model[0].lora_a.weight)
     with pytest.raises(ConfigError, match="names picks nothing"):
         load_checkpoint(tmp_path, other, names=lambda name: name == "x")
+
+
+# -- models whose state dict is one of their own
+
+
+class Shortened(Adapted):
+    """A module whose state dict has its adapters alone."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if is_adapter(name)}
+
+
+class Hooked(Adapted):
+    """The same, by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self.shorten)
+
+    @staticmethod
+    def shorten(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in [name for name in state if name.startswith(prefix) and not is_adapter(name)]:
+            del state[name]
+
+
+class Renamed(Adapted):
+    """A module whose hooks give other names, and add a value, which they take out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self.rename)
+        self.register_load_state_dict_pre_hook(self.undo)
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}base.")]:
+            state[name.replace("base.", "original.")] = state.pop(name)
+        state[f"{prefix}version"] = torch.tensor(3)
+
+    @staticmethod
+    def undo(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}original.")]:
+            state[name.replace("original.", "base.")] = state.pop(name)
+        state.pop(f"{prefix}version", None)
+
+
+class OwnNames(Adapted):
+    """A module that saves and loads its buffer and an own parameter in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        state[f"{prefix}factor"] = self.scale if keep_vars else self.scale.detach()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.scale.copy_(state[f"{prefix}factor"])
+
+
+def make_own(kind: type[Adapted], seed: int, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = kind()
+    # What no state dict has stays as it was made.
+    left_out = (
+        [name for name, _ in model.named_parameters() if not is_adapter(name)] if len(model.state_dict()) == 2 else []
+    )
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in left_out)
+            if name not in left_out:
+                param.uniform_(-0.5, 0.5)
+    {"fully_shard": fully_shard, "replicate": replicate, "plain": nn.Module.train}[how](model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def resume_own(path: Path, kind: type[Adapted], how: str) -> None:
+    model, optimizer = make_own(kind, 1, how)
+    train(model, optimizer)
+    save_checkpoint(path, 2, model, optimizer)
+    model, optimizer = make_own(kind, 2, how)
+    assert load_checkpoint(path, model, optimizer).step == 2
+    train(model, optimizer)
+    expected, plain = make_own(kind, 1, "plain")
+    for _ in range(2):
+        train(expected, plain)
+    found, right = values_of(model, optimizer), values_of(expected, plain)
+    assert found.keys() == right.keys() and len(right) >= 8
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "replicate", "plain"])
+@pytest.mark.parametrize("kind", [Shortened, Hooked, Renamed, OwnNames])
+def test_what_a_state_dict_of_its_own_names_is_saved_and_loaded_with_its_moments(
+    kind: type[Adapted], how: str, tmp_path: Path
+) -> None:
+    if how == "plain":
+        resume_own(tmp_path, kind, how)
+    else:
+        run_threads(resume_own, 2, tmp_path, kind, how)
+
+
+class Unread(Adapted):
+    """A module with a value in its state dict that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}note": torch.ones(1)}))
+
+
+def test_a_value_that_a_hook_adds_and_no_module_reads_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    save_checkpoint(tmp_path, 1, Unread())
+    assert load_checkpoint(tmp_path, Unread()).step == 1
+    assert "hooks have added 'note' to the state dict, and no module reads this" in caplog.text
