@@ -711,6 +711,18 @@ def test_what_breaks_a_rule_is_seen_and_nothing_else() -> None:
     assert not names_taken_from_the_traversal("composable.engine.handle", ast.parse(FINE[3]))
 
 
+@pytest.mark.parametrize("room", ["fully_shard", "engine", "saving", *OUTER_ROOMS])
+def test_a_wall_lets_through_the_faces_of_earlier_rooms_alone(room: str) -> None:
+    file = f"composable.{room}.file" if room in FOLDERS else f"composable.{room}"
+    number = OUTER_ROOMS.index(room) if room in OUTER_ROOMS else -1
+    for source in ("from composable.{} import name", "def late():\n    from composable.{} import name"):
+        refused = [one for one in (*OUTER_ROOMS, "commands") if forbidden_edges(file, ast.parse(source.format(one)))]
+        assert refused == [*OUTER_ROOMS[number + 1 :], "commands"]
+    for earlier in OUTER_ROOMS[: max(number, 0)]:
+        path = next(name for name in FILES if name.startswith(f"composable.{earlier}."))
+        assert forbidden_edges(file, ast.parse(f"from {path} import name"))
+
+
 def test_planning_asks_comm_which_transports_there_are_and_nothing_else() -> None:
     files = [tree for name, tree in TREES.items() if room_of(name) == "planning"]
     found = [one for tree in files for one in find_imports(tree) if own_files(one) and room_of(one.module) == "comm"]
