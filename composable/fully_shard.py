@@ -64,7 +64,7 @@ from composable.ground.names import (
     list_text,
     readable_twice,
 )
-from composable.ground.ownership import mark_managed
+from composable.ground.ownership import ignore, mark_managed
 from composable.ground.torch_private import ranks_of_mesh
 from composable.planning import (
     NO_CASTS,
@@ -251,6 +251,8 @@ def fully_shard(
         state.ignored_modules = frozenset(ignored_modules or ())
         managed = _managed(state)
         state.skipped_modules = skipped_modules(managed, state.plan.mp_policy)
+        ignore(ignored_params or ())
+        ignore(param for one in state.ignored_modules for param in one.parameters())
         ignored = set(map(id, ignored_params or ()))
         state.ignored_slots = {
             (ref(one), name) for one in managed for name, own in one._parameters.items() if id(own) in ignored

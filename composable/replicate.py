@@ -22,6 +22,7 @@ from composable.errors import ComposableError, ConfigError, made_alike
 from composable.features import follow_inputs
 from composable.ground.contract import contract
 from composable.ground.names import check_outside_inference, describe_module, described, readable_twice
+from composable.ground.ownership import ignore
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
@@ -161,6 +162,7 @@ def replicate(
         check_ranks_below(state, Grid.whole(ranks))
         device = choose_device(device_ids, ranks.device.type)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
+        ignore(state.ignored.all())
         managed = find_tensors(modules, state.ignored, device, ranks.numbers)
         precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
         split = [one.fqn for one in managed.params if one.is_sparse or isinstance(one.param, DTensor)]

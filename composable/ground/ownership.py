@@ -24,6 +24,7 @@ from composable.ground.torch_hooks import before_every_registration
 from composable.ground.torch_private import module_load, opaque
 
 _AVERAGED = "_composable_averaged"
+_IGNORED = "_composable_ignored"
 _SHARDED = "_composable_managed"  # set in engine/handle.py
 _T = TypeVar("_T")
 
@@ -98,6 +99,22 @@ def is_managed(param: object) -> bool:
     return is_sharded(param) or claim_of(param) is not None
 
 
+def ignore(params: Iterable[object]) -> None:
+    """Mark parameters of any shapes whose gradients are not the business of annotations."""
+    for param in params:
+        setattr(param, _IGNORED, True)
+
+
+def is_forgotten(param: object) -> bool:
+    """Say whether ``param`` is a plain parameter that no annotation manages and no ``ignored_*`` names."""
+    return type(param) is nn.Parameter and not hasattr(param, _IGNORED) and not is_managed(param)
+
+
+FORGOTTEN_FIX = (
+    "annotate the module around all of them too, as by fully_shard(model); or, where you average these gradients "
+    "yourself or ranks may differ, name them in ignored_params= of an annotation"
+)
+
 # Wrappers and annotations of torch that average gradients too
 
 _WRAPPER = "DistributedDataParallel"
@@ -139,10 +156,9 @@ def _averaged_twice(rival: str | None, wrapped: nn.Module) -> UsageError | None:
     if rival is None or rival == _SHARDS:
         return None  # torch's fully_shard may have been told to ignore these parameters.
     left = names_left_alone(wrapped)
-    for fqn, param in wrapped.named_parameters():
-        if param.requires_grad and fqn not in left and is_managed(param):
-            return _two_averages(rival, fqn)
-    return None
+    averaged = {fqn: param for fqn, param in wrapped.named_parameters() if param.requires_grad and fqn not in left}
+    ignore(averaged.values())
+    return next((_two_averages(rival, fqn) for fqn, param in averaged.items() if is_managed(param)), None)
 
 
 def _two_averages(rival: str, fqn: str) -> UsageError:

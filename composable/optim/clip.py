@@ -22,15 +22,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm import Grid, Ranks
 from composable.dtensor import NormParts, RaggedDTensor, check_finished, cut_dims, note_written, summed_in, values_of
 from composable.engine import has_torch_optimizer, stepper_of
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, DesyncError, UsageError
 from composable.ground.modes import unseen
 from composable.ground.names import check_bool, check_number, list_of_tensors, list_text
-from composable.ground.ownership import claim_of
+from composable.ground.ownership import FORGOTTEN_FIX, claim_of, is_forgotten
 from composable.ground.torch_private import foreach_mul_, foreach_norm, ranks_of_mesh
 from composable.optim.rebind import check_gradients
 
 # Keeps the divisor above zero, as in torch.
 _EPSILON = 1e-6
+# The most by which norms of equal gradients differ that ranks have averaged in ways of their own.
+_ALIKE = 1.001
 _LOSS = "the loss"
 
 # The groups over which the pieces of a tensor have to be added up, one after the other.
@@ -106,6 +108,8 @@ def clip_grad_norm_(
         ConfigError: The errors of ``get_total_norm``; or ``max_norm`` is negative or NaN.
         UsageError: The norm is not finite, and ``error_if_nonfinite``; or a parameter is stepped inside backward,
             before there is a norm.
+        DesyncError: Parameters that no annotation manages or ignores lie beside annotated ones, and their gradients
+            differ between ranks. No gradient has been changed.
     """
     max_norm = check_number(
         "max_norm", max_norm, least=0, fix="give the largest norm that gradients may have, 0 or above"
@@ -113,6 +117,7 @@ def clip_grad_norm_(
     pieces, grads = _gradients_of("clip_grad_norm_", parameters)
     scaled = [_local(grad) for grad in grads]
     total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
+    pieces.check_forgotten()
     norm = total.to(pieces.dtype)
     # In 16 bits the factor would be too inexact.
     exact = total.to(torch.promote_types(norm.dtype, torch.float32))
@@ -157,6 +162,7 @@ def _gradients_of(call: str, parameters: Any) -> tuple["_Pieces", list[torch.Ten
     else:
         every = list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
     check_gradients(call, every)
+    pieces.forgotten = [param for param in every if is_forgotten(param)]
     for param in every:
         # Its gradient is gone: the optimizer stepped before other gradients were there.
         if stepper_of(param) is not None or has_torch_optimizer(param):
@@ -223,6 +229,7 @@ class _Pieces:
         self._ranks: dict[tuple[tuple[int, ...], str], Ranks] = {}
         self.named: list[tuple[torch.Tensor | str, torch.Tensor]] = []  # A name, or the tensor with it, and its piece.
         self._outer: Ranks | None = None  # The most ranks that have one of the tensors.
+        self.forgotten: list[torch.Tensor] = []  # Parameters that no annotation averages.
 
     @property
     def dtype(self) -> torch.dtype:
@@ -298,6 +305,22 @@ class _Pieces:
                 fix="find where NaN begins with torch.autograd.set_detect_anomaly(True); to go on, pass False",
             )
         return total
+
+    def check_forgotten(self) -> None:
+        """Raise ``DesyncError`` if gradients that no annotation averages differ: so would the factors of ranks.
+
+        Collective after ``total_norm``, where there are such parameters beside annotated ones.
+        """
+        if self.forgotten and self._outer is not None:
+            norms = [float(param.grad.norm()) for param in self.forgotten if param.grad is not None]
+            told = [float(one) for one in self._outer.objects(str(math.hypot(*norms)))]  # Text: it may be NaN.
+            if max(told) > _ALIKE * min(told):
+                lines = [f"    rank {rank}: norm {one:.4g}" for rank, one in zip(self._outer.numbers, told)]
+                raise DesyncError(
+                    "\n".join(["gradients that no annotation averages differ, and ranks would clip by them", *lines]),
+                    at=list_text([f"of shape {list(param.shape)}" for param in self.forgotten], write=str),
+                    fix=FORGOTTEN_FIX,
+                )
 
     def _not_finite(self) -> str:
         """Return a line for each rank with tensors that are not finite, at first those with such a loss. Collective."""

@@ -5,7 +5,7 @@ numbers such as the step counter, which every rank holds. Steps that would be lo
 were replaced, that have no values, or whose gradients are still being reduced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.annotation import unit_of
 from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished, slice_full
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, place_of_rank, warn_once
 from composable.ground.frames import in_backward
 from composable.ground.modes import unseen
 from composable.ground.names import check_module, check_optimizer, list_text
-from composable.ground.ownership import is_managed
+from composable.ground.ownership import FORGOTTEN_FIX, is_forgotten, is_managed
 from composable.ground.torch_hooks import after_loads, before_every_step
 from composable.ground.unfilled import META_FIX
 from composable.planning import first_replacement, replacement_of
@@ -54,7 +54,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
         if any(map(_is_meta, params)) and any(param.is_meta and isinstance(param, RaggedDTensor) for param in params):
             raise UsageError(
                 "the optimizer steps on parameters that are still on the meta device",
-                at=_describe_params(optimizer),
+                at=_names_of(optimizer, filter(_is_meta, params)),
                 fix=META_FIX,
             )
 
@@ -73,10 +73,18 @@ def _own_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Own the state, and warn of parameters beside annotated ones whose gradients differ between ranks."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(map(is_managed, params)):
+    if unit := next(filter(None, map(unit_of, params)), None):
         _own_state(optimizer)
         after_loads(optimizer, _own_state)
+        forgotten = [param for param in params if param.grad is not None and is_forgotten(param)]
+        if forgotten and unit[1].rank == 0 and not unit[1].is_alone:
+            names = _names_of(optimizer, forgotten)
+            warn_once(
+                f"no annotation averages the gradients of {names}, which lie beside annotated ones: ranks drift apart"
+                f"\n  at:  {place_of_rank()}, {type(optimizer).__name__}\n  fix: {FORGOTTEN_FIX}"
+            )
 
 
 @unseen
@@ -123,13 +131,12 @@ def check_gradients(what: str, params: Sequence[torch.Tensor]) -> None:
             unit[0].check_averaged(what)
 
 
-def _describe_params(optimizer: torch.optim.Optimizer) -> str:
-    """Describe the parameters on the meta device: by name if the optimizer was given names, else by shape."""
-    found: list[str] = []
+def _names_of(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> str:
+    """Describe some parameters, of any shapes: by name if the optimizer was given names, else by shape."""
+    named: dict[int, str] = {}
     for group in optimizer.param_groups:
-        names = group.get("param_names") or [f"of shape {list(param.shape)}" for param in group["params"]]
-        found += [name for name, param in zip(names, group["params"], strict=True) if param.is_meta]
-    return f"parameters {list_text(found)}"
+        named.update(zip(map(id, group["params"]), group.get("param_names", ())))
+    return f"parameters {list_text([named.get(id(one), f'of shape {list(one.shape)}') for one in params])}"
 
 
 @cache

@@ -235,10 +235,14 @@ class Ignored:
     tensors: tuple[torch.Tensor, ...] = ()  # The ignored parameters and buffers of other modules.
     fqns: frozenset[str] = frozenset()  # Names of all of these, which also what later takes their places has.
 
+    def all(self) -> list[torch.Tensor]:
+        """Return all parameters and buffers that are ignored, of any shapes."""
+        below = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        return [*self.tensors, *below]
+
     def ids(self) -> set[int]:
         """Return the ids of all parameters and buffers that are ignored."""
-        below = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
-        return {id(tensor) for tensor in (*self.tensors, *below)}
+        return set(map(id, self.all()))
 
 
 def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_params: object) -> Ignored:

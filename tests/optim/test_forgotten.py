@@ -1,0 +1,187 @@
+"""Parameters that no annotation manages, beside annotated ones: a warning at the first step, an error in clipping."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composable import DesyncError, clip_grad_norm_, fully_shard, has_finite_gradients, replicate
+from composable.errors import warn_once
+from tests.models import random_input, seeded
+from tests.parity import full
+from tests.world import run_ranks, run_threads
+
+NAMES = ["stem.weight", "stem.bias", "head.weight", "head.bias"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x).relu()
+        output: torch.Tensor = self.head(x)
+        return output
+
+
+def beside(model: nn.Module) -> list[nn.Parameter]:
+    return [param for fqn, param in model.named_parameters() if fqn in NAMES]
+
+
+def blocks(model: Model, annotate: Callable[..., Any] = fully_shard, **options: Any) -> None:
+    for block in model.blocks:
+        annotate(block, **options)
+
+
+def frozen(model: Model) -> None:
+    blocks(model)
+    for param in beside(model):
+        param.requires_grad_(False)
+
+
+def with_ddp(model: Model) -> nn.Module:
+    blocks(model)
+    left = [fqn for fqn, _ in model.named_parameters() if fqn not in NAMES]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left)
+    return DistributedDataParallel(model)
+
+
+FORGOTTEN: dict[str, Callable[[Model], Any]] = {
+    "sharded blocks": blocks,
+    "replicated blocks": lambda model: blocks(model, replicate),
+}
+KNOWN: dict[str, Callable[[Model], Any]] = {
+    "nothing annotated": lambda model: None,
+    "the root": lambda model: [blocks(model), fully_shard(model)],
+    "replicated around": lambda model: [blocks(model), replicate(model)],
+    "beside": lambda model: [blocks(model), replicate([model.stem, model.head])],
+    "ignored parameters": lambda model: blocks(model, ignored_params=beside(model)),
+    "ignored modules": lambda model: fully_shard(model, ignored_modules=[model.stem, model.head]),
+    "ignored by replicate": lambda model: replicate(model, ignored_params=NAMES),
+    "frozen": frozen,
+}
+ANNOTATIONS = FORGOTTEN | KNOWN | {"DistributedDataParallel": with_ddp}
+
+
+def batch(rank: int) -> torch.Tensor:
+    return random_input(rank, 4, 8)
+
+
+def steps(what: str, *, is_named: bool, clips: bool = False) -> list[str]:
+    """Return the errors of clipping in two steps."""
+    model, errors = seeded(Model, 0), []
+    made = ANNOTATIONS[what](model)
+    called = made if isinstance(made, nn.Module) else model
+    optimizer = torch.optim.SGD(model.named_parameters() if is_named else model.parameters(), lr=0.1)
+    for _ in range(2):
+        called(batch(dist.get_rank())).square().mean().backward()
+        assert has_finite_gradients(model.parameters())
+        try:
+            if clips:
+                clip_grad_norm_(model.parameters(), 0.01)
+        except DesyncError as error:
+            errors.append(str(error))
+        optimizer.step()
+        optimizer.zero_grad()
+    return errors
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "no annotation averages" in text]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_a_forgotten_root_is_told_once_at_the_first_step(
+    what: str, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    run_threads(steps, 3, what, is_named=is_named)
+    (text,) = warned(caplog)
+    shapes = [f"of shape {list(param.shape)}" for param in beside(Model())]
+    named = ", ".join(map(repr, NAMES if is_named else shapes))
+    assert text.startswith(f"no annotation averages the gradients of parameters {named}, which lie beside")
+    assert "at:  rank 0, SGD" in text and "fully_shard(model)" in text and "ignored_params=" in text
+
+
+@pytest.mark.parametrize(("what", "world_size"), [*((what, 2) for what in KNOWN), ("sharded blocks", 1)])
+def test_what_is_averaged_elsewhere_ignored_or_alone_is_not_told(
+    what: str, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    errors = run_threads(steps, world_size, what, is_named=True, clips=what != "nothing annotated")
+    assert (warned(caplog), errors) == ([], [[]] * world_size)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def steps_with_ddp() -> list[str]:
+    kept = Kept()
+    logging.getLogger("composable").addHandler(kept)
+    try:
+        return steps("DistributedDataParallel", is_named=True, clips=True) + kept.texts
+    finally:
+        logging.getLogger("composable").removeHandler(kept)
+
+
+def test_what_torchs_wrapper_averages_is_not_told() -> None:
+    assert run_ranks(steps_with_ddp, 2) == [[], []]
+
+
+def test_clipping_of_forgotten_gradients_that_differ_is_an_error_on_every_rank() -> None:
+    for rank, errors in enumerate(run_threads(steps, 2, "sharded blocks", is_named=True, clips=True)):
+        assert len(errors) == 2
+        lines = errors[0].splitlines()
+        assert lines[0] == "gradients that no annotation averages differ, and ranks would clip by them"
+        assert [line.partition(": norm ")[0] for line in lines[1:3]] == ["    rank 0", "    rank 1"]
+        assert lines[3].startswith(f"  at:  rank {rank}, of shape [16, 8], of shape [16]")
+        assert "fully_shard(model)" in lines[4]
+
+
+def clips_nan() -> list[str]:
+    model = seeded(Model, 0)
+    blocks(model)
+    (model(batch(0)).square().mean() * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    return [str(norm.item())]
+
+
+def test_clipping_of_forgotten_gradients_that_are_nan_says_nan() -> None:
+    assert run_threads(clips_nan, 2) == [["nan"], ["nan"]]
+
+
+def clips_right() -> None:
+    """Forget the root, and average by hand: the norm and the step are those of one process."""
+    world_size, model, plain = dist.get_world_size(), seeded(Model, 0), seeded(Model, 0)
+    blocks(model)
+    model(batch(dist.get_rank())).square().mean().backward()
+    plain(torch.cat([batch(rank) for rank in range(world_size)])).square().mean().backward()
+    for param in beside(model):
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        param.grad /= world_size
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad)
+
+
+def test_gradients_that_are_averaged_by_hand_are_clipped_as_in_one_process() -> None:
+    run_threads(clips_right, 3)
