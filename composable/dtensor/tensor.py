@@ -258,8 +258,9 @@ class RaggedDTensor(DTensor):
             raise UsageError(
                 f"torch.save would write this rank's piece of a tensor of shape {list(self.shape)}, "
                 "which cannot be loaded in one process",
-                fix="torch.save(full_state_dict(model), path) on rank 0; for the optimizer, get_optimizer_state_dict "
-                "with full_state_dict=True; or save_checkpoint; to_local() is the piece",
+                fix="torch.save(state, path) on rank 0, of state = full_state_dict(model) on every rank; for "
+                "the optimizer, get_optimizer_state_dict with full_state_dict=True; or save_checkpoint; to_local() is "
+                "the piece",
             )
         local = self._local_tensor.detach()
         marks = {name: value for name, value in self.__dict__.items() if not name.startswith("_composable_")}

@@ -8,7 +8,7 @@ import io
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,18 @@ class IncompatibleKeys(NamedTuple):
 
 
 # -- state dicts
+
+
+class ValuesElsewhere(OrderedDict[str, Any]):
+    """The empty state dict of a rank that gets no values. To write it would put ``{}`` over what another rank wrote."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        what = "this rank has no values to write, send or load: full_state_dict gave them to another rank"
+        fix = "if state: torch.save(state, path); every rank loads with load_full_state_dict(model, state)"
+        raise UsageError(what, fix=fix)
+
+    __reduce_ex__ = _refuse
+    _metadata = property(_refuse)  # What ``load_state_dict`` looks at.
 
 
 @torch.no_grad()
@@ -60,7 +72,8 @@ def full_state_dict(
     Returns:
         On ``dst`` an ordered dict with the keys, order, module versions and shapes of the plain model. Tensors are
         new; names that share a tensor in the model share it here. Buffers, and parameters that are not sharded, have
-        the values of ``dst``. On other ranks an empty dict.
+        the values of ``dst``. On other ranks an empty dict, which cannot be pickled, as by ``torch.save``, nor given to
+        ``load_state_dict``: both are a ``UsageError``.
 
     Raises:
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
@@ -75,7 +88,7 @@ def full_state_dict(
     unique = entries.unique()
     fulls = dict(_iterate(list(unique.items()), ranks, entries.batch_bytes(), dtype, torch.device(device), dst))
     if ranks.rank != dst:
-        return OrderedDict()
+        return ValuesElsewhere()
     whole = {id(tensor): fulls[key] for key, tensor in unique.items()}
     state = OrderedDict((key, whole.get(id(value), value)) for key, value in entries.values.items())
     if entries.metadata is not None:

@@ -1,7 +1,9 @@
 """Full and sharded state dicts of annotated models, against the plain model's."""
 
+import io
+import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ from tests.models import (
     seeded,
 )
 from tests.parity import full
-from tests.world import run_threads
+from tests.world import run_threads, told
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -732,3 +734,32 @@ def plain_values(compiled: Any, plain: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("annotate", ["fully_shard", "replicate"])
 def test_a_full_state_dict_has_no_names_of_compiled_modules(annotate: str, where: str) -> None:
     run_threads(full_state_of_compiled, 2, annotate, where)
+
+
+# -- what the other ranks get
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "saved": lambda state, file: torch.save(state, file),
+    "saved in another": lambda state, file: torch.save({"model": state}, file),
+    "pickled": lambda state, _: pickle.dumps([state]),
+    "loaded": lambda state, _: nn.Linear(3, 2).load_state_dict(state),
+    "loaded in part": lambda state, _: nn.Linear(3, 2).load_state_dict(state, strict=False),
+}
+
+
+def write_on_every_rank(how: str, dst: int) -> None:
+    model = fully_shard(nn.Linear(3, 2))
+    state, file = full_state_dict(model, dst=dst), io.BytesIO()
+    said = told(lambda: WRITES[how](state, file))
+    assert said[dst] == "no error" and "this rank has no values to write, send or load" in said[1 - dst], said
+    # As the error says, and what is right anyway.
+    if state:
+        torch.save(state, file)
+    assert (not state) == (dist.get_rank() != dst) and isinstance({**state}, dict) and list(state) == [*state.keys()]
+    load_full_state_dict(model, state, src=dst)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_what_ranks_without_values_write_is_an_error_there(how: str) -> None:
+    run_threads(write_on_every_rank, 2, how, 0)
+    run_threads(write_on_every_rank, 2, how, 1)
