@@ -232,6 +232,7 @@ def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there()
     [
         ("alone", "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other"),
         ("no list", "delay_all_reduce_named_params is no list of (name, parameter) pairs"),
+        ("misnamed", "delay_all_reduce_named_params has the name 'layers.3.weight' for parameter 'layers.2.weight'"),
         ("other", "a delayed all-reduce names 'other', whose gradient replicate does not average here"),
         (
             "ignored",
@@ -247,6 +248,7 @@ def test_a_delay_that_cannot_be_is_an_error_on_every_rank(case: str, what: str) 
     other: Any = {
         "alone": {"param_to_hook_all_reduce": None},
         "no list": {"delay_all_reduce_named_params": 3},
+        "misnamed": {"delay_all_reduce_named_params": [("layers.3.weight", model.layers[2].weight)]},
         "other": {"delay_all_reduce_named_params": [("other", nn.Linear(2, 2).weight)]},
     }
     wrong: dict[str, dict[str, Any]] = {name: {"options": replace(rare, **fields)} for name, fields in other.items()}

@@ -342,7 +342,7 @@ def _as_pair(groups: object) -> tuple[dist.ProcessGroup, ...]:
     """
     pair = groups if isinstance(groups, tuple) else (groups,)
     are_known = all(isinstance(group, dist.ProcessGroup) and _is_registered(group) for group in pair)
-    if not are_known or not 1 <= len(pair) <= 2:
+    if not are_known or (isinstance(groups, tuple) and len(pair) != 2):
         raise _refusal(
             f"process_group is {described(groups)}, not a ProcessGroup that this rank is in",
             "pass what torch.distributed.new_group() returned; or two groups: the ranks that share parameters, and "

@@ -425,7 +425,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, matrix: torch.Tensor, *args: Any) -> None:
+        shape = matrix.shape
         returned: Any = self.update(matrix, *args)  # type: ignore[func-returns-value]
+        if matrix.shape != shape:
+            what = f"update of {type(self).__name__} left {list(matrix.shape)} of a matrix {list(shape)}"
+            raise ConfigError(what, fix="keep its shape: compute in other tensors")
         if returned is not None and returned is not matrix:
             raise ConfigError(
                 f"update of {type(self).__name__} returned {described(returned)}, which changes nothing",

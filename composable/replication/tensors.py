@@ -207,18 +207,23 @@ def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) ->
         )
     index_of = {id(one.param): index for index, one in enumerate(params) if not one.is_sparse}
     try:
-        delayed = [(f"{name!r}", param) for name, param in named or ()]
+        delayed = [(name, param) for name, param in named or ()]
     except (TypeError, ValueError):
         raise ConfigError(
             "delay_all_reduce_named_params is no list of (name, parameter) pairs",
             fix="pass pairs as named_parameters() gives them",
         ) from None
-    for what, param in [*delayed, *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
+    for name, param in [*delayed, *([] if trigger is None else [(None, trigger)])]:
+        what = "param_to_hook_all_reduce" if name is None else repr(name)
         if id(param) not in index_of:
             raise ConfigError(
                 f"a delayed all-reduce names {what}, whose gradient replicate does not average here",
                 fix="pass parameters of the module that require a gradient and are neither ignored nor sparse",
             )
+        fqn = params[index_of[id(param)]].fqn
+        if name is not None and not f".{fqn}".endswith(f".{name}"):
+            what = f"delay_all_reduce_named_params has the name {what} for parameter {fqn!r}"
+            raise ConfigError(what, fix="pass pairs as named_parameters() gives them")
     if not delayed:
         return DelayedAllReduce()
     return DelayedAllReduce(tuple(sorted({index_of[id(param)] for _, param in delayed})), index_of[id(trigger)])

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import _traversal_utils
-from composable.annotation import model_ranks_of
+from composable.annotation import model_ranks_of, nothing_annotated
 from composable.dtensor import RaggedDTensor, collect_blocks, memory_of, slice_block
 from composable.engine import Handle, Lent, Scheduler, attach
 from composable.errors import UsageError
 from composable.features import spread_from
 from composable.ground.names import check_bool, check_module, describe_module, list_text
+from composable.ground.ownership import is_forgotten
 
 
 class _Options(NamedTuple):
@@ -55,7 +56,8 @@ def unshard_params(
     An exception in the block restores the values from before it; with ``writeback`` every rank restores and raises.
 
     Args:
-        module: A module that is annotated, or contains annotated ones; any other is left alone.
+        module: A module that is annotated, contains annotated ones, or is inside of one. A module without sharded
+            parameters is left alone.
         recurse: Also modules below ``module`` that have handles of their own.
         writeback: Keep changes: each rank takes its own elements from its full parameters, with ``rank0_only`` from
             those of the first rank, handle by handle.
@@ -63,8 +65,9 @@ def unshard_params(
         offload_to_cpu: Full parameters are copies on the host.
 
     Raises:
-        UsageError: In a forward or backward; parameters belong to a handle further up; nested with other options; at
-            the exit, if sharded parameters were changed at the same time, or parameters replaced.
+        UsageError: Nothing is annotated; in a forward or backward; parameters belong to a handle further up; nested
+            with other options; at the exit, if sharded parameters were changed at the same time, or parameters
+            replaced.
         ConfigError: An option is not a bool.
     """
     check_module("module", module)
@@ -97,6 +100,9 @@ def unshard_params(
 def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[Handle, Scheduler]]:
     """Return the handles to show, with their schedulers, without handles that an outer context shows already."""
     states = _traversal_utils._get_fully_sharded_module_to_states(module, is_everywhere=True)
+    params = list(module.parameters())
+    if params and all(map(is_forgotten, params)):
+        raise nothing_annotated("unshard_params", module)
     roots = [state.lazy_init() for state in states.values()]
     for root in roots:
         if not root.scheduler.is_idle:

@@ -524,6 +524,22 @@ def test_an_update_that_returns_another_matrix_is_an_error(shards: bool) -> None
         optimizer.step()
 
 
+class Resizing(MatrixOptimizer):
+    def update(self, matrix: torch.Tensor, grad: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+        matrix.resize_(9, 8)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@on_ranks(1)
+def test_an_update_that_leaves_a_matrix_of_another_size_is_an_error(shards: bool) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    if shards:
+        fully_shard(model)
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(ConfigError, match=r"update of Resizing left \[9, 8\] of a matrix \[8, 8\]"):
+        Resizing(model.parameters(), {}).step()
+
+
 @on_ranks(2)
 def test_what_has_no_whole_matrix_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -191,6 +191,25 @@ def test_recursion_nesting_and_modules_without_handles() -> None:
     run_threads(only_own_handle, 2)
 
 
+def every_module(options: dict[str, bool]) -> None:
+    """Enter with each module inside of the block of the model, and with those that have nothing to show."""
+    model = shard("mlp")
+    model.beside = nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)])
+    replicate(model.beside[1])
+    with unshard_params(model, **options):
+        for module in model.modules() if "rank0_only" not in options else ():
+            with unshard_params(module, **options):
+                pass
+    for module in (model.beside, *model.beside, nn.Identity()):
+        with unshard_params(module, **options):
+            pass
+
+
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True}, {"offload_to_cpu": True}])
+def test_it_takes_every_module_of_an_annotated_model(options: dict[str, bool]) -> None:
+    run_threads(every_module, 2, options)
+
+
 def refusal(block: Callable[[nn.Module], None]) -> list[str]:
     """Return the error, after which the model must be whole and of use."""
     model, plain = shard("mlp"), make_model("mlp")
@@ -222,6 +241,10 @@ def in_forward(model: nn.Module) -> None:
 
 def of_a_part(model: nn.Module) -> None:
     enter(model.blocks[0].up)
+
+
+def of_a_plain_module(_: nn.Module) -> None:
+    enter(nn.Sequential(nn.Linear(2, 2)))
 
 
 def with_other_options(model: nn.Module) -> None:
@@ -262,6 +285,7 @@ def reshape(model: nn.Module) -> None:
             "parameters belong to a handle of another module: 'weight', 'bias'",
             "module 'blocks.0.up' (Linear)",
         ),
+        (of_a_plain_module, "unshard_params found no annotated module", "module Sequential"),
         (with_other_options, "unshard_params is entered again with other options", "module 'blocks.0'"),
         (change_shards_on_one_rank, "sharded parameters were changed while unshard_params showed", "rank 1, module"),
         (fail_on_one_rank, "the user has failed", "here"),
