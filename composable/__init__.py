@@ -89,6 +89,8 @@ else:
     def __getattr__(name: str) -> object:
         """Return a name of a room outside of the core, which is imported at its first use."""
         if name not in __all__:
+            if name in _GONE:
+                raise ImportError(f"composable.{name} is gone: {_GONE[name]}")
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import composable.runs
 
@@ -119,6 +121,9 @@ __all__ = [
     "set_divergence_timeout", "share_comm_ctx", "step_in_backward", "strict_mode", "timeline", "unannotate",
     "unshard_params", "update_process_group", "watch",
 ]  # fmt: skip
+
+# Names that are no more, and what to write instead. Of an ``AttributeError`` an import statement shows no text.
+_GONE = {"bucketing_backend": "set torch._inductor.config.bucket_all_reduces_fx = 'all'"}
 
 __version__ = "0.2.0"
 

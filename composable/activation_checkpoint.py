@@ -60,7 +60,7 @@ def checkpoint(
         module: The module to annotate, or several modules of which none is inside another.
         use_reentrant: Only ``False``: hooks that wait for gradients do not see a reentrant backward.
         preserve_rng_state: Draw the same random numbers in both runs.
-        context_fn: Returns two contexts, for the first run and for the second; the function
+        context_fn: Returns two contexts, for the first run and for the second, and is called once here; the function
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes contexts that keep chosen results.
         determinism_check: ``"default"`` compares shapes, dtypes and devices of both runs; ``"none"`` does not.
         debug: If the runs differ, list the operations of both in the error; not together with ``context_fn``.
@@ -89,8 +89,12 @@ def checkpoint(
             "use_reentrant is True",
             fix="leave it out; or call torch.utils.checkpoint.checkpoint in the model's own forward",
         )
-    if context_fn is not None and not callable(context_fn):
-        raise ConfigError(f"context_fn is {described(context_fn)}", fix="pass a function that returns two contexts")
+    if context_fn is not None:
+        try:
+            _, _ = context_fn()
+        except (TypeError, ValueError) as error:
+            what = f"context_fn is {described(context_fn)}, and {error}"
+            raise ConfigError(what, fix="pass a function that returns two contexts") from error
     if not isinstance(determinism_check, str) or determinism_check not in _DETERMINISM_CHECKS:
         raise ConfigError(
             f"determinism_check is {described(determinism_check)}",

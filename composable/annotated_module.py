@@ -67,6 +67,13 @@ class AnnotatedModule(_Module):
             fix="save its state_dict(); copy.deepcopy copies it; unannotate makes it a plain module",
         )
 
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script asks for it
+        raise UsageError(
+            f"a {self._composable_kind} module cannot be scripted, since a script cannot hold its messages",
+            at=describe_module(self),
+            fix="script it after unannotate(model), or a plain model that has loaded full_state_dict(model)",
+        )
+
 
 class ClassSwap:
     """A swap of a module's class for a subclass, whose name begins with ``prefix``, with the methods of ``mixin``."""

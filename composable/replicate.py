@@ -85,6 +85,7 @@ def replicate(
     module: ModuleT,
     *,
     mesh: DeviceMesh | None = None,
+    device_mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_params: Iterable[nn.Parameter | str] | None = None,
@@ -113,6 +114,7 @@ def replicate(
         module: The module to annotate, or several modules that share buckets. A bucket is a buffer of gradients that
             travel together.
         mesh: 1-D mesh of the ranks; default: all ranks.
+        device_mesh: The same, by the name that torch's ``replicate`` has for it.
         process_group: The ranks, instead of ``mesh``. Gradients travel in another group of the same ranks, where no
             other collective can come between them.
         ignored_modules: Modules to leave alone with all modules below them.
@@ -152,6 +154,9 @@ def replicate(
     modules = list(annotated)
     state.modules, state.is_of_several = modules, len(modules) > 1
     check_not_joined(modules, "replicate")
+    if mesh is not None and device_mesh is not None:
+        raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
+    mesh = device_mesh if mesh is None else mesh
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
 
     def make_plan() -> _Planned:

@@ -308,6 +308,8 @@ def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(p
     [
         (fully_shard, "polcy", "did you mean policy=?"),
         (fully_shard, "limit_all_gather", "leave it out, since gathers are limited always"),
+        (replicate, "policy", "leave it out, since gradients travel in buckets, not by module"),
+        (replicate, "auto_wrap_policy", "leave it out, since gradients travel in buckets, not by module"),
         (replicate, "zzz", "leave it out, there is nothing like it"),
     ],
 )
@@ -321,6 +323,12 @@ def test_all_arguments_that_there_are_not_are_named_at_once() -> None:
     text = refused_call(replicate, output_device=0, device_ids=[0], dim=0)
     assert "replicate has no argument output_device, dim;" in text
     assert "output_device: leave it out, since outputs stay where the module makes them; dim: leave it out," in text
+
+
+def test_a_name_that_the_package_had_says_what_to_write() -> None:
+    with pytest.raises(ImportError, match="bucket_all_reduces_fx = 'all'"):
+        importlib.import_module("composable").__getattr__("bucketing_backend")
+    assert not hasattr(composable, "bucketing")
 
 
 def test_an_argument_without_its_name_is_an_error_that_says_so() -> None:

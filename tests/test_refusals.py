@@ -4,6 +4,7 @@ Each call leaves the model as it was. What ``replicate`` refuses stands with its
 """
 
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 
 from composable import (
@@ -47,6 +48,12 @@ def in_groups(count: int, **options: Any) -> Call:
     return lambda model: fully_shard(
         model, process_group=dist.group.WORLD if count == 1 else (dist.group.WORLD,) * 2, **options
     )
+
+
+def script(model: nn.Module) -> object:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+        return torch.jit.script(model)  # type: ignore[no-untyped-call]
 
 
 SQUARE = ((1, 2), ("a", "b"))
@@ -114,6 +121,17 @@ ALREADY: list[tuple[Call, str]] = [
         lambda model: replicate(fully_shard(model).blocks[1]),
         "ConfigError: parameter is a RaggedDTensor, which is sharded already",
     ),
+    (lambda model: script(fully_shard(model)), "UsageError: a sharded module cannot be scripted"),
+    (lambda model: script(replicate(model)), "UsageError: a replicated module cannot be scripted"),
+    *[
+        (
+            lambda model, kept=kept: FullyShardedDataParallel(
+                fully_shard(model), use_orig_params=kept, device_id=torch.device("cpu")
+            ),
+            "UsageError: FullyShardedDataParallel, or other code, resizes the storage",
+        )
+        for kept in (False, True)
+    ],
     (lambda model: pickle.dumps(replicate(model)), "UsageError: a replicated module cannot be pickled"),
     (lambda model: pickle.dumps(fully_shard(model)), "cannot be pickled"),
     (lambda model: pickle.dumps(nn.Sequential(fully_shard(model))), "cannot be pickled"),

@@ -79,11 +79,24 @@ def test_values_are_broadcast_when_torchs_wrapper_does(options: dict[str, Any], 
 # -- ranks and device
 
 
+@pytest.mark.parametrize("name", ["mesh", "device_mesh"])
 @on_ranks(2)
-def test_a_mesh_and_the_device_of_this_rank_may_be_given() -> None:
-    model = replicate(make_model("mlp"), mesh=dist.init_device_mesh("cpu", (2,)), device_ids=["cpu"])
+def test_a_mesh_and_the_device_of_this_rank_may_be_given(name: str) -> None:
+    mesh: Any = {name: dist.init_device_mesh("cpu", (2,))}
+    model = replicate(make_model("mlp"), device_ids=["cpu"], **mesh)
     backward(model)
     torch.testing.assert_close(gradients_of(model), expected_gradients("mlp", 2))
+
+
+@pytest.mark.parametrize("name", ["mesh", "device_mesh"])
+@on_ranks(4)
+def test_gradients_are_averaged_along_the_mesh_by_either_name(name: str) -> None:
+    pair: Any = {name: dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))["dp"]}
+    model = replicate(make_model("mlp"), **pair)
+    rank = dist.get_rank()
+    for param in model.parameters():
+        (param.sum() * rank).backward()
+    assert all(torch.all(param.grad == rank // 2 * 2 + 0.5) for param in model.parameters())
 
 
 # -- what is left alone

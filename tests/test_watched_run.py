@@ -293,11 +293,24 @@ def test_what_makes_no_sense_is_an_error_and_leaves_nothing() -> None:
             assert caught.value.fix
         train(model, 1, told=w.step)
         assert w.figures["step"] == 1
-    with pytest.raises(UsageError, match="has ended"):
-        w.step(tokens=1)
+    for outside in (w, watch(model, show=False)):
+        with pytest.raises(UsageError, match="outside of its context"):
+            outside.step(tokens=1)
     with pytest.raises(ZeroDivisionError), watch(model, every=1, show=False):
         raise ZeroDivisionError
     assert listeners_of(model) == []
+
+
+@on_ranks(1)
+def test_a_watch_that_is_told_of_no_step_says_so() -> None:
+    model = sharded()
+    with mock.patch.object(watched_run, "warn_once") as warn:
+        with watch(model, show=False):
+            train(model, 1)
+        assert "call w.step() at the end of each step" in warn.call_args.args[0]
+        with watch(model, show=False, done=3) as w:
+            w.step()
+        assert warn.call_count == 1
 
 
 def write_to_tensorboard(folder: str) -> None:

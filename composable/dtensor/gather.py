@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
@@ -233,8 +233,9 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
             "another piece",
             at=f"{'ragged tensor' if layout.label is None else f'parameter {str(layout.label)!r}'} "
             f"{list(layout.shape)}",
-            fix="leave it out, backward has averaged the gradients; for whole values, on every rank, "
-            "full = tensor.full_tensor(); for a number, send what tensor.to_local() of each rank gives",
+            fix="leave it out, backward has averaged the gradients, and optimizers step shards without "
+            "ZeroRedundancyOptimizer; for whole values, on every rank, full = tensor.full_tensor(); for a number, send "
+            "what tensor.to_local() of each rank gives",
         )
     if torch.Tag.nondeterministic_seeded in op.tags and ragged:
         raise _refusal(op, layout, "draws random numbers from a ragged tensor", "call full_tensor() first")
@@ -388,6 +389,12 @@ class WholeTerm(DTensor):
         return local
 
     full_tensor = to_local
+
+    def _typed_storage(self) -> NoReturn:
+        raise UsageError(
+            "FullyShardedDataParallel, or other code, resizes the storage of what was gathered of a parameter",
+            fix="leave that wrapper out: fully_shard has sharded the parameters",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return deepcopy(wrap(DTensor, self._local_tensor, self._spec), memo)  # without the parameter

@@ -147,6 +147,8 @@ class RaggedDTensor(DTensor):
         layout = self._spec.layout
         if placements is None or (device_mesh is not None and device_mesh != layout.mesh):
             raise ConfigError("a ragged tensor can change its placements, not its mesh", fix="pass placements only")
+        if not (isinstance(placements, Sequence) and all(isinstance(one, Placement) for one in placements)):
+            raise ConfigError(f"placements are {placements!r:.60}", fix="pass placements, such as [Replicate()]")
         if backward_dtype is not None:
             raise ConfigError("backward_dtype is not supported for ragged tensors", fix="cast with .to() instead")
         source: Any = self if forward_dtype is None else self.to(forward_dtype)

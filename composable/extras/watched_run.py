@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from numbers import Real
 from os import PathLike
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from composable.annotation import nothing_annotated, states_of
 from composable.comm import Ranks
 from composable.engine import StepListener, Work
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, warn_once
 from composable.ground.names import as_path, bytes_text, check_bool, check_int, check_module, check_number, described
 from composable.replication import moment, ms_apart
 
@@ -39,7 +40,6 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-@contextmanager
 def watch(
     model: nn.Module,
     *,
@@ -50,7 +50,7 @@ def watch(
     jsonl: str | PathLike[str] | None = None,
     writer: Any = None,
     done: int = 0,
-) -> Iterator["Watch"]:
+) -> "Watch":
     """Tell the figures of a run: after its first step, and after each whose number is a multiple of ``every``.
 
     Not collective, and no step waits for its device. Rank 0 measures and writes; other ranks only check arguments. The
@@ -67,12 +67,12 @@ def watch(
         writer: A ``SummaryWriter`` of TensorBoard, or what has its ``add_scalar``. Whoever made it closes it.
         done: Steps done before, in a run that is resumed.
 
-    Yields:
-        The ``Watch``, to be told the end of each step.
+    Returns:
+        A context whose value is the ``Watch`` itself, to be told the end of each step.
 
     Raises:
         ConfigError: An argument is of another kind, one of ``flops`` and ``peak_flops`` is missing, or ``jsonl`` cannot
-            be opened.
+            be opened, as the context begins.
         UsageError: Nothing is annotated there.
 
     Example::
@@ -95,20 +95,7 @@ def watch(
     if writer is not None and not callable(getattr(writer, "add_scalar", None)):
         raise ConfigError(f"writer is {described(writer)}", fix="pass a torch.utils.tensorboard.SummaryWriter")
     path = None if jsonl is None else as_path("jsonl", jsonl)
-    with ExitStack() as exits:
-        watched = Watch(model, exits, every, flops, done)
-        if watched._measures and path is not None:
-            try:
-                watched._tell.append(partial(_add_line, exits.enter_context(path.open("a", encoding="utf-8"))))
-            except OSError as error:
-                raise ConfigError(f"jsonl cannot be opened: {error}", fix="pass a file in a folder") from error
-        if watched._measures and writer is not None:
-            watched._tell.append(partial(_add_scalars, writer))
-        if watched._measures and show is not False:
-            show_line = _progress(exits) if show is True else show
-            watched._tell.append(lambda figures: show_line(_line(figures)))
-        yield watched
-        watched._write(is_last=True)
+    return Watch(model, every, flops, done, show, path, writer)
 
 
 class _Waits(StepListener):
@@ -127,13 +114,15 @@ class _Waits(StepListener):
 
 
 class Watch:
-    """What ``watch`` gives: it is told the end of each step, and writes the figures of some.
+    """What ``watch`` gives, a context: it is told the end of each step, and writes the figures of some.
 
     Attributes:
         figures: Those that were written last, by name; empty before that, and on ranks other than 0.
     """
 
-    def __init__(self, model: nn.Module, exits: ExitStack, every: int, ratio: float | None, done: int) -> None:
+    def __init__(
+        self, model: nn.Module, every: int, ratio: float | None, done: int, show: Any, path: Path | None, writer: Any
+    ) -> None:
         self._states = states_of(model.modules())
         if not self._states:
             raise nothing_annotated("watch", model)
@@ -150,9 +139,32 @@ class Watch:
         # Lines on their way: a moment after which the device has filled what the figures are made of, and the function.
         self._pending: list[tuple[Any, Callable[[], dict[str, float]]]] = []
         self._waits: _Waits | None = None
-        self._is_over = False
-        exits.callback(self._end)
+        self._is_on = False
+        self._exits, self._show, self._path, self._writer = ExitStack(), show, path, writer
+
+    def __enter__(self) -> "Watch":
+        if self._measures and self._path is not None:
+            try:
+                file = self._exits.enter_context(self._path.open("a", encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"jsonl cannot be opened: {error}", fix="pass a file in a folder") from error
+            self._tell.append(partial(_add_line, file))
+        if self._measures and self._writer is not None:
+            self._tell.append(partial(_add_scalars, self._writer))
+        if self._measures and self._show is not False:
+            show_line = _progress(self._exits) if self._show is True else self._show
+            self._tell.append(lambda figures: show_line(_line(figures)))
+        self._exits.callback(self._end)
+        self._is_on, self._start = True, self._now()
         self._begin_step()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        with self._exits:
+            if error is None:
+                if self._measures and self._step < self._first:
+                    warn_once("watch was told of no step, and shows nothing: call w.step() at the end of each step")
+                self._write(is_last=True)
 
     def step(self, tokens: int | None = None, **figures: Any) -> None:
         """Tell the end of a step, after the optimizer's.
@@ -164,10 +176,10 @@ class Watch:
 
         Raises:
             ConfigError: An argument is of another kind, or has the name of a figure that is measured.
-            UsageError: The context is left.
+            UsageError: The context is not entered, or left.
         """
-        if self._is_over:
-            raise UsageError("step() of a watch that has ended", fix="call it inside of `with watch(...) as w:`")
+        if not self._is_on:
+            raise UsageError("step() of a watch outside of its context", fix="call it in `with watch(...) as w:`")
         if (tokens is None and self._ratio) or not (tokens is None or (type(tokens) is int and tokens >= 0)):
             raise ConfigError(f"tokens is {described(tokens)}", fix="pass how many tokens this rank had in the step")
         values = {name: _value(name, one) for name, one in figures.items()}
@@ -197,7 +209,7 @@ class Watch:
                 state.listeners.remove(waits)
 
     def _end(self) -> None:
-        self._is_over = True
+        self._is_on = False
         self._end_waits()
 
     def _figures_of(

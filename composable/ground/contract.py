@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from composable.errors import ConfigError, located, place_of_rank
-from composable.ground.names import SUCCESSOR, check_call, describe_module
+from composable.ground.names import SUCCESSOR, check_call, check_module, describe_module, described
 
 _P = ParamSpec("_P")
 _State = TypeVar("_State")
@@ -76,7 +76,11 @@ def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
 
     Args:
         module: Any module.
+
+    Raises:
+        ConfigError: It is no module.
     """
+    check_module("module", module)
     return MappingProxyType(_record_of(module).annotations)
 
 
@@ -157,6 +161,8 @@ def contract(
         raise ConfigError(f"state_cls is {state_cls!r}", fix="pass a class, or a function that makes a state")
 
     def decorate(fn: Callable[Concatenate[Any, _P], object]) -> AnnotationFn[_P, Any]:
+        if not callable(fn):
+            raise ConfigError(f"contract is on {described(fn)}", fix="put it on a function: @contract() above its def")
         name = fn.__name__
 
         @functools.wraps(fn)

@@ -238,7 +238,8 @@ def check_device(name: str, value: object, *, or_none: bool = False) -> None:
         with suppress(RuntimeError):
             torch.device(value)
             return
-    raise ConfigError(f"{name} is {described(value)}", fix="pass a torch.device or its name")
+    fix = f"pass a torch.device or its name; of numbered devices this process sees {torch.accelerator.device_count()}"
+    raise ConfigError(f"{name} is {described(value)}", fix=fix)
 
 
 def readable_twice(value: Any) -> Any:
@@ -284,7 +285,7 @@ def check_outside_inference(caller: str) -> None:
 # The fix for an argument that an annotation lacks, by its name in ``FullyShardedDataParallel``,
 # ``DistributedDataParallel`` or torch's ``replicate``; of several fixes, the first one that the annotation allows.
 _PLACES = {
-    "auto_wrap_policy": ("pass it as policy=",),
+    "auto_wrap_policy": ("pass it as policy=", "leave it out, since gradients travel in buckets, not by module"),
     "backward_prefetch": ("leave it out, since gathers are prefetched always",),
     "batched_grad_copy": ("leave it out, since gradients are copied together always",),
     "bucket_cap_mb_list": ("pass one cap for all buckets as bucket_cap_mb=",),
@@ -300,6 +301,7 @@ _PLACES = {
     "mixed_precision": ("pass it as mp_policy=",),
     "offload_policy": ("leave it out, or call fully_shard: copies rest on the device",),
     "output_device": ("leave it out, since outputs stay where the module makes them",),
+    "policy": ("leave it out, since gradients travel in buckets, not by module",),
     "shard_as_bytes": ("leave it out, since frozen parameters of other classes are sharded as bytes",),
     "sharding_strategy": ("pass it as strategy=",),
     "skip_all_reduce_unused_params": ("leave it out, since gradients that no rank has travel as zeros",),
@@ -332,5 +334,5 @@ def _place_in(name: str, known: Mapping[str, inspect.Parameter]) -> str:
         if can_take:
             fitting[one] = can_take[0]
     for near in difflib.get_close_matches(name, [*fitting, *known], n=1):
-        return fitting.get(near, f"did you mean {near}=?")
+        return f"did you mean {near}=?" if near in known else fitting[near]
     return "leave it out, there is nothing like it"

@@ -22,7 +22,7 @@ from composable.engine import attach, handle_of
 from composable.errors import ConfigError, StateDictError, UsageError, located
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_strict_load
-from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
+from composable.ground.names import described, dtype_text, join_fqn, list_text, plain_fqn
 from composable.ground.torch_hooks import around_state_dict
 from composable.ground.torch_private import loading_of_torch, module_load
 from composable.ground.unfilled import mark_unfilled
@@ -89,6 +89,8 @@ def find_differences(
     load in a way of their own: only shapes are compared there. If ``is_sharded``, values may be DTensors.
     """
     keys, prefixes = set(given), tuple(opaque)
+    if wrong := [key for key in given if not isinstance(key, str)]:
+        raise ConfigError(f"the state dict has the key {described(wrong[0])}", fix="pass values by their FQNs")
     return Differences(
         missing=tuple(key for key in expected if key not in keys and not key.startswith(prefixes)),
         unexpected=tuple(key for key in given if key not in expected and not key.startswith(prefixes)),

@@ -110,8 +110,9 @@ def test_the_error_of_a_users_average_says_that_backward_has_averaged() -> None:
     assert run_threads(average_gradients, 2) == [
         "a collective of torch.distributed is called on a ragged tensor, one tensor of which each rank holds another "
         f"piece\n  at:  rank {rank}, parameter 'weight' [4, 6]\n"
-        "  fix: leave it out, backward has averaged the gradients; for whole values, on every rank, full = "
-        "tensor.full_tensor(); for a number, send what tensor.to_local() of each rank gives"
+        "  fix: leave it out, backward has averaged the gradients, and optimizers step shards without "
+        "ZeroRedundancyOptimizer; for whole values, on every rank, full = tensor.full_tensor(); for a number, send "
+        "what tensor.to_local() of each rank gives"
         for rank in range(2)
     ]
 
