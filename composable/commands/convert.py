@@ -152,7 +152,7 @@ def _to_checkpoint(source: Path | StoredFolder, place: Path | StoredFolder, step
             def publish(_: Path, sums: dict[str, FileSum]) -> Path | str:
                 return run.publish(partial, Manifest(step, sums, ()))
 
-            made = write_shares(Ranks.of_world(), run, partial, {"model": values}, every, publish)
+            made = write_shares(Ranks.of_world(), run, partial, {"model": values}, every, publish, {}, 1)
     return str(made).rpartition("/")[2]
 
 

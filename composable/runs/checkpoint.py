@@ -29,8 +29,9 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
-from composable.ground.names import check_bool, check_int, check_module, described
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank, warn_once
+from composable.ground.names import check_bool, check_int, check_module, described, list_text
+from composable.ground.torch_private import tree_map
 from composable.runs import contents, run_folder
 from composable.runs.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun, warned
 from composable.runs.shares import SharePlanner, describe_all
@@ -169,7 +170,8 @@ def save_checkpoint(
             checkpoint has the full shapes, each element once.
         optimizer: One, several, or none. State is saved by FQN, as it is; missing state is not initialised.
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
-            tuples and dicts of them. The value of rank 0 is saved.
+            tuples and dicts of them. The value of rank 0 is saved; a warning names entries that differ on other
+            ranks, unless they have ``None``.
         keep: Number of checkpoints to leave in the folder, with this one.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
             save of the model waits for this one, raises its error, and takes the memory of its copy, which is kept
@@ -207,6 +209,7 @@ def save_checkpoint(
         with ranks.agreed():
             state = contents.state_to_save(model, optimizers, every)
             packed = None if extra is None else as_data(extra, "extra")
+            digests = _digests(extra)
             if asynchronous:
                 state = contents.staged(state, _SAVES.copies.pop(model, None))
                 _SAVES.copies[model] = state
@@ -222,7 +225,7 @@ def save_checkpoint(
     def write() -> Path | str:
         try:
             with _named(this):
-                return write_shares(writers, run, partial, state, every, publish, keep=keep)
+                return write_shares(writers, run, partial, state, every, publish, digests, keep)
         except BaseException as error:
             if ranks.rank == 0:
                 # After an error no rank writes any more: all ranks have reported.
@@ -426,11 +429,12 @@ def write_shares(
     state: dict[str, Any],
     every: NamesOnAll,
     publish: Callable[[Path, dict[str, FileSum]], Path | str],
-    *,
-    keep: int = 1,
+    digests: Mapping[str, int],
+    keep: int,
 ) -> Path | str:
     """Write this rank's share; return when the checkpoint of all ranks is whole. Collective.
 
+    ``digests`` of ``extra``, by key, are compared with those of the first rank, whose ``extra`` is saved.
     The first rank calls ``publish`` with the sums of all files. Whatever fails after that is a warning.
     """
     what = f"{run.folder(partial)} was not written to its end; earlier checkpoints are as they were"
@@ -456,14 +460,15 @@ def write_shares(
             failure = cause if isinstance(cause, OSError | KeyboardInterrupt) else error
         sums = {name: astuple(saved) for name, saved in files.sums.items()}
         told = None if failure is None else as_told(_ours(failure, what, _WRITE_FIX))
-        reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((told, sums, written)))]
+        reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((told, sums, written, digests)))]
+        _warn_of_others(digests, [own for *_, own in reports])
         outcome: Any = next(((rank, told) for rank, (told, *_) in enumerate(reports) if told), None)
         if reports and outcome is None:
             try:
-                metadata, places = describe_all({"".join(sums): values for _, sums, values in reports if values})
+                metadata, places = describe_all({"".join(sums): values for _, sums, values, _ in reports if values})
                 writer.finish(metadata, [places])
                 run.put(partial, room / METADATA)
-                every_sum = {name: FileSum(*saved) for _, sums, _ in reports for name, saved in sums.items()}
+                every_sum = {name: FileSum(*saved) for _, sums, *_ in reports for name, saved in sums.items()}
                 every_sum[METADATA] = files.sums[f"{METADATA}.tmp"]
                 outcome = str(publish(room, every_sum))
                 with warned(f"{outcome} is saved, but not all earlier checkpoints and leftovers could be removed"):
@@ -481,6 +486,25 @@ def write_shares(
     if isinstance(run, RankRun):
         return run.folder(partial)
     return Path(outcome) if is_local else str(outcome)
+
+
+def _digests(extra: Any) -> dict[str, int]:
+    """Return a number for each entry of ``extra``, equal where values are."""
+
+    def plain(leaf: Any) -> Any:
+        return zlib.crc32(as_data(leaf.detach().cpu().clone(), "extra")) if isinstance(leaf, torch.Tensor) else leaf
+
+    entries = extra if isinstance(extra, Mapping) else {"": extra}
+    found = {str(key): repr(tree_map(plain, value)).encode() for key, value in entries.items() if value is not None}
+    return {key: zlib.crc32(text) for key, text in found.items()}
+
+
+def _warn_of_others(first: Mapping[str, int], every: Iterable[Mapping[str, int]]) -> None:
+    """Warn of entries of ``extra`` that other ranks have given with other values than the first rank."""
+    if keys := sorted({key for own in every for key, digest in own.items() if first.get(key, digest) != digest}):
+        advice = "gather them (dist.all_gather_object), save the list, and take [dist.get_rank()] of it after the load"
+        of = f" of {list_text(keys)}" if any(keys) else ""
+        warn_once(f"extra: ranks have other values{of}, and those of rank 0 are saved. To keep each rank's: {advice}")
 
 
 # -- reading

@@ -5,7 +5,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from composable import fully_shard, replicate
 from composable.comm import Ranks
 from composable.dtensor.gather import fallback_counts
 from composable.dtensor.tensor import RaggedDTensor
-from composable.errors import ConfigError, DesyncError, UsageError
+from composable.errors import ConfigError, DesyncError, UsageError, warn_once
 from composable.runs.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.runs.contents import staged, state_to_save
 from composable.saving.entries import names_on_all
@@ -663,3 +663,37 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(step: int, keep:
         assert not list(run.glob(".*"))
     assert moments > 10
     assert load_checkpoint(run, model).step == step and float(model.weight.detach().mean()) == 3.0
+
+
+# What ranks give as extra, and the entries that a warning names.
+EXTRAS: dict[str, tuple[Callable[[int], Any], str | None]] = {
+    "random states": (lambda rank: {"rng": torch.tensor([1, rank]), "step": 3}, " of 'rng', and"),
+    "two, one below others": (lambda rank: {"b": [1, ({"c": rank},)], "a": float(rank)}, " of 'a', 'b', and"),
+    "no dict": (lambda rank: torch.ones(2) * rank, "other values, and"),
+    "on rank 0 alone": (lambda rank: {"a": 1} if rank == 0 else None, None),
+    "without an entry": (lambda rank: {"a": 1, "b": None if rank else torch.ones(1)}, None),
+    "equal": (lambda _: {"a": torch.ones(2), "b": {"c": (1.5, "x")}}, None),
+}
+
+
+def save_extra(run: Path, kind: str) -> None:
+    rank, (extra_of, _) = dist.get_rank(), EXTRAS[kind]
+    model = fully_shard(nn.Linear(2, 2))
+    for asynchronous in (False, True):
+        save_checkpoint(run, 1, model, extra=extra_of(rank), asynchronous=asynchronous).wait()
+    # As the warning says.
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rank)
+    save_checkpoint(run, 2, model, extra={"rank": every})
+    assert load_checkpoint(run, model).extra["rank"][rank] == rank
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_entries_of_extra_that_differ_between_ranks_are_named(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    run_threads(save_extra, 3, tmp_path, kind)
+    said = [record.getMessage() for record in caplog.records if "extra" in record.getMessage()]
+    expected = EXTRAS[kind][1]
+    assert len(said) == (expected is not None) and all(str(expected) in one for one in said), said
