@@ -363,6 +363,17 @@ def test_it_is_opened_once_and_in_the_main_thread() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def end_with_other_codes() -> None:
+    model, before = build("replicate")[0], signal.getsignal(signal.SIGTERM)
+    with pytest.raises(DesyncError, match=r"different arguments\n    rank 0: exit_code=75\n    rank 1: exit_code=None"):
+        save_on_signal("run", model, exit_code=None if dist.get_rank() else 75)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_codes_that_differ_by_rank_are_an_error() -> None:
+    run_ranks(end_with_other_codes, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

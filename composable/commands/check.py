@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from composable.commands.output import progress, show
 from composable.errors import ConfigError, UsageError
 from composable.ground.names import count_text
-from composable.runs.checkpoint import locate
+from composable.runs.checkpoint import locate, read_saved
 from composable.runs.contents import DataReader, read_description
 from composable.runs.run_folder import EXTRA, MANIFEST, METADATA, RANK, Manifest, find_damage, read_manifest
 from composable.runs.storage import StoredFolder
@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if not any(f"/{METADATA} " in line for line in problems):
         try:
             found |= _values(reader_of(folder, manifest).metadata)
+            if not problems:
+                read_saved(folder, manifest)
         except ConfigError as error:
             problems.append(error.what)
     show(found | {"problems": problems, "is whole": not problems}, as_json=args.json)

@@ -22,7 +22,9 @@ def show(found: Mapping[str, Any], *, as_json: bool) -> None:
 
 def _text(value: object) -> str:
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return f"{value:,}" if is_number else {True: "yes", False: "no"}.get(value, str(value))  # type: ignore[call-overload]
+    text: str = f"{value:,}" if is_number else {True: "yes", False: "no"}.get(value, str(value))  # type: ignore[call-overload]
+    # Names that others have written may hold codes for the terminal.
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def progress(items: Collection[T], noun: str) -> Iterator[T]:

@@ -193,6 +193,9 @@ def save_checkpoint(
     """
     ranks = Ranks.of_world()
     with ranks.agreed():
+        if any(isinstance(one, nn.Module) for one in (folder, step, optimizer)):
+            found = ", ".join(map(described, (folder, step, model, optimizer)))
+            raise ConfigError(f"the arguments are {found}", fix="save_checkpoint(folder, step, model, optimizer)")
         place, optimizers = checked_run("folder", folder, model, optimizer, keep)
         check_int("step", step, 0, fix="pass a number from 0")
         check_bool("asynchronous", asynchronous)
@@ -262,7 +265,7 @@ def find_checkpoint(path: str | PathLike[str] | Storage) -> SavedCheckpoint:
     check_undamaged(
         folder, run_folder.find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
     )
-    return _read(folder, manifest)
+    return read_saved(folder, manifest)
 
 
 def load_checkpoint(
@@ -322,7 +325,7 @@ def load_checkpoint(
         metadata = reader.metadata
         contents.check_fit(metadata, manifest.optimizers, every, names)
         flat = contents.targets(metadata, model, optimizers, every)
-        checkpoint = _read(folder, manifest)
+        checkpoint = read_saved(folder, manifest)
     check_undamaged(folder, _on_any(ranks, reader.find_faults(flat)))
     with _named(f"the load of {folder}"):
         with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
@@ -524,7 +527,8 @@ def check_undamaged(folder: object, damage: list[str]) -> None:
         raise ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
-def _read(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
+def read_saved(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
+    """Return the checkpoint in ``folder`` with its ``extra``; raises if that is no data."""
     path = folder if isinstance(folder, Path) else folder.path
     if EXTRA not in manifest.files:
         return SavedCheckpoint(path, manifest.step, None)

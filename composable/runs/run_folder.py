@@ -166,12 +166,15 @@ def read_manifest(folder: Path | StoredFolder, content: bytes | None = None) -> 
         if content is None:
             with open_in(folder, MANIFEST) as file:
                 content = file.read(_MAX_MANIFEST_BYTES)
-        body = as_kind(dict[str, Any], json.loads(content), "it")
+        body = as_kind(dict[str, Any], json.loads(content, object_pairs_hook=_unique), "it")
         found = body.pop("format", None)
         if found != _FORMAT:
             raise ValueError(f"it has format {found}, this version reads {_FORMAT}")
         manifest: Manifest = as_kind(Manifest, body, "it")
-        strange = [name for name in manifest.files if Path(name).name != name or name == MANIFEST or "\0" in name]
+        strange = [name for name in manifest.files if Path(name).name != name or name == MANIFEST]
+        strange += [name for name in manifest.files if not name.isprintable()]
+        if manifest.step < 0:
+            raise ValueError(f"its step is {manifest.step}")
         if strange or METADATA not in manifest.files:
             raise ValueError(f"it lists {list_text(strange)}" if strange else f"it does not list {METADATA}")
         return manifest
@@ -181,6 +184,12 @@ def read_manifest(folder: Path | StoredFolder, content: bytes | None = None) -> 
             fix="load a checkpoint that save_checkpoint wrote to its end, such as an older one of the run; of "
             "per_rank=True, copy the folders of all ranks together first",
         ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("it has a key twice")
+    return found
 
 
 def find_folder(path: Path) -> Path:

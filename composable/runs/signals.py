@@ -163,6 +163,7 @@ def save_on_signal(
 
     Raises:
         ConfigError: A wrong argument, on any rank.
+        DesyncError: Ranks gave different values of ``exit_code``.
         UsageError: Another ``save_on_signal`` has these signals, or this is not the main thread, on any rank.
     """
     # Not above: they import torch's checkpoints.
@@ -174,6 +175,8 @@ def save_on_signal(
         numbers = _checked(signals)
         if exit_code is not None:
             check_int("exit_code", exit_code, 0, 127, fix="pass 0 to 127, or None")
+    text, what = f"exit_code={exit_code}", "the ranks call save_on_signal with different arguments"
+    ranks.compare(text, shown=text, what=what, fix="make the call with equal arguments on all ranks")
     key = ranks.object_of(0, secrets.token_hex(8))
     kinds = {ranks.device.type, *(tensor.device.type for tensor in model.parameters())} - {"cpu", "meta"}
     save = partial(save_checkpoint, run, model=model, optimizer=optimizer, keep=keep)

@@ -20,7 +20,8 @@ from composable.ground.names import as_path, class_name, described
 _BUFFER_BYTES = 2**22
 _URL = re.compile(r"([A-Za-z][\w+.-]*)(::|://)(.*)", re.DOTALL)
 # What pathlib, or a slip, makes of a URL.
-_BROKEN_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)")
+_BROKEN_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)|(?i:data|file):|[^/]+://")
+_PASSWORD = re.compile(r"//[^/@]*:[^/]*@")
 
 
 @runtime_checkable
@@ -194,8 +195,12 @@ def folder_at(name: str, value: object) -> Path | StoredFolder:
     if match is None:
         if isinstance(text, str) and _BROKEN_URL.match(text):
             fix = "pass a URL as a str, with two slashes; for a local folder of this name: its absolute path"
-            raise ConfigError(f"{name} is {text!r}, a URL that has lost a slash", fix=fix)
+            raise ConfigError(f"{name} is {text!r}, which is no URL, and looks like one", fix=fix)
         return as_path(name, value)
+    if _PASSWORD.search(text):
+        # Errors and log lines have the URL.
+        fix = "leave it out, and put it into the configuration of fsspec, such as FSSPEC_FTP_PASSWORD"
+        raise ConfigError(f"{name} is a URL of {match[1]} with a secret, or what looks like one, before its @", fix=fix)
     if match[2] == "://" and match[1].lower() in ("file", "local"):
         return as_path(name, match[3].removeprefix("localhost"))
     try:

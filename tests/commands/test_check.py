@@ -12,6 +12,7 @@ from torch import nn
 
 from composable import fully_shard, save_checkpoint
 from composable.__main__ import main
+from tests.saving.test_hostile import reseal
 from tests.world import run_threads
 
 
@@ -112,3 +113,55 @@ def test_the_folder_of_one_rank_is_not_whole(tmp_path: Path, capsys: pytest.Capt
     assert "of per_rank=True, copy the folders of all ranks together first" in capsys.readouterr().err
     shutil.copytree(tmp_path / "rank1", tmp_path / "rank0", dirs_exist_ok=True)
     assert main(["check", str(tmp_path / "rank0")]) == 0
+
+
+def test_a_whole_checkpoint_is_one_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_threads(save, 2, str(tmp_path))
+    folder = tmp_path / "step-000007"
+    torch.save(print, folder / "extra.pt")
+    reseal(folder)
+    assert main(["check", str(tmp_path)]) == 1
+    assert f"problems          {folder}/extra.pt cannot be read as data: it names " in capsys.readouterr().out
+
+
+CLEAR = "\x1b[2J\r\n\udc80"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_names_that_others_made_up_reach_no_terminal(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_threads(save, 2, str(tmp_path))
+    folder = tmp_path / "step-000007"
+    (folder / f"mine{CLEAR}").touch()
+    path = folder / "checkpoint.json"
+    body = json.loads(path.read_text())
+    body["optimizers"][0]["kind"] = f"Adam{CLEAR}"
+    path.write_text(json.dumps(body))
+    assert main(["check", str(tmp_path), *["--json"] * as_json]) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable() and out.count("x1b[2J") + out.count("u001b[2J") == 2
+    body["files"][f"__9{CLEAR}"] = {"bytes": 1, "crc32": 1}
+    path.write_text(json.dumps(body))
+    assert main(["check", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "it lists '__9\\x1b[2J" in err and err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('"step": 7', '"step": -1', "its step is -1"),
+        ('"step": 7', '"step": 7, "step": 9', "it has a key twice"),
+        ('"extra.pt": {', '".metadata": {', "it has a key twice"),
+    ],
+)
+def test_a_description_that_says_two_things_is_none(
+    old: str, new: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_threads(save, 2, str(tmp_path))
+    path = tmp_path / "step-000007" / "checkpoint.json"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    assert main(["check", str(tmp_path)]) == 1
+    assert f"checkpoint.json cannot be read: {text}" in capsys.readouterr().err

@@ -571,6 +571,9 @@ def misuse(run: Path) -> None:
             match=rf"different arguments\n    rank 0: {next(iter(differing))}=.*\n    rank 1: {next(iter(differing))}=",
         ):
             save_checkpoint(**arguments)  # type: ignore[arg-type]
+    for swapped in ((model, run, 1), (run, model, 1), (model, trained, 1, run), (run, 1, trained, model)):
+        with pytest.raises(ConfigError, match=r"fix: save_checkpoint\(folder, step, model, optimizer\)"):
+            save_checkpoint(*swapped)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="an optimizer has parameters that are not the model's"):
         save_checkpoint(run, 1, model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     with pytest.raises(ConfigError, match="in two param groups or optimizers"):

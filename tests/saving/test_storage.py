@@ -318,7 +318,15 @@ def refuse(place: Any, error: str, *, is_told: bool = True) -> None:
     [
         ("nosuch://bucket/run", r"ConfigError: nosuch://bucket/run cannot be reached: .*nosuch(.|\n)*fix: pass a path"),
         ("gs://bucket/run", r"ConfigError: gs://bucket/run cannot be reached: .*gcsfs(.|\n)*install the package"),
-        (Path("s3://bucket/run"), r"ConfigError: \w+ is 's3:/bucket/run', a URL that has lost a slash"),
+        (Path("s3://bucket/run"), r"ConfigError: \w+ is 's3:/bucket/run', which is no URL, and looks like one"),
+        ("data:text/plain,abc", r"ConfigError: \w+ is 'data:text/plain,abc', which is no URL"),
+        ("a b://x", r"ConfigError: \w+ is 'a b://x', which is no URL"),
+        ("file:relative", r"ConfigError: \w+ is 'file:relative', which is no URL"),
+        ("ftp://me:hidden@host/run", r"ConfigError: \w+ is a URL of ftp with a secret(?!(.|\n)*hidden)"),
+        (
+            "simplecache::ftp://me:hid@den@host",
+            r"ConfigError: \w+ is a URL of simplecache with a secret(?!(.|\n)*den@)",
+        ),
         (3, r"ConfigError: (folder|path) is 3\n"),
         (Storage, r"ConfigError: (folder|path) is the class Storage\n"),
     ],
