@@ -30,11 +30,17 @@ def write_values(local: torch.Tensor, values: torch.Tensor) -> None:
     if not isinstance(scale, torch.Tensor) or not isinstance(codes, torch.Tensor) or codes.min() >= 0:
         return
     # torchao divides each block by its largest magnitude, and its lowest code is not -1 but -0.89 in 4 bits: a block
-    # whose lowest value has that magnitude would shrink with each load. It becomes what it was before it was packed.
-    blocks = values.reshape(scale.numel(), -1).clone()
+    # whose lowest value was that magnitude would shrink with each load. It becomes what it was before it was packed: of
+    # the numbers around the quotient, which was rounded, the one that gives the block back.
+    blocks = values.float().reshape(scale.numel(), -1)
     lowest, place = blocks.min(1, keepdim=True)
-    lowest = torch.where(lowest <= -blocks.amax(1, keepdim=True), lowest / -codes.min(), lowest)
-    local.copy_(blocks.scatter_(1, place, lowest).view(values.shape))
+    top = lowest / -codes.min()
+    found = torch.where(lowest <= -blocks.amax(1, keepdim=True), top, lowest)
+    for other in (top.nextafter(2 * top), top.nextafter(0 * top), top, lowest):
+        local.copy_(blocks.scatter(1, place, other).view(values.shape))
+        is_same = values_of(local).view_as(blocks).eq(blocks).all(1, keepdim=True)
+        found = torch.where(is_same, other, found)
+    local.copy_(blocks.scatter(1, place, found).view(values.shape))
 
 
 class PackedPiece(torch.Tensor):

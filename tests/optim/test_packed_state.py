@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, load_checkpoint, save_checkpoint
+from composable.dtensor.packed import values_of, write_values
 from tests.models import seeded
 from tests.parity import full
 from tests.subclasses import MeanSquares
@@ -119,8 +120,24 @@ def test_packed_state_comes_back_as_it_was_saved(kind: str, way: str, tmp_path: 
     saved, packed = eagerly(save, 2, kind, way, str(tmp_path), {nn.Linear})[0]
     found, packed_again = eagerly(load, 2, kind, way, str(tmp_path), {nn.Linear})[0]
     assert packed == packed_again > 0
-    # torchao keeps a factor for each block of values, which is found again but for its last bit.
-    torch.testing.assert_close(found, saved, rtol=0 if kind == "MeanSquares" else 2e-7, atol=0)
+    torch.testing.assert_close(found, saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [("4bit", True), ("4bit", False), ("8bit", True), ("8bit", False), ("fp8", None)])
+def test_any_values_that_were_unpacked_are_packed_as_they_were(kind: tuple[str, bool | None]) -> None:
+    skip_without("AdamW8bit")
+    name, signed = kind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = getattr(import_module(f"torchao.optim.subclass_{name}"), f"OptimState{name.capitalize()}")
+    draw = torch.Generator().manual_seed(0)
+    for size in range(60):
+        values = torch.randn(2048, generator=draw) * 10.0 ** (size % 12 - 8)
+        local = made.zeros((2048,), *([] if signed is None else [signed]))
+        local.copy_(values.abs() if signed is False else values)
+        saved = values_of(local).clone()
+        write_values(local, saved)
+        assert values_of(local).equal(saved), size
 
 
 # Of the largest magnitude: codes of another block, cut elsewhere, stand for values that are so far apart.
