@@ -171,8 +171,7 @@ def read_manifest(folder: Path | StoredFolder, content: bytes | None = None) -> 
         if found != _FORMAT:
             raise ValueError(f"it has format {found}, this version reads {_FORMAT}")
         manifest: Manifest = as_kind(Manifest, body, "it")
-        strange = [name for name in manifest.files if Path(name).name != name or name == MANIFEST]
-        strange += [name for name in manifest.files if not name.isprintable()]
+        strange = [one for one in manifest.files if Path(one).name != one or one == MANIFEST or not one.isprintable()]
         if manifest.step < 0:
             raise ValueError(f"its step is {manifest.step}")
         if strange or METADATA not in manifest.files:
