@@ -120,42 +120,98 @@ def test_so_it_is_where_not_all_modules_that_share_a_handle_run(is_late: bool, r
     assert "parts.1.weight" in str(caught.value.at) or "other ranks hold the part, if" in str(caught.value.at)
 
 
-class WritesBefore(nn.Module):
-    """Writes to the shards of its second part, before the part runs: a legal operation, which one process sees."""
+class WritesShards(nn.Module):
+    """Writes to the shards of its second part in forward, as momentum encoders and codebooks do: one process sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, moment: str, *, is_frozen: bool, is_held: bool) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.parts[1].requires_grad_(not is_frozen)
+        self.moment, self.is_held = moment, is_held
+        self.held: list[torch.Tensor] = []
+
+    def hold(self) -> None:
+        self.held = [*self.parts[1].parameters()] if self.is_held else []
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for param in self.held or self.parts[1].parameters():
+            # Through `.data` torch does not see it, and computes gradients with the new values.
+            (param.data if self.moment == "before" else param).mul_(0.9)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.parts[0](x)
-        with torch.no_grad():
-            self.parts[1].weight.mul_(0.5)
-        return self.parts[2](self.parts[1](x))
+        x = self.parts[0](x).tanh()
+        if self.moment in ("between calls", "after"):
+            x = self.parts[1](x).tanh()
+        if self.moment in ("before", "between calls", "after"):
+            self.write()
+        x = self.parts[2](x if self.moment == "after" else self.parts[1](x).tanh()).tanh()
+        if self.moment == "after a later part":
+            self.write()
+        return self.parts[3](x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("prefetches", "reshards", "has_grad"), [*itertools.product((False, True), repeat=3)])
-@on_ranks(2)
-def test_a_write_to_shards_that_are_gathered_already_is_seen_or_an_error(
-    prefetches: bool, reshards: bool, has_grad: bool
-) -> None:
+def written_shards(
+    how: str,
+    moment: str,
+    reshards: "bool | int",
+    prefetches: bool,
+    is_frozen: bool,
+    has_grad: bool,
+    is_held: bool,
+) -> "list[torch.Tensor] | str":
     torch.manual_seed(0)
-    model, plain, x = WritesBefore(), WritesBefore(), torch.ones(2, DIM)  # The plain one is the oracle.
-    plain.load_state_dict(model.state_dict())
-    for part in model.parts:
-        fully_shard(part, reshard_after_forward=reshards)
-    fully_shard(model)
-    if prefetches:
-        model.parts[0].set_modules_to_forward_prefetch([model.parts[1]])
-    else:  # In the first forward nothing is gathered ahead.
-        with torch.set_grad_enabled(has_grad):
-            output = model(x)
-            torch.testing.assert_close(output, plain(x))
-        if has_grad:
-            output.sum().backward()
-    with pytest.raises(UsageError, match="written to during a forward") as caught, torch.set_grad_enabled(has_grad):
-        model(x)
-    assert f"rank {dist.get_rank()}, module 'parts.1'" in str(caught.value.at)
+    model = WritesShards("later" if "later" in how else moment, is_frozen=is_frozen, is_held=is_held)
+    if how == "sharded":
+        for part in model.parts:
+            fully_shard(part, reshard_after_forward=reshards)
+        fully_shard(model)
+    if how == "sharded" and prefetches:
+        model.parts[0].set_modules_to_forward_prefetch([model.parts[1]])  # type: ignore[operator]
+    model.hold()
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    outputs = []
+    try:
+        for _ in range(3):
+            with torch.set_grad_enabled(has_grad):
+                outputs.append(model(torch.ones(2, DIM)))
+            if has_grad:
+                outputs[-1].square().sum().backward()
+                if how == "plain, written later":
+                    model.write()
+                optimizer.step()
+                optimizer.zero_grad()
+    except UsageError:
+        return "refused"
+    except RuntimeError as error:
+        return "autograd" if "modified by an inplace operation" in str(error) else repr(error)
+    return [one.detach() for one in (*outputs, *map(full, model.parameters()))]
+
+
+MOMENTS = ["before", "between calls", "after", "after a later part"]
+SWITCHES = {
+    "prefetches": (False, True),
+    "is_frozen": (False, True),
+    "has_grad": (False, True),
+    "is_held": (False, True),
+}
+
+
+@pytest.mark.parametrize("reshards", [True, False, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_write_to_shards_in_a_forward_is_what_one_process_does_or_an_error_on_every_rank(
+    moment: str, reshards: "bool | int"
+) -> None:
+    for choices in pairs_of(**SWITCHES)[1]:
+        expected = written_shards("plain", moment, reshards, *choices)
+        is_refused = expected == "autograd"
+        if is_refused:  # The backward needs the values of the forward. Copies of them may be there.
+            expected = written_shards("plain, written later", moment, reshards, *choices)
+        for found in run_threads(written_shards, 4 if reshards == 2 else 2, "sharded", moment, reshards, *choices):
+            # Values that were only gathered ahead are gathered again.
+            may_refuse = moment != "before" and (is_refused or reshards is False)
+            if not (isinstance(found, str) and may_refuse):
+                torch.testing.assert_close(found, expected, msg=str((*choices, found)))
 
 
 class Delta(nn.Module):

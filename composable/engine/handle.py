@@ -369,15 +369,18 @@ class Handle:
         for flat in self.buffers:
             flat.routes.settle()
 
-    def show(self, refuse: Callable[["Handle"], None]) -> None:
-        """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers have finished."""
+    def show(self, refuse: Callable[["Handle"], None]) -> bool:
+        """Make the modules hold the unsharded parameters, or call ``refuse``; the gathers have finished.
+
+        Returns whether the shards were written to since then, and nothing was done.
+        """
         if self.gathers is not None:
             written = -self._idle_writes - self._version_at_gather
             for flat in self.buffers:  # Inline: this runs for each gather.
                 written += flat.shard._version
             if written:
                 self._version_at_gather += written  # Told once: what ends the forward may show them, too.
-                raise written_after_gather(self)
+                return True
         self.faces.show_unsharded(refuse, self)
         if self.gathers is not None:
             version = (self.version,)
@@ -389,6 +392,7 @@ class Handle:
         # Set last: if an exception cuts this short, the next call does it all again.
         self.view = ParamView.UNSHARDED
         self.gathers = None
+        return False
 
     def reshard(self, *, frees: bool = True) -> None:
         """Make the modules hold the sharded parameters and free the buffers, or leave that to ``free_buffers``."""
@@ -555,7 +559,7 @@ class HandleStep:
         next_forward: The handle (as below, not its step: no cycles) that ran next in the latest forward, for prefetch.
         previous_forward: The handle that ran before it in the latest forward, also a hint.
         next_backward: The handle that came next in the latest backward, also a hint.
-        checksum: Number of the last forward that compares values, and the sum of the parameters before the first call.
+        checksum: Number of the last forward that compares values, the version of the parameters, and their sum before.
         output: Gives a hook of the outputs of its calls; ``None`` once all graphs with these outputs are gone.
         is_waiting: It is noted for users that gradients wait for a later backward, or an all-reduce over copies.
         leaders: Handles that it is gathered, resharded and reduced with, whether its own modules run or not.
@@ -567,7 +571,7 @@ class HandleStep:
         self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
         self.modules_left: set[int] = set()
         self.is_waiting = any(flat.gradients.is_waiting for flat in handle.buffers)  # on a copy
-        self.checksum = 0, 0
+        self.checksum = (0, 0), 0
         self.output: Callable[[], object] = _is_there
         self.leaders: tuple[Handle, ...] = ()
         self.followers: tuple[HandleStep, ...] = ()

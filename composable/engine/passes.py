@@ -454,7 +454,8 @@ class Forwards:
             # No forward that has ended waits for a backward.
             step.drop_secondaries()
         # Modules hold sharded parameters also between forward and backward.
-        step.unsharded.hide()
+        for handle in step.unsharded.hide():
+            self._written = self._written or lost_write(handle)
         step.streams.wait_for_copies()
         for hear in () if step.failure else step.listeners.forward_ended:
             hear(module, is_awaited=bool(armed) and torch.is_grad_enabled())
@@ -513,18 +514,20 @@ class Forwards:
             self._last = own
         if own.followers:
             step.begin_unshard(own)
-        if handle.view is ParamView.HIDDEN and is_outdated(handle):
-            raise written_after_gather(handle)
+        if handle.view in (ParamView.HIDDEN, ParamView.UNSHARDED) and is_outdated(handle):
+            if own.is_armed or handle.view is ParamView.UNSHARDED:
+                raise written_after_gather(handle)  # A graph, or a module that runs, reads them as they were.
+            step.unsharded.reshard(handle)
         step.unsharded.unshard(handle)
         # Writes through `.data` leave no trace: values are compared in forwards 1, 3, 7, 15 and so on, and on a device,
         # for which the host would wait, in the first one.
         if (
             not step.forward_id & (step.forward_id + 1)
             and (step.forward_id == 1 or not step.streams.queues)
-            and own.checksum[0] != step.forward_id
+            and own.checksum[0] != (step.forward_id, handle.version)
             and handle.held_with is None
         ):
-            own.checksum = step.forward_id, checksum_of(handle)
+            own.checksum = (step.forward_id, handle.version), checksum_of(handle)
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
             for find in handle.settings.forward_prefetch:
@@ -574,9 +577,8 @@ class Forwards:
         """Free a handle after its last call in the forward, or let it stay unsharded."""
         handle, settings = own.handle, own.handle.settings
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
-            forward_id, checksum = own.checksum
-            compares = forward_id == self._step.forward_id and running_transform() is None
-            is_written = compares and checksum != checksum_of(handle)
+            compares = own.checksum[0] == (self._step.forward_id, handle.version) and running_transform() is None
+            is_written = compares and own.checksum[1] != checksum_of(handle)
             for flat in handle.buffers:  # Inline: a call would cost as much for each handle.
                 is_written |= bool(flat.versioned) and flat.versioned[0]._version != handle.version
             if is_written:

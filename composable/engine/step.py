@@ -31,7 +31,7 @@ from composable.comm import Grid
 from composable.engine.events import Listeners, StepListener
 from composable.engine.finish import GradientFinalizer, stepped_already
 from composable.engine.gradients import Gradients
-from composable.engine.handle import GradientLedger, Handle, HandleStep
+from composable.engine.handle import GradientLedger, Handle, HandleStep, is_outdated
 from composable.engine.param import ParamView
 from composable.engine.unsharded import Streams, Unsharded
 from composable.errors import UsageError
@@ -163,7 +163,7 @@ class Step:
         if handle.secondary is None or handle.secondary.kept_in < 0:
             return False
         if self.running and self.first_nodes[-1] >= 0 and not self.is_backward:
-            return handle.secondary.kept_in == self.forward_id
+            return handle.secondary.kept_in == self.forward_id and not is_outdated(handle)
         return self.is_backward and current_graph_task_id() != -1
 
     # Memory

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.engine.buffer import SecondaryShards
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
-from composable.engine.handle import Handle, HandleStep, is_outdated
+from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
 from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
@@ -254,7 +254,13 @@ class Unsharded:
             self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
         else:
             self.streams.wait_for_unshard(handle)
-        handle.show(refuse_strangers)
+        if handle.show(refuse_strangers):
+            # All ranks run the same operations on shards, so all of them find this here.
+            if self._step.is_backward:
+                raise written_after_gather(handle)
+            self.reshard(handle)
+            self.streams.shards_written()
+            self.unshard(handle)
 
     def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
         """Start to gather ahead of use, ``unshard`` waits for it; ``takes_secondary``: from secondary shards or not.
@@ -310,10 +316,19 @@ class Unsharded:
         self.reshard(handle, keeps_secondary=handle.settings.keeps_secondary and not takes_secondary)
         self.streams.wait_for_copies()
 
-    def hide(self) -> None:
-        """Make modules hold the sharded parameters, for users to clip, zero and load; the unsharded ones stay."""
+    def hide(self) -> list[Handle]:
+        """Make modules hold the sharded parameters, for users to clip, zero and load; the unsharded ones stay.
+
+        Returns the handles whose unsharded parameters were written to, also behind their last call.
+        """
+        written = []
         for handle in self.members:
+            if handle.view is ParamView.UNSHARDED and handle.held_with is None:
+                for flat in handle.buffers:
+                    if flat.versioned and flat.versioned[0]._version != handle.version:
+                        written.append(handle)
             handle.hide()
+        return written
 
     # From one step to the next
 
