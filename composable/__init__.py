@@ -67,7 +67,6 @@ if TYPE_CHECKING:
         Watch,
         accelerate_optimizer,
         as_ddp,
-        as_torch_shards,
         joinable,
         timeline,
         watch,
@@ -88,6 +87,11 @@ else:
 
     def __getattr__(name: str) -> object:
         """Return a name of a room outside of the core, which is imported at its first use."""
+        if name == "as_torch_shards":
+            raise UsageError(
+                "as_torch_shards is gone: few parameters are cut where Shard(0) cuts",
+                fix="full_state_dict(model); or save model.state_dict() with torch.distributed.checkpoint",
+            )
         if name not in __all__:
             if name in _GONE:
                 raise ImportError(f"composable.{name} is gone: {_GONE[name]}")
@@ -111,7 +115,7 @@ __all__ = [
     "OffloadPolicy", "RaggedDTensor", "RaggedShard", "ReductionStats", "ReplicateModule", "ReplicateOptions",
     "SaveHandle", "SaveNotice", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "SizePolicy", "StateDictError",
     "Storage", "Timeline", "TimelineEvent", "UnevenInputs", "UnshardHandle", "UsageError", "Watch",
-    "accelerate_optimizer", "allreduce_hook", "as_ddp", "as_torch_shards", "bf16_compress_hook",
+    "accelerate_optimizer", "allreduce_hook", "as_ddp", "bf16_compress_hook",
     "bf16_compress_wrapper", "checkpoint", "clip_grad_norm_", "contract", "explain_waits", "fallback_counts",
     "find_checkpoint", "fp16_compress_hook", "fp16_compress_wrapper", "full_state_dict", "fully_shard",
     "get_registry", "get_total_norm", "has_finite_gradients", "iter_full_params", "joinable", "load_checkpoint",

@@ -132,7 +132,6 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "optimizer model:",
     ),
     "as_ddp": (lambda: {"module": copied()}, "module:"),
-    "as_torch_shards": (lambda: {"state": {}}, "state: {}"),
     "joinable": (lambda: {"module": copied(), "step": None}, f"module: ; step: None {FUNCTION}"),
     "step_in_backward": (lambda: {"optimizer": optimizer_of(sharded())}, "optimizer:"),
     "rebind_optimizer": (

@@ -488,10 +488,3 @@ def _make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> Gathe
     view: GatheredView = wrap(GatheredView, local, spec)
     view.source = source
     return view
-
-
-def make_stale_view(base: Any) -> GatheredView:
-    """Return a view of one element that every operation refuses, to test whether operations reach this file."""
-    source = _Source(base, torch.zeros(1))
-    source.is_stale = True
-    return _make_view(torch.zeros(1), base._spec, source)

@@ -3,7 +3,6 @@
 from composable.extras.drawing import draw_plan as draw_plan
 from composable.extras.flat_step import accelerate_optimizer
 from composable.extras.matrix_step import MatrixOptimizer
-from composable.extras.row_shards import as_torch_shards
 from composable.extras.step_times import Timeline, TimelineEvent, timeline
 from composable.extras.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
 from composable.extras.watched_run import Watch, watch

@@ -297,7 +297,6 @@ GROUPS: tuple[Group, ...] = (
                     "full_state_dict": "The state dict of the plain model on one rank, out of the shards handle by "
                     "handle.",
                     "load_full_state_dict": "Loads such a state dict, which one rank has, into the shards.",
-                    "as_torch_shards": "Sharded state as torch's own DTensors, where cuts are those of `Shard(0)`.",
                 },
             ),
             Topic(
