@@ -219,7 +219,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "unshard_params": (
         lambda: {"module": sharded()},
-        "module: plain; recurse writeback rank0_only offload_to_cpu: True",
+        "recurse writeback rank0_only offload_to_cpu: True",
     ),
     "ModuleWrapPolicy": (dict, "module_classes:"),
     "CustomPolicy": (dict, "predicate:"),
