@@ -165,6 +165,17 @@ def trace_unsharded() -> None:
     record(trace)
 
 
+def script() -> None:
+    x, (model, _) = torch.ones(2, WIDTH), make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        for annotated in (model, replicate(make_plain())):
+            with pytest.raises(UsageError, match="cannot be scripted"):
+                torch.jit.script(annotated)
+        plain = unannotate(model)
+        assert torch.equal(torch.jit.script(plain)(x), plain(x))
+
+
 TOOLS: dict[str, Callable[[], None]] = {
     "torch.utils.flop_counter.FlopCounterMode": count_flops,
     "torch.profiler.profile": profile,
@@ -178,6 +189,7 @@ TOOLS: dict[str, Callable[[], None]] = {
     "torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker": refuse,
     "torch.export.export": lambda: record(export),
     "torch.jit.trace": trace_unsharded,
+    "torch.jit.script": script,
 }
 
 
