@@ -1,19 +1,17 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
 from composable.replication.exchange import BucketExchange
+from composable.replication.managed import (
+    Ignored,
+    ManagedTensors,
+    ReducedParam,
+    find_ignored,
+    find_tensors,
+    unmanaged_params,
+)
+from composable.replication.options import ReplicateArguments, choose_delay, choose_device
 from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.precision import Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer, Shadow
 from composable.replication.rounds import BackwardTiming, Phase, moment, ms_apart
 from composable.replication.sparse import check_steppable
-from composable.replication.tensors import (
-    Ignored,
-    ManagedTensors,
-    ReducedParam,
-    ReplicateArguments,
-    choose_delay,
-    choose_device,
-    find_ignored,
-    find_tensors,
-    unmanaged_params,
-)

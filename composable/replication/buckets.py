@@ -16,14 +16,8 @@ from torch import nn
 from composable.comm import Transport
 from composable.errors import UsageError
 from composable.ground.torch_private import foreach_copy_, foreach_mul_
-from composable.replication.tensors import (
-    ReducedParam,
-    ReplicateArguments,
-    grad_dtype_of,
-    local_gradient,
-    local_of,
-    wrapped_like,
-)
+from composable.replication.managed import ReducedParam, grad_dtype_of, local_gradient, local_of, wrapped_like
+from composable.replication.options import ReplicateArguments
 
 _FIRST_CAP_BYTES = 2**20
 # From this mean size on, scaling each gradient while it is copied beats copying all of them in

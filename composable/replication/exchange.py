@@ -25,9 +25,10 @@ from composable.ground.modes import with_values
 from composable.ground.names import count_text, described, list_text, ranks_text
 from composable.ground.torch_private import FakeTensor, autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
+from composable.replication.managed import ReducedParam
+from composable.replication.options import ReplicateArguments
 from composable.replication.rounds import Round, StaticGraph, Stopwatch
 from composable.replication.sparse import SparseGradients
-from composable.replication.tensors import ReducedParam, ReplicateArguments
 
 _LOG = logging.getLogger("composable")
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import Ranks, Transport
 from composable.errors import UsageError
 from composable.ground.torch_private import foreach_copy_, graph_collectives, opaque
-from composable.replication.tensors import local_of
+from composable.replication.managed import local_of
 
 
 class BufferSync:

@@ -17,7 +17,7 @@ from composable.ground.frames import is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text, join_fqn
 from composable.ground.ownership import HeldWeakly, claim_of
 from composable.planning import MixedPrecisionPolicy, ParamDtypes, managed_modules, name_modules, skipped_modules
-from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of
+from composable.replication.managed import ManagedTensors, ReducedParam, grad_dtype_of
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, ne
 from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
+from composable.replication.managed import ReducedParam, grad_dtype_of, is_kept_gradient, mark_kept
+from composable.replication.options import ReplicateArguments
 from composable.replication.outside_buckets import traced_arrival, why_untraceable
 from composable.replication.rounds import Phase, Round, StaticGraph, Stopwatch
-from composable.replication.tensors import ReducedParam, ReplicateArguments, grad_dtype_of, is_kept_gradient, mark_kept
 
 _OPEN = Phase.OPEN
 

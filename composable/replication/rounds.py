@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from composable.errors import place_of_rank
 from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
-from composable.replication.tensors import ReducedParam
+from composable.replication.managed import ReducedParam
 
 _LOG = logging.getLogger("composable")
 

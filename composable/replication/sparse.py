@@ -8,7 +8,7 @@ from torch import nn
 from composable.comm import Transport
 from composable.errors import ConfigError
 from composable.ground.torch_private import FakeTensor
-from composable.replication.tensors import ReducedParam
+from composable.replication.managed import ReducedParam
 
 
 def check_steppable(params: Sequence[ReducedParam]) -> None:
