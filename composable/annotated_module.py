@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from composable.annotation import (
     AnnotationState,
@@ -98,7 +99,10 @@ class ClassSwap:
             members: dict[str, Any] = {"__module__": cls.__module__, "_composable_class_name": cls.__name__}
             if not hasattr(cls, "join_hook"):
                 members["join_hook"] = _join_hook
-            found = type(f"{self._prefix}{cls.__name__}", (self._mixin, cls), members)
+            kind: Any = type(cls)
+            if parametrize.is_parametrized(module):
+                kind = type("Parametrized", (kind,), {"__delattr__": _refuse_removal})
+            found = kind(f"{self._prefix}{cls.__name__}", (self._mixin, cls), members)
             self._classes[cls] = weakref.ref(found)
         module.__class__ = found
 
@@ -142,6 +146,15 @@ def check_idle(what: str, states: Iterable[AnnotationState], involved: Iterable[
 def no_longer_annotated(module: nn.Module) -> UsageError:
     """Return the error of a method of ``module`` that was taken before its annotation was undone."""
     return UsageError("the module is no longer annotated", at=describe_module(module), fix="annotate it again")
+
+
+def _refuse_removal(cls: Any, name: str) -> NoReturn:
+    """Refuse ``remove_parametrizations``, which looks for the parameter in the class of the annotated module."""
+    raise UsageError(
+        f"the parametrization of {name!r} is to be removed from a module that is itself annotated",
+        at=f"a {cls._composable_class_name}",
+        fix="unannotate(model) first, then remove it and annotate again",
+    )
 
 
 def _join_hook(module: nn.Module, **_: object) -> NoReturn:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import (
@@ -224,6 +226,66 @@ def test_a_parameter_of_another_shape_comes_before_the_annotation(change: Callab
     for one in (plain, model):
         step(one, torch.optim.SGD(one.parameters(), lr=0.1))
     assert_equal(model, plain)
+
+
+@on_ranks(2)
+def test_values_placed_as_torch_shards_are_loaded_without_assign() -> None:
+    model, other = sharded(), make_model()
+    with torch.no_grad():
+        other[0].weight.normal_()
+    mesh = model[0].weight.device_mesh
+    placed = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in other.state_dict().items()}
+    with pytest.raises(ComposableError) as caught:
+        model.load_state_dict(placed, assign=True)
+    assert "leave assign=True out of load_state_dict" in str(caught.value.fix)
+    model = sharded()
+    model.load_state_dict(placed)
+    torch.testing.assert_close(full_params(model), dict(other.named_parameters()))
+
+
+@on_ranks(2)
+def test_a_parametrization_of_an_annotated_module_is_removed_after_unannotate() -> None:
+    model = make_model()
+    expected = full_params(model)
+    parametrize.register_parametrization(model[3], "weight", nn.Identity())
+    fully_shard(model[3])
+    fully_shard(model)
+    with pytest.raises(ComposableError) as caught:
+        parametrize.remove_parametrizations(model[3], "weight")
+    assert "'weight'" in caught.value.what and "unannotate(model) first" in str(caught.value.fix)
+    unannotate(model)
+    parametrize.remove_parametrizations(model[3], "weight")
+    fully_shard(model)
+    torch.testing.assert_close(full_params(model), expected)
+
+
+@on_ranks(2)
+def test_numbers_of_sharded_values_are_read_from_the_whole() -> None:
+    model, plain = sharded(), make_model()
+    weight, own = model[3].weight, plain[3].weight
+    reads: list[Callable[[Any], Any]] = [
+        lambda t: t,
+        lambda t: t.detach(),
+        lambda t: t[0],
+        lambda t: t.square().sum(0),
+        lambda t: t.detach().sum(),
+    ]
+    for read in reads:
+        for convert in ("tolist", "numpy"):
+            with pytest.raises(ComposableError) as caught:
+                getattr(read(weight), convert)()
+            assert "full_tensor().tolist()" in str(caught.value.fix) and "class" not in str(caught.value)
+        assert read(weight).full_tensor().tolist() == read(own).tolist()
+    with pytest.raises(ComposableError, match="cannot become a whole tensor of shape") as caught:
+        vector_to_parameters(parameters_to_vector(model.parameters()) * 2, model.parameters())
+    assert "tensor.copy_(value)" in str(caught.value.fix)
+    vector, start = parameters_to_vector(model.parameters()) * 2, 0
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(vector[start : start + param.numel()].view(param.shape))
+            start += param.numel()
+    doubled = {name: param * 2 for name, param in plain.named_parameters()}
+    torch.testing.assert_close(full_params(model), doubled)
 
 
 @on_ranks(2)

@@ -352,6 +352,14 @@ def _refusal(op: OpOverload, layout: RaggedLayout, what: str, fix: str) -> Usage
     return UsageError(f"{op} {what}", at=f"ragged tensor of shape {list(layout.shape)}{cut_as}", fix=fix)
 
 
+def refuse_conversion(tensor: Any, *, force: bool = False) -> Any:
+    """Raise ``UsageError`` for ``tolist()`` and ``numpy()``, which torch refuses with the name of an inner class."""
+    raise UsageError(
+        f"tolist() or numpy() of a sharded tensor, or of what was computed from it, of shape {list(tensor.shape)}",
+        fix="call full_tensor() first, on every rank: value.full_tensor().tolist()",
+    )
+
+
 # -- terms of a loss
 
 
@@ -362,6 +370,7 @@ class WholeTerm(DTensor):
     """
 
     base: Any  # the ragged tensor
+    tolist = numpy = refuse_conversion  # type: ignore[assignment]  # it always raises
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -457,6 +466,7 @@ class GatheredView(DTensor):
     """
 
     source: _Source
+    tolist = numpy = refuse_conversion  # type: ignore[assignment]  # it always raises
 
     def check_fresh(self) -> None:
         """Raise ``UsageError`` unless the view still shows the values of its ragged tensor."""

@@ -25,6 +25,7 @@ from composable.dtensor.gather import (
     gather_block,
     gather_full,
     is_replicated,
+    refuse_conversion,
 )
 from composable.dtensor.operations import rule_for
 from composable.dtensor.spec import (
@@ -74,6 +75,7 @@ class RaggedDTensor(DTensor):
 
     _local_tensor: torch.Tensor
     _spec: RaggedSpec
+    tolist = numpy = refuse_conversion  # type: ignore[assignment]  # it always raises
 
     # In this class's own dict: torch looks it up for every tensor of every call, base by base.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # stubs want a method
@@ -310,6 +312,8 @@ def _rebuild_ragged(
 
 
 def _name(value: object) -> str:
+    if isinstance(value, (GatheredView, WholeTerm)):
+        return f"a whole tensor of shape {list(value.shape)}, which was computed from sharded ones"
     if isinstance(value, DTensor):
         return f"{type(value).__name__} of shape {list(value.shape)} placed {value.placements}"
     if isinstance(value, torch.Tensor):

@@ -297,13 +297,15 @@ def _with_ragged_instances(original: Any) -> Any:
             return original(cls, local_tensor, spec, requires_grad=requires_grad)
         ragged = spec_of_placements(spec.mesh, spec.shape, local_tensor.dtype, spec.placements)
         layout = ragged.layout
+        if local_tensor.shape != layout.local_shape and local_tensor.shape == layout.shape:
+            local_tensor = slice_full(local_tensor, layout).clone()  # The whole, as loads of adapters give it.
         if local_tensor.shape != layout.local_shape:
             who = "" if layout.label is None else f", cut as parameter {str(layout.label)!r}"
             raise ConfigError(
                 f"a local tensor of shape {list(local_tensor.shape)} for a piece of shape {list(layout.local_shape)}",
                 at=f"rank {layout.global_rank}, tensor of shape {list(layout.shape)}{who}",
-                fix="give a tensor of the shape of the parameter's to_local(); for a tensor of another shape, such as "
-                "one number a row, call distribute_tensor(whole, mesh, [Replicate()])",
+                fix="give the whole, or a tensor of the shape of the parameter's to_local(); for a tensor of another "
+                "shape, such as one number a row, call distribute_tensor(whole, mesh, [Replicate()])",
             )
         return RaggedDTensor.wrap(local_tensor, ragged, requires_grad)
 

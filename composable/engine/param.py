@@ -213,7 +213,8 @@ class ShardedParam:
                 f"a parameter of shape {list(self.spec.shape)} was replaced by "
                 f"{type(value).__name__} {list(value.shape)}",
                 at=f"parameter {self.fqn!r}",
-                fix="call parallelize_module before fully_shard"
+                fix="leave assign=True out of load_state_dict, or give full tensors; for tensor parallelism call "
+                "parallelize_module before fully_shard"
                 if isinstance(value, DTensor)
                 else "change values in place, or load tensors of the full shape",
             )

@@ -526,6 +526,15 @@ def test_a_local_tensor_that_is_no_piece_is_refused_with_the_name_of_the_paramet
     with pytest.raises(ConfigError, match=r"of shape \[3\] for a piece of shape") as caught:
         DTensor.from_local(torch.zeros(3), weight.device_mesh, weight.placements)
     assert "'weight'" in str(caught.value.at)
+    # A whole one is cut, as loads of adapters need it.
+    whole = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+    placed = {
+        name: DTensor.from_local(whole[name], param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        for name, param in model.named_parameters()
+    }
+    assert all(torch.equal(one.full_tensor(), whole[name]) for name, one in placed.items())
+    model.load_state_dict(placed)
+    assert all(torch.equal(param.full_tensor(), whole[name]) for name, param in model.named_parameters())  # type: ignore[attr-defined]
     others = pickle.loads(pickle.dumps(weight.placements))
     with pytest.raises(ConfigError, match="the shape of the whole is not known"):
         DTensor.from_local(torch.zeros(3, 4), weight.device_mesh, others)
