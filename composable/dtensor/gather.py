@@ -370,7 +370,7 @@ class WholeTerm(DTensor):
     """
 
     base: Any  # the ragged tensor
-    tolist = numpy = refuse_conversion  # type: ignore[assignment]  # it always raises
+    tolist = numpy = refuse_conversion
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -466,7 +466,7 @@ class GatheredView(DTensor):
     """
 
     source: _Source
-    tolist = numpy = refuse_conversion  # type: ignore[assignment]  # it always raises
+    tolist = numpy = refuse_conversion
 
     def check_fresh(self) -> None:
         """Raise ``UsageError`` unless the view still shows the values of its ragged tensor."""

@@ -75,7 +75,7 @@ class RaggedDTensor(DTensor):
 
     _local_tensor: torch.Tensor
     _spec: RaggedSpec
-    tolist = numpy = refuse_conversion  # type: ignore[assignment]  # it always raises
+    tolist = numpy = refuse_conversion
 
     # In this class's own dict: torch looks it up for every tensor of every call, base by base.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # stubs want a method
