@@ -6,6 +6,7 @@ were replaced, that have no values, or whose gradients are still being reduced.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -65,7 +66,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> None:
     A run of FSDP1 leaves one ``step`` for all parameters of a flat one, and files and loads keep it so.
     """
     seen: set[int] = set()
-    for param, entry in optimizer.state.items():
+    for param, entry in getattr(optimizer, "state", {}).items():
         for key, value in entry.items() if is_managed(param) and isinstance(entry, dict) else ():
             if isinstance(value, torch.Tensor):
                 entry[key] = value.detach().clone() if id(value) in seen else value
@@ -77,7 +78,8 @@ def _before_first_step(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if unit := next(filter(None, map(unit_of, params)), None):
         _own_state(optimizer)
-        after_loads(optimizer, _own_state)
+        with suppress(AttributeError):  # A wrapper without ``Optimizer.__init__``: the optimizer in it has the hooks.
+            after_loads(optimizer, _own_state)
         forgotten = [param for param in params if param.grad is not None and is_forgotten(param)]
         if forgotten and unit[1].rank == 0 and not unit[1].is_alone:
             names = _names_of(optimizer, forgotten)

@@ -184,6 +184,40 @@ def test_an_optimizer_that_is_rebound_with_one_step_has_one_for_each_parameter()
     assert_alike(run_threads(rebinds_with_one_step, 2, begun[1])[0], ended)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as libraries write them: without ``Optimizer.__init__``, hooks and state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def steps_in_a_wrapper(api: str, saved: tuple[State, State]) -> tuple[State, State]:
+    model, optimizer = make(api, "adamw")
+    set_model_state_dict(model, copy.deepcopy(saved[0]), options=WHOLE)
+    LOADS["numbered"](model, optimizer, with_one_step(saved[1]))
+    model(torch.linspace(-1, 3, 12).view(4, 3)).square().mean().backward()
+    wrapper = Wrapper(optimizer)
+    # As torch does for the class of each optimizer that it makes.
+    torch.optim.Optimizer.profile_hook_step(Wrapper.step)(wrapper)
+    optimizer.zero_grad()
+    return states(model, optimizer)
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_an_optimizer_in_a_wrapper_without_hooks_or_state_steps_as_alone(api: str) -> None:
+    begun, ended = alone("adamw")
+    assert_alike(run_threads(steps_in_a_wrapper, 2, api, begun[1])[0], ended)
+
+
 def step_by_hand(api: str) -> None:
     model, optimizer = make(api, "adamw", in_backward=True)
     inputs = torch.ones(2, 3)
