@@ -1,6 +1,13 @@
 """Communication: the only folder that calls ``torch.distributed``."""
 
-from composable.comm.hang_watchdog import annotating, calling, explain_waits, set_divergence_timeout, watch_ranks
+from composable.comm.hang_watchdog import (
+    annotating,
+    calling,
+    explain_waits,
+    set_divergence_timeout,
+    two_threads,
+    watch_ranks,
+)
 from composable.comm.mesh import (
     DataParallelMeshDims,
     Grid,

@@ -74,7 +74,11 @@ _LOG = logging.getLogger("composable")
 def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **details: Any) -> Iterator[None]:
     """Record a wait while the context lasts, and explain torch's errors in it; arguments as for ``Meeting``."""
     try:
-        with Meeting(group, kind, what, **details):
+        with Meeting(group, kind, what, **details) as own:
+            if group is not None and real_backend(group):
+                orders = [one.order for one in transports_of([group])]
+                if own.before_in_another_thread() or any(order.is_taken() for order in orders):
+                    raise two_threads()
             yield
     except ComposableError:
         raise
@@ -182,6 +186,17 @@ def _in_time(ask: Callable[[], _T], otherwise: _T, limit_s: float = _MIN_PATIENC
     asking.start()
     asking.join(limit_s)
     return answers[0] if answers else otherwise
+
+
+def two_threads() -> UsageError:
+    """Return the error of a second thread in a process group, where ranks match collectives by their order alone."""
+    return UsageError(
+        "two threads communicate in one process group at once, where ranks match collectives by their order alone",
+        at=place_of_rank(),
+        fix="let one thread at a time train, clip, save and load. Steps alone may run in several threads: on one host "
+        'with HandleOptions(transport="shared_memory"), else on meshes with groups of their own, '
+        'DeviceMesh.from_group(dist.new_group(), "cpu")',
+    )
 
 
 def diverged(lines: Sequence[str]) -> DesyncError:

@@ -6,6 +6,8 @@ the kernel frees it with the last process that has it.
 
 Bytes are written before the count of entries, and read after it. That is enough on x86-64, which keeps the order of
 stores; other processors need fences, which Python does not have.
+
+Several threads may use a memory at once. No thread waits for other ranks while it holds a lock of a memory.
 """
 
 import ctypes
@@ -17,6 +19,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -73,7 +76,7 @@ def _map(fd: int, offset: int, nbytes: int) -> tuple[int, Any]:
 class Block:
     """A part of a rank's memory that holds one message at a time: a flag of each rank, then the bytes."""
 
-    __slots__ = ("_data", "_views", "flags", "message", "nbytes", "offset")
+    __slots__ = ("_data", "_views", "flags", "message", "nbytes", "offset", "taker")
 
     def __init__(self, fd: int, offset: int, nbytes: int, ranks: int) -> None:
         # Its place in the memory, and its size.
@@ -86,6 +89,7 @@ class Block:
             self._data = torch.frombuffer(buffer, dtype=torch.uint8, offset=ranks * _LINE)
         self._views: dict[Hashable, torch.Tensor] = {}
         self.message = 0  # The last message that the owner has put there.
+        self.taker = 0  # The thread of the owner that is about to put a message there; 0: none is.
 
     def view(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` of a message of ``dtype``."""
@@ -134,6 +138,7 @@ class OwnMemory(_Control):
         self._own_flag = 16 * rank
         self._flags = range(0, 16 * ranks, 16)
         self._blocks: defaultdict[int, list[Block]] = defaultdict(list)  # By size, the oldest message first.
+        self._lock = Lock()  # Held while a thread takes a block, or publishes one.
 
     def take(self, nbytes: int) -> Block:
         """Return a block for a message of ``nbytes``, whose earlier message all ranks are done with."""
@@ -141,36 +146,42 @@ class OwnMemory(_Control):
         # In steps of an eighth at most, so that messages of about one size share blocks.
         step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
         size = -(-nbytes // step) * step
-        blocks = self._blocks[size]
-        for place, block in enumerate(blocks):
-            flags, message = block.flags, block.message
-            if all(flags[one] == message for one in self._flags):
-                del blocks[place]
-                break
-        else:
-            try:
-                # Else the first write would end the process where there is no memory left.
-                os.posix_fallocate(self.fd, self.size, size)
-                block = Block(self.fd, self.size, size, self._ranks)
-            except OSError as error:
-                raise ConfigError(
-                    f"{size} bytes of shared memory are needed beside {self.size}: {error.strerror}",
-                    fix='raise the limit of memory or of file sizes, or choose transport="point_to_point"',
-                ) from error
-            self.size += size
-        blocks.append(block)
+        # A thread that an exception stopped takes the same block again.
+        takers = 0, get_ident()
+        with self._lock:
+            blocks = self._blocks[size]
+            for place, block in enumerate(blocks):
+                flags, message = block.flags, block.message
+                if block.taker in takers and all(flags[one] == message for one in self._flags):
+                    del blocks[place]
+                    break
+            else:
+                try:
+                    # Else the first write would end the process where there is no memory left.
+                    os.posix_fallocate(self.fd, self.size, size)
+                    block = Block(self.fd, self.size, size, self._ranks)
+                except OSError as error:
+                    raise ConfigError(
+                        f"{size} bytes of shared memory are needed beside {self.size}: {error.strerror}",
+                        fix='raise the limit of memory or of file sizes, or choose transport="point_to_point"',
+                    ) from error
+                self.size += size
+            block.taker = takers[1]
+            blocks.append(block)
         return block
 
     def publish(self, tag: int, number: int, block: Block, nbytes: int, *, is_kept: bool = False) -> None:
         """Let peers read the message in ``block``; ``is_kept``: this rank still needs the block, until ``let_go``."""
-        message = (self.words[_COUNT] + 1) % _WRAP
-        block.message = message
-        if not is_kept:
-            self.let_go(block)
-        _ENTRY.pack_into(
-            self.control, _PAGE + message % ENTRIES * _LINE, tag, number, block.offset, block.nbytes, nbytes
-        )
-        self.words[_COUNT] = message
+        with self._lock:
+            message = (self.words[_COUNT] + 1) % _WRAP
+            block.message = message
+            if not is_kept:
+                self.let_go(block)
+            block.taker = 0  # Now it is free once all ranks are done with this message.
+            _ENTRY.pack_into(
+                self.control, _PAGE + message % ENTRIES * _LINE, tag, number, block.offset, block.nbytes, nbytes
+            )
+            self.words[_COUNT] = message
         # Always: whether a peer sleeps cannot be read without a fence, which is in this call.
         self.wake_peers()
 
@@ -201,34 +212,37 @@ class PeerMemory(_Control):
         if self.control[_TOKEN] != token:
             raise other
         self.inbox: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-        self._ends = select.poll()
-        pidfd = os.pidfd_open(process)
-        weakref.finalize(self, os.close, pidfd).atexit = False
-        self._ends.register(pidfd, select.POLLIN)
+        self._pidfd = os.pidfd_open(process)
+        weakref.finalize(self, os.close, self._pidfd).atexit = False
         self._process, self._flag, self._ranks = process, 16 * rank, ranks
         self._read = 0
+        self._lock = Lock()  # Held while a thread reads entries.
         self._blocks: dict[int, Block] = {}
 
-    def read_entries(self) -> None:
-        """Put new entries into ``inbox``."""
-        count = self.words[_COUNT]
-        if (count - self._read) % _WRAP > ENTRIES:
-            raise RuntimeError(f"more than {ENTRIES} messages of process {self._process} were not read in time")
-        while self._read != count:
-            message = (self._read + 1) % _WRAP
-            entry = _ENTRY.unpack_from(self.control, _PAGE + message % ENTRIES * _LINE)
-            self.inbox[entry[:2]] = (entry[2], entry[3], message, entry[4])
-            self._read = message
+    def read_entries(self) -> int:
+        """Put new entries into ``inbox``; returns the count of entries that were read, for ``sleep``."""
+        with self._lock:
+            count: int = self.words[_COUNT]
+            if (count - self._read) % _WRAP > ENTRIES:
+                raise RuntimeError(f"more than {ENTRIES} messages of process {self._process} were not read in time")
+            while self._read != count:
+                message = (self._read + 1) % _WRAP
+                entry = _ENTRY.unpack_from(self.control, _PAGE + message % ENTRIES * _LINE)
+                self.inbox[entry[:2]] = (entry[2], entry[3], message, entry[4])
+                self._read = message
+        return count
 
-    def sleep(self) -> None:
-        """Wait, a short time, until an entry comes."""
-        _futex(_SYS_FUTEX, self.count_at, _FUTEX_WAIT, self._read, _NAP_AT)
+    def sleep(self, count: int) -> None:
+        """Wait, a short time, until there are more entries than ``count``."""
+        _futex(_SYS_FUTEX, self.count_at, _FUTEX_WAIT, count, _NAP_AT)
 
     def has_left(self) -> str:
         """Return how the peer has ended; empty: it lives."""
         if self.words[_LEFT]:
             return "has closed its shared memory"
-        return f"has closed its shared memory: process {self._process} has ended" if self._ends.poll(0) else ""
+        ends = select.poll()  # Of this thread alone.
+        ends.register(self._pidfd, select.POLLIN)
+        return f"has closed its shared memory: process {self._process} has ended" if ends.poll(0) else ""
 
     def block_of(self, key: tuple[int, int], nbytes: int) -> Block:
         """Return the block of a message in ``inbox``."""

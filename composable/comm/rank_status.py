@@ -152,14 +152,22 @@ class Diagnosis(_Told):
 class Order:
     """The collectives that this rank has started in one process group, where their order matches them, not a tag."""
 
-    __slots__ = ("count", "digest", "keys_taken", "recent")
+    __slots__ = ("count", "digest", "keys_taken", "recent", "step")
 
     def __init__(self) -> None:
         # count: How many collectives there were.
         # digest: Digest of the tags since ranks last compared it: equal if all have started the same in one order.
         # keys_taken: How many keys the transports of the group have given out.
         self.count = self.digest = self.keys_taken = 0
+        self.step: Any = None  # A weak reference to the ``Step`` that has begun last, of ranks on the host.
         self.recent: deque[int] = deque(maxlen=_RECENT)  # Tags of the last collectives.
+
+    def is_taken(self) -> bool:
+        """Say whether that step is under way in another thread, or waits there for its backward."""
+        step = self.step and self.step()
+        if step is None or step.thread in (None, threading.get_ident()):
+            return False
+        return step.is_under_way or (bool(step.forwards) and bool(step.forwards[-1][2]))
 
     def take_digest(self) -> int:
         """Return the digest and begin a new one."""
@@ -215,9 +223,10 @@ class Meeting:
         return self
 
     def before_in_another_thread(self) -> str:
-        """Return the name of a call without a group that another thread is in since before this one; empty: none."""
-        found = [one for one in _all_of(_RECORD.meetings.values()) if one.group is None and one.serial < self.serial]
-        return next((one.what for one in found if one.thread != self.thread), "")
+        """Return the name of a call in another thread since before this one, in the same group or none; empty: none."""
+        found = [one for one in _all_of(_RECORD.meetings.values()) if one.group is self.group]
+        found = [one for one in found if one.thread != self.thread and one.serial < self.serial]
+        return next((one.what or one.kind for one in found), "")
 
     def __exit__(self, *_: object) -> None:
         _RECORD.meetings.pop(self.serial, None)

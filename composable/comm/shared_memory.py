@@ -7,6 +7,9 @@ what is in flight.
 
 A rank that waits looks for a moment, then sleeps until its peer wakes it (futex(2)): ranks may outnumber cores.
 
+Several threads may use a transport at once, each for models of its own. One thread may also wait for the collectives of
+another one (``settle``), or add up sums for it: each collective has a lock.
+
 Prior art: DeepSpeed's all-reduce through shared memory, ``csrc/cpu/comm/shm.cpp``.
 """
 
@@ -17,6 +20,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from threading import RLock
 
 import torch
 import torch.distributed as dist
@@ -40,7 +44,7 @@ _SPINS = 20
 class _Exchange(Messages):
     """A collective under way, which is the work that it waits for; the message of each rank has ``nbytes``."""
 
-    __slots__ = ("block", "left", "nbytes")
+    __slots__ = ("block", "left", "lock", "nbytes")
 
     has_tag = True
 
@@ -48,10 +52,12 @@ class _Exchange(Messages):
         self.nbytes = nbytes
         self.block: Block | None = None  # Set once the message is sent.
         self.left = transport.peers.copy()  # Peers whose message this rank is not done with.
+        self.lock = RLock()  # Held by the thread that sends or uses messages.
         super().__init__(transport, tag, transport.begun[tag] + 1)
         # From here on it is sent, now or when it is waited for, also if an exception cuts this short.
         self.works.append(self)  # type: ignore[arg-type]  # it has the methods that are called
-        self.send()
+        with self.lock:
+            self.send()
 
     def is_over(self) -> bool:
         return not self.works or self.transport.has_come((self.tag, self.number))
@@ -60,9 +66,14 @@ class _Exchange(Messages):
         """Say that ``wait`` does no harm: it goes on where an exception cut it short."""
         return False
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait for the messages of all peers, and use them."""
+        with self.lock:
+            self.use()
+
+    @abstractmethod
+    def use(self) -> None:
+        """Use the messages of all peers, once they have come."""
 
     @abstractmethod
     def send(self) -> None:
@@ -88,7 +99,7 @@ class _SharedGather(_Exchange):
             block.view(shard.dtype, 0, shard.numel()).copy_(shard)
             self.block = self.transport.publish(self, self.tag, block)
 
-    def wait(self) -> None:
+    def use(self) -> None:
         self.send()
         shard, transport = self._shard, self.transport
         while self.left:
@@ -153,7 +164,7 @@ class _Reduction(_Exchange):
             result = self.block.view(source.dtype, start, stop)
         add_up(result, parts, self._factor)  # type: ignore[arg-type]  # there is a block, since all was sent
 
-    def wait(self) -> None:
+    def use(self) -> None:
         if not self._is_added:
             self.add()
             self._is_added = True
@@ -167,8 +178,12 @@ class _Sum(_Reduction):
     __slots__ = ()
 
     def is_over(self) -> bool:
-        if self.works and not self._is_added and super().is_over():
-            self.add()
+        if self.works and not self._is_added and self.lock.acquire(blocking=False):
+            try:
+                if super().is_over():
+                    self.add()
+            finally:
+                self.lock.release()
         return not self.works or (self._is_added and self.transport.has_come((~self.tag, self.number)))
 
     def add(self) -> None:
@@ -176,7 +191,7 @@ class _Sum(_Reduction):
         self.transport.publish(self, ~self.tag, self.block)
         self._is_added = True
 
-    def wait(self) -> None:
+    def use(self) -> None:
         if not self._is_added:
             self.add()
         source, bounds, transport, block = self._source, self._bounds, self.transport, self.block
@@ -228,7 +243,8 @@ class SharedMemoryTransport(DirectTransport):
 
     def publish(self, exchange: _Exchange, tag: int, block: Block) -> Block:
         """Let peers read a message of ``exchange`` in ``block``, which is returned."""
-        self.begun[exchange.tag] = exchange.number
+        if tag >= 0:
+            self.begun[tag] = exchange.number
         self.memory.publish(tag, exchange.number, block, exchange.nbytes, is_kept=tag < 0)
         return block
 
@@ -248,14 +264,14 @@ class SharedMemoryTransport(DirectTransport):
         Raises ``RuntimeError`` if the peer has ended, takes longer than the group permits, or sent another size; or if
         the ranks have diverged.
         """
-        key, memory, started = (tag, exchange.number), self._memories[peer], 0.0
+        key, memory, started, count = (tag, exchange.number), self._memories[peer], 0.0, 0
         for _ in range(_SPINS):
             if key in memory.inbox:
                 break
-            memory.read_entries()
+            count = memory.read_entries()
         while key not in memory.inbox:
-            memory.sleep()
-            memory.read_entries()
+            memory.sleep(count)  # Not where another thread has read the message since.
+            count = memory.read_entries()
             if key not in memory.inbox:
                 started = started or time.monotonic()
                 self._check(peer, key, time.monotonic() - started)

@@ -477,7 +477,7 @@ class ProcessGroupTransport(Transport):
             # Only wait: scaling and casts are left to the callers that finish the collectives, if any do.
             if isinstance(started, Messages):
                 Messages.finish(started)
-        self.in_flight.clear()
+            self.in_flight.pop(started, None)  # Not all: another thread may have begun one.
 
     def give_up(self) -> None:
         for started in list(self.in_flight):

@@ -33,7 +33,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from composable.comm import described
+from composable.comm import described, two_threads
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
 from composable.engine.held import check_lent, checksum_of, freed_parameter_read, lost_write, refuse_split_backward
@@ -414,6 +414,10 @@ class Forwards:
         step = self._step
         for handle in step.handles[:1]:
             handle.grid.everyone.check_process()
+        for order in step.orders:
+            if order.step is not step.reference and order.is_taken():
+                raise two_threads()
+            order.step = step.reference
         step.forward_id += 1
         step.backwards_before = step.backward_id
         step.failure = ""

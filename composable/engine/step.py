@@ -100,6 +100,10 @@ class Step:
         self.finalizing: object | None = None
         self.is_closed = False  # Another annotation took the place of this one.
         self.is_threaded = False  # Parts of forward have run in several threads since the last backward.
+        # The orders of process groups in which it communicates, on the host: threads must not mix their collectives.
+        ways = {way for handle in handles for flat in handle.buffers for way in flat.routes.transports()}
+        self.orders = [way.order for way in ways if way.world_size > 1 and not (way.is_direct or way.has_nccl)]
+        self.reference = weakref.ref(self)
         # Thread in which the last forward started; ``None``: no forward since the last backward.
         self.thread: int | None = None
 

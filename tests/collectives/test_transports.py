@@ -4,15 +4,19 @@ import gc
 import itertools
 import os
 import random
+import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate
+from composable import HandleOptions, clip_grad_norm_, full_state_dict, fully_shard, replicate
 from composable.comm import Pending, Transport, transport_of
 from composable.comm.transport import choose_transport, transport_class
 from composable.errors import ConfigError, DesyncError
@@ -183,6 +187,130 @@ def test_user_messages_do_not_reach_the_transport(name: str) -> None:
         work.wait()
     exchange.check()
     assert [tensor[0].item() for tensor in received] == [50.0, 51.0]
+
+
+@each_transport
+@on_ranks(3, run=run_ranks)
+def test_all_reduces_of_one_key_may_be_under_way_together(name: str) -> None:
+    transport = make(name)
+    key, size = transport.allocate_key(), transport.world_size
+    tensors = [torch.full((5,), transport.rank + 10.0 * one) for one in range(4)]
+    first, second = (transport.begin_all_reduce(tensor, key) for tensor in tensors[:2])
+    first.finish()
+    # The first sum is sent after the second message has been.
+    others = [transport.begin_all_reduce(tensor, key) for tensor in tensors[2:]]
+    for pending in (*others[::-1], second):
+        pending.finish()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[3.0 + 10.0 * size * one] for one in range(4)]
+
+
+# Threads
+
+
+def in_threads(*calls: Callable[[], object]) -> list[BaseException]:
+    """Run each call in a thread of its own, and return their errors."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def small(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def train(model: nn.Module, seed: int, steps: int, part: slice) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x = torch.randn(dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(1000 * seed + step))
+        optimizer.zero_grad()
+        model(x[part]).pow(2).mean().backward()
+        optimizer.step()
+
+
+def make_and_drop(times: int) -> None:
+    for _ in range(times):
+        made = fully_shard(small(9))
+        made(torch.ones(2, 8)).sum().backward()
+        full_state_dict(made)
+
+
+ANNOTATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "sharded": lambda model: fully_shard(model, policy={nn.Linear}),
+    "copies": lambda model: fully_shard(
+        model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ),
+    "replicated": replicate,
+}
+
+
+def train_in_two_threads(annotation: str, steps: int) -> None:
+    models = [ANNOTATIONS[annotation](small(seed)) for seed in (0, 1)]
+    for model in models:
+        model(torch.ones(2, 8)).sum().backward()
+    rank = dist.get_rank()
+    calls = [partial(train, model, seed, steps, slice(rank, rank + 1)) for seed, model in enumerate(models)]
+    # A third thread makes other models, and reads and drops them.
+    others = [partial(make_and_drop, 2)] if annotation == "sharded" else []
+    errors = in_threads(*calls, *others)
+    assert not errors, [*map(traceback.format_exception, errors)]
+    for seed, model in enumerate(models):
+        expected = small(seed)
+        train(expected, seed, steps, slice(None))
+        for own, plain in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(own.full_tensor() if annotation != "replicated" else own, plain)
+
+
+@pytest.mark.skipif(
+    not transport_class("shared_memory").serves("cpu", "gloo"), reason="the process group is for one thread"
+)
+@pytest.mark.parametrize("annotation", ANNOTATIONS)
+def test_models_may_train_in_threads_of_their_own(annotation: str) -> None:
+    run_ranks(train_in_two_threads, 4 if annotation == "copies" else 2, annotation, 60)
+
+
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": lambda model: model(torch.ones(2, 8)),
+    "read": full_state_dict,
+    "clip": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+}
+
+
+def call_during_the_step_of_another_thread(call: str) -> list[list[str]]:
+    models = [fully_shard(small(seed), options=HandleOptions(transport="process_group")) for seed in (0, 1)]
+    for model in models:
+        model(torch.ones(2, 8)).sum().backward()
+    told: list[list[str]] = []
+
+    def meanwhile(*_: object) -> None:
+        told.append([str(error) for error in in_threads(lambda: CALLS[call](models[1]))])
+
+    models[0][1].register_forward_hook(meanwhile)
+    loss = models[0](torch.ones(2, 8)).sum()
+    models[0][1].register_full_backward_hook(meanwhile)
+    loss.backward()
+    # One after the other is right, in any thread.
+    assert in_threads(lambda: models[1](torch.ones(2, 8)).sum().backward()) == []
+    return told
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_second_thread_in_a_process_group_is_an_error_at_its_call(call: str) -> None:
+    for rank, told in enumerate(run_ranks(call_during_the_step_of_another_thread, 2, call)):
+        for (error,) in told:
+            assert error.startswith("two threads communicate in one process group at once"), error
+            assert f"at:  rank {rank}" in error
 
 
 # Groups
