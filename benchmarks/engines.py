@@ -191,7 +191,6 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "replicate": lambda model, unit, keeps: replicate(model),
     # Without the message in which ranks agree at the end of backward: what that costs.
     "fully_shard_zeros": lambda *args: _fully_shard(*args, options=HandleOptions(unused_gradients="zero")),
-    "fully_shard_point_to_point": lambda *args: _fully_shard(*args, options=HandleOptions(transport="point_to_point")),
     "fully_shard_shared_memory": lambda *args: _fully_shard(*args, options=HandleOptions(transport="shared_memory")),
     "fsdp2_hybrid": lambda *args: _fsdp2(*args, mesh=_square()),
     "fully_shard_hybrid": lambda *args: _fully_shard(*args, mesh=_square()),

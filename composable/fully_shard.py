@@ -102,7 +102,7 @@ class HandleOptions:
             nowhere if an order of the handle's parameters and at most 1 % of padding allow that, for parameters of two
             or more dims. ``"tensor"``: nowhere, one rank holds it whole. A number n: between blocks of n rows. The last
             two hold however much padding they cost; the plan shows it.
-        transport: How bytes travel: ``"auto"``, ``"process_group"``, ``"point_to_point"`` or ``"shared_memory"``.
+        transport: How bytes travel: ``"auto"``, ``"process_group"`` or ``"shared_memory"``.
         follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is called
             or not: ranks may call it or leave it out, and call several in any order. ``None``: only where it is
             annotated on fewer ranks than the root, as experts are. If no module around it has parameters of its own, or

@@ -452,7 +452,7 @@ def goes_on_after_its_exception(strategy: str, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "transport"), [("FULL_SHARD", "process_group"), ("HYBRID_SHARD", "point_to_point")]
+    ("strategy", "transport"), [("FULL_SHARD", "process_group"), ("HYBRID_SHARD", "shared_memory")]
 )
 def test_ranks_that_go_on_after_an_exception_of_one_are_all_told_in_every_step(strategy: str, transport: str) -> None:
     told = run_ranks(goes_on_after_its_exception, 4, strategy, transport)

@@ -70,7 +70,7 @@ def test_a_model_in_low_precision_is_computed_and_reduced_in_full(policy: MixedP
     torch.testing.assert_close(whole(model), expected, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @on_ranks(2, run=run_ranks)
 def test_a_sum_that_fp16_cannot_hold_does_not_overflow_where_the_mean_fits(transport: str) -> None:
     model = nn.Linear(2, 2, bias=False)

@@ -41,9 +41,7 @@ def annotate(way: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    *pairs_of(
-        name=["gpt_tied", "mixed_dtypes"], world_size=[2, 3], way=["point_to_point", "process_group", "replicate"]
-    )
+    *pairs_of(name=["gpt_tied", "mixed_dtypes"], world_size=[2, 3], way=["shared_memory", "process_group", "replicate"])
 )
 def test_training_on_real_processes_equals_one_process(name: str, world_size: int, way: str) -> None:
     runs = run_ranks(train_annotated, world_size, name, functools.partial(annotate, way))

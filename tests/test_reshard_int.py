@@ -126,8 +126,8 @@ def train_by_hand(ranks: int, transport: str) -> Run:
 @pytest.mark.parametrize(
     ("world_size", "ranks", "transport"),
     [
-        *[(4, 2, "process_group"), (6, 2, "point_to_point"), (6, 3, "process_group")],
-        *[(4, 1, "point_to_point"), (4, 4, "process_group")],
+        *[(4, 2, "process_group"), (6, 2, "process_group"), (6, 3, "process_group")],
+        *[(4, 1, "process_group"), (4, 4, "process_group")],
     ],
 )
 def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int, transport: str) -> None:
@@ -158,7 +158,7 @@ def test_the_plan_says_what_stays_for_backward() -> None:
     ("world_size", "ranks", "transport", "policy"),
     [
         (4, 2, "process_group", MixedPrecisionPolicy(param_dtype=BF16)),
-        (6, 3, "point_to_point", MixedPrecisionPolicy()),
+        (6, 3, "process_group", MixedPrecisionPolicy()),
     ],
     ids=str,
 )

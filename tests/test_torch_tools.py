@@ -58,7 +58,7 @@ def profile() -> None:
 
 
 def count_collectives() -> None:
-    for transport, gathers, reductions in (("process_group", 9, 4), ("point_to_point", 0, 0)):
+    for transport, gathers, reductions in (("process_group", 9, 4), ("shared_memory", 0, 0)):
         model, optimizer = make_model(options=HandleOptions(transport=transport))
         step(model, optimizer)
         with CommDebugMode() as counter:
@@ -80,7 +80,7 @@ def track_modules(kind: type[Any]) -> None:
 
 def track_memory() -> None:
     # It counts messages in shared memory too, which stay.
-    model, optimizer = make_model(options=HandleOptions(transport="point_to_point"))
+    model, optimizer = make_model(options=HandleOptions(transport="process_group"))
     step(model, optimizer)
     tracker = MemTracker()
     tracker.track_external(model, optimizer)

@@ -163,7 +163,7 @@ class OwnMemory(_Control):
                 except OSError as error:
                     raise ConfigError(
                         f"{size} bytes of shared memory are needed beside {self.size}: {error.strerror}",
-                        fix='raise the limit of memory or of file sizes, or choose transport="point_to_point"',
+                        fix='raise the limit of memory or of file sizes, or choose transport="process_group"',
                     ) from error
                 self.size += size
             block.taker = takers[1]

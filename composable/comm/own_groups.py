@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.comm import point_to_point  # noqa: F401  # registers itself
 from composable.comm.hosts import hosts_of
 from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, default_group, kept_with, make_group
@@ -42,7 +41,7 @@ def settle_transport_for(ranks: Ranks, name: str = "auto") -> str:
     another size on another rank, which ends the process.
     """
     on_one_host = choose_transport_for(ranks, name)
-    if name != "auto" or not transport_class(on_one_host).asks_hosts:
+    if name != "auto" or not transport_class(on_one_host).maps_memory:
         return on_one_host
     hosts = hosts_of(ranks)
     chosen = _choose(ranks, hosts, name)

@@ -1,9 +1,8 @@
 """A transport through shared memory, for CPU ranks on one host.
 
 To send, a rank copies a message into a block of its memory, which its peers map too; they copy it, or add it up, from
-there. No bytes pass through the kernel, and no other thread takes part. Messages are matched by tag and number, like
-those of ``point_to_point``. Nobody waits for slow readers: the next message takes another block, so the memory grows by
-what is in flight.
+there. No bytes pass through the kernel, and no other thread takes part. Messages are matched by tag and number. Nobody
+waits for slow readers: the next message takes another block, so the memory grows by what is in flight.
 
 A rank that waits looks for a moment, then sleeps until its peer wakes it (futex(2)): ranks may outnumber cores.
 
@@ -19,6 +18,7 @@ import sys
 import time
 import weakref
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from threading import RLock
 
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from composable.comm.mapped_memory import Block, OwnMemory, PeerMemory
-from composable.comm.ranks import Ranks, kept_with
-from composable.comm.transport import DirectTransport, Messages, Pending, add_up, register_transport
+from composable.comm.ranks import Ranks, kept_with, make_group
+from composable.comm.transport import Messages, Pending, ProcessGroupTransport, register_transport
 from composable.errors import ConfigError
 from composable.ground.torch_private import real_backend, timeout_of
 
@@ -36,6 +36,9 @@ MAX_RANKS = 16
 
 # What a process group keeps: memory that was mapped to see whether that is possible; ``None``: it is not.
 MET = "met"
+
+# Sums of these run in float32.
+_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 # How often a rank looks before it sleeps.
 _SPINS = 20
@@ -208,9 +211,51 @@ class _Sum(_Reduction):
             transport.give_back(self, ~self.tag, peer)
 
 
+def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor], factor: torch.Tensor | float | None) -> None:
+    """Write ``factor`` times the sum of ``parts``, added in their order, to ``result``; all [S], parts of one dtype.
+
+    The sum runs in float32 where the parts have less, and is rounded once.
+    """
+    first, second, *rest = parts
+    dtype = first.dtype
+    if dtype in _LOW_PRECISION:
+        if result.dtype is dtype and not rest:
+            # One rounding where the factor is a power of two, and no overflow on the way.
+            if factor is None:
+                torch.add(first, second, out=result)
+            else:
+                torch.mul(first, factor, out=result).add_(second, alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
+            return
+        total = first.float() if result.dtype is dtype else result.copy_(first)
+        for part in (second, *rest):
+            # Cast first: mixed addition is not vectorised.
+            total.add_(part.to(total.dtype))
+    else:
+        total = result if result.dtype is dtype else torch.empty_like(first)
+        torch.add(first, second, out=total)
+        for part in rest:
+            total.add_(part)
+    if factor is not None:
+        total.mul_(factor)
+    if total is not result:
+        result.copy_(total)
+
+
 @register_transport
-class SharedMemoryTransport(DirectTransport):
-    """A transport through memory that all ranks map; the process group runs broadcasts.
+class SharedMemoryTransport(ProcessGroupTransport):
+    """A transport through memory that all ranks map; a process group of its own runs broadcasts.
+
+    Collective: all ranks of ``group`` construct it.
+
+    Args:
+        group: The shard group; its backend for CPU tensors is gloo.
+        is_own: Nothing else uses the group, whose ranks are sorted: no other one is made.
+        asked: Another group of these ranks, which have asked there whether they can share memory.
+
+    Attributes:
+        numbers: The global ranks, in the order of ``group``, which is the order of the slices.
+        addresses: The number of each rank in the transport's group, whose ranks are sorted.
+        peers: The other ranks, nearest last.
 
     Raises:
         ConfigError: The ranks cannot share memory: they are on several hosts, in containers of their own, or threads.
@@ -219,7 +264,7 @@ class SharedMemoryTransport(DirectTransport):
     name = "shared_memory"
     moves = "CPU tensors over gloo, between ranks on one host with an x86-64 processor"
     cost = 0
-    maps_memory = True
+    is_shared = maps_memory = is_direct = True
 
     @classmethod
     def serves(cls, device_type: str, backend: str) -> bool:
@@ -233,7 +278,14 @@ class SharedMemoryTransport(DirectTransport):
     def __init__(
         self, group: dist.ProcessGroup, *, is_own: bool = False, asked: dist.ProcessGroup | None = None
     ) -> None:
-        super().__init__(group, is_own=is_own)
+        self.numbers = dist.get_process_group_ranks(group)
+        order = sorted(self.numbers)
+        super().__init__(group if is_own else make_group(order, group, backend="gloo"))
+        self.begun: defaultdict[int, int] = defaultdict(int)
+        self.rank = group.rank()
+        self.addresses = [order.index(number) for number in self.numbers]
+        # Each rank begins with another one, so that not all read the memory of one at once.
+        self.peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
         if self.world_size > 1:
             # Whether they can was asked in a group of the same ranks, whose first transport takes what was mapped.
             met: list[tuple[OwnMemory, dict[int, PeerMemory]]] = kept_with(asked or group, MET, list)
@@ -323,6 +375,9 @@ class SharedMemoryTransport(DirectTransport):
         bounds = [min(rank * step, numel) for rank in range(self.world_size + 1)]
         return _Sum(self, 2 * key, parts.view(-1), bounds, None, self._factor(scale, tensor.dtype))
 
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        return super().begin_broadcast(tensor, self.addresses[source_rank], key)
+
     def give_up(self) -> None:
         # Peers may still read what was sent: it stays until they have let go of the memory.
         self.in_flight.clear()
@@ -353,6 +408,6 @@ def meet(ranks: Ranks) -> tuple[OwnMemory, dict[int, PeerMemory]]:
     for number, reason in zip(ranks.numbers, ranks.objects(why), strict=True):
         if reason:
             raise ConfigError(
-                f"the ranks cannot share memory: rank {number}: {reason}", fix='choose transport="point_to_point"'
+                f"the ranks cannot share memory: rank {number}: {reason}", fix='choose transport="process_group"'
             )
     return memory, memories

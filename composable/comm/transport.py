@@ -13,7 +13,6 @@ of the class also decide the numbers in plans. CONTRIBUTING.md has the recipe.
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import starmap
@@ -27,7 +26,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterO
 
 from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.rank_status import Order, Started, notice_transport
-from composable.comm.ranks import kept_with, make_group
+from composable.comm.ranks import kept_with
 from composable.errors import ConfigError
 from composable.ground.modes import with_values
 from composable.ground.torch_private import (
@@ -41,8 +40,6 @@ from composable.ground.torch_private import (
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
-# Sums of these run in float32.
-_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
 class Pending(Protocol):
@@ -65,8 +62,7 @@ class Transport(ABC):
         moves: The tensors that it can move, for messages.
         cost: Of the transports that fit a group, the one of least cost is taken.
         is_shared: It has connections of its own, so all annotations on a group share one transport.
-        asks_hosts: Whether it fits depends on which ranks share a host.
-        maps_memory: Ranks map each other's memory, so they have to be processes that may do so.
+        maps_memory: Ranks map each other's memory, so they have to be processes on one host that may do so.
         is_direct: Slices go straight to the rank that needs them, which adds them up in float32 at least; otherwise
             they go around a ring. Plans use this to count bytes and buffers.
         rank: This rank within the group.
@@ -83,7 +79,6 @@ class Transport(ABC):
     moves: str = "tensors of any device"
     cost: int = 0
     is_shared: bool = False
-    asks_hosts: bool = False
     maps_memory: bool = False
     is_direct: bool = False
     rank: int
@@ -333,36 +328,6 @@ class _Running(Messages):
         return (self._result.is_cuda and self.transport.has_nccl) or Messages.is_over(self)
 
 
-def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor], factor: torch.Tensor | float | None) -> None:
-    """Write ``factor`` times the sum of ``parts``, added in their order, to ``result``; all [S], parts of one dtype.
-
-    The sum runs in float32 where the parts have less, and is rounded once.
-    """
-    first, second, *rest = parts
-    dtype = first.dtype
-    if dtype in _LOW_PRECISION:
-        if result.dtype is dtype and not rest:
-            # One rounding where the factor is a power of two, and no overflow on the way.
-            if factor is None:
-                torch.add(first, second, out=result)
-            else:
-                torch.mul(first, factor, out=result).add_(second, alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
-            return
-        total = first.float() if result.dtype is dtype else result.copy_(first)
-        for part in (second, *rest):
-            # Cast first: mixed addition is not vectorised.
-            total.add_(part.to(total.dtype))
-    else:
-        total = result if result.dtype is dtype else torch.empty_like(first)
-        torch.add(first, second, out=total)
-        for part in rest:
-            total.add_(part)
-    if factor is not None:
-        total.mul_(factor)
-    if total is not result:
-        result.copy_(total)
-
-
 @register_transport
 class ProcessGroupTransport(Transport):
     """A transport by the collectives of one process group: NCCL, gloo beyond a few ranks, the fake backend.
@@ -486,36 +451,3 @@ class ProcessGroupTransport(Transport):
                     Messages.finish(started)
                 started.works = []
         self.in_flight.clear()
-
-
-class DirectTransport(ProcessGroupTransport):
-    """The base of transports that send slices straight to the ranks that need them; their messages have tags.
-
-    Collective: makes a process group of its own, so all ranks of ``group`` construct it.
-
-    Args:
-        group: The shard group; its backend for CPU tensors is gloo.
-        is_own: Nothing else uses the group, whose ranks are sorted: no other one is made.
-
-    Attributes:
-        numbers: The global ranks, in the order of ``group``, which is the order of the slices.
-        addresses: The number of each rank in the transport's group, whose ranks are sorted.
-        peers: The other ranks, nearest last.
-    """
-
-    is_shared = True
-    asks_hosts = True
-    is_direct = True
-
-    def __init__(self, group: dist.ProcessGroup, *, is_own: bool = False) -> None:
-        self.numbers = dist.get_process_group_ranks(group)
-        order = sorted(self.numbers)
-        super().__init__(group if is_own else make_group(order, group, backend="gloo"))
-        self.begun: defaultdict[int, int] = defaultdict(int)
-        self.rank = group.rank()
-        self.addresses = [order.index(number) for number in self.numbers]
-        # Each rank begins with another one, so that not all send to one, or read its memory, at once.
-        self.peers = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
-
-    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        return super().begin_broadcast(tensor, self.addresses[source_rank], key)

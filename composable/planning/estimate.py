@@ -1,7 +1,7 @@
 """The bytes that a step sends, and its peak of memory.
 
 A collective cuts each buffer into p slices, where p is the number of ranks in its group. There are two ways to move
-the slices. *Direct*: every rank sends each other rank its slice; ``point_to_point`` does this. *Ring*: in p - 1 rounds,
+the slices. *Direct*: every rank sends each other rank its slice; ``shared_memory`` does this. *Ring*: in p - 1 rounds,
 twice as many in an all-reduce, every rank sends a slice to the next rank, in the order of ranks. gloo does this in
 all-gathers and all-reduces, and NCCL where it chooses rings.
 

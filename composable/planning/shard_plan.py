@@ -375,7 +375,7 @@ class ShardPlan:
         if self._is_direct and ranks > 1:
             slices += ranks - 2
             if low.itemsize < torch.float32.itemsize:
-                # Slices are added up in float32, one after the other: see `add_up` in `comm/transport.py`.
+                # Slices are added up in float32, one after the other: see `add_up` in `comm/shared_memory.py`.
                 scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
         landing, output = slices * numel * low.itemsize, numel * own.itemsize
         if self.offload_policy.is_offloading:
@@ -434,7 +434,7 @@ class ShardPlan:
         """Return the bytes that one rank sends in one training step, to ranks on its host and to ranks on other hosts.
 
         The bytes are those that the collectives of ``expected_collectives`` send on links, as means over all ranks.
-        If the transport sends slices straight to the ranks that need them (``point_to_point``), they are exact except
+        If the transport sends slices straight to the ranks that need them (``shared_memory``), they are exact except
         for all-reduces; else they are those of a ring, and no algorithm sends less in all. See ``docs/memory.md``.
 
         Args:

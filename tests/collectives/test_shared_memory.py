@@ -166,7 +166,7 @@ def tell_another_process() -> str:
 def test_ranks_that_cannot_open_each_others_memory_all_say_so() -> None:
     for text in run_ranks(tell_another_process, 2):
         assert "the ranks cannot share memory: rank 0: the memory of rank 1 cannot be opened: " in text
-        assert 'choose transport="point_to_point"' in text
+        assert 'choose transport="process_group"' in text
 
 
 @on_ranks(2, run=run_threads)
@@ -224,7 +224,7 @@ def refuse(*_: object) -> int:
 
 def test_where_a_rank_cannot_map_memory_all_log_it_and_take_the_next_transport() -> None:
     for name, told in run_ranks(train_where_one_rank_has_no_memory, 2):
-        assert name == "point_to_point"
+        assert name == "process_group"
         why = "the ranks cannot share memory: rank 1: there are no files in memory; they use another transport"
         assert [text for text in told if "memory" in text] == [f"{why}, which is slower"]
 

@@ -22,10 +22,10 @@ from composable.comm.transport import choose_transport, transport_class
 from composable.errors import ConfigError, DesyncError
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
-TRANSPORTS = ["process_group", "point_to_point", "shared_memory"]
+TRANSPORTS = ["process_group", "shared_memory"]
 DTYPES = [torch.float32, torch.bfloat16]
 
-# Shards that point_to_point leaves to gloo's collectives, and shards that it moves itself, at every world size.
+# Elements of a shard.
 SMALL, LARGE = 1001, 262_147
 
 each_transport = pytest.mark.parametrize("name", TRANSPORTS)
@@ -386,10 +386,9 @@ def sum_thirds(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.
     return shard, [whole.chunk(transport.world_size)[transport.rank] for whole in sources]
 
 
-@pytest.mark.parametrize("name", ["point_to_point", "shared_memory"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_direct_transports_add_in_rank_order_and_round_once(dtype: torch.dtype, name: str) -> None:
-    for shard, (first, *others) in run_ranks(sum_thirds, 4, name, dtype):
+def test_shared_memory_adds_in_rank_order_and_rounds_once(dtype: torch.dtype) -> None:
+    for shard, (first, *others) in run_ranks(sum_thirds, 4, "shared_memory", dtype):
         total = first.float()
         for other in others:
             total = total + other.float()
@@ -465,12 +464,8 @@ def test_a_peer_that_dies_is_an_error_and_no_hang(name: str) -> None:
         ("cuda", "nccl", (0,) * 2, "process_group"),
         ("cuda", "gloo", (0,) * 2, "process_group"),
         ("cuda", "cpu:gloo,cuda:nccl", (0,) * 2, "process_group"),
-        # Slices go straight to peers unless that sends more between hosts.
-        ("cpu", "gloo", (0, 1), "point_to_point"),
-        ("cpu", "gloo", (0, 0, 0, 1), "point_to_point"),
-        ("cpu", "gloo", (0, 0, 0, 1, 1, 1), "process_group"),
-        # Around a ring of these every step leaves a host.
-        ("cpu", "gloo", (0, 1, 0, 1, 0, 1), "point_to_point"),
+        ("cpu", "gloo", (0, 1), "process_group"),
+        ("cpu", "gloo", (0, 0, 0, 1), "process_group"),
     ],
 )
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -484,22 +479,21 @@ def test_the_transport_follows_device_backend_hosts_and_processor(
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr("sys.platform", "linux")
-    without = "point_to_point" if len(hosts) <= 8 else "process_group"
-    if machine != "x86_64" and expected == "shared_memory":
-        expected = without
+    if machine != "x86_64":
+        expected = "process_group"
     assert choose_transport(device_type, backend, hosts) == expected
     # Ranks that are threads, or that have found that they cannot map each other's memory.
-    chosen = choose_transport(device_type, backend, hosts, may_map=False)
-    assert chosen == (without if expected == "shared_memory" else expected)
+    assert choose_transport(device_type, backend, hosts, may_map=False) == "process_group"
 
 
 def test_a_transport_that_is_unknown_or_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="transport 'point_to_point' moves CPU tensors over gloo"):
-        choose_transport("cuda", "nccl", (0,), "point_to_point")
-    with pytest.raises(ConfigError) as caught:
-        choose_transport("cpu", "gloo", (0,), "pigeon")
-    fix = "pass one of 'auto', 'process_group', 'point_to_point', 'shared_memory'"
-    assert str(caught.value) == f"transport is 'pigeon'\n  fix: {fix}"
+    with pytest.raises(ConfigError, match="transport 'shared_memory' moves CPU tensors over gloo"):
+        choose_transport("cuda", "nccl", (0,), "shared_memory")
+    for name in ("pigeon", "point_to_point"):
+        with pytest.raises(ConfigError) as caught:
+            choose_transport("cpu", "gloo", (0,), name)
+        fix = "pass one of 'auto', 'process_group', 'shared_memory'"
+        assert str(caught.value) == f"transport is {name!r}\n  fix: {fix}"
 
 
 def start_in_a_closed_one(name: str) -> str:

@@ -64,9 +64,9 @@ def handle_at(shard_plan: ShardPlan, fqn: str) -> HandlePlan:
 
 def test_a_plan_by_policy_prints_its_tree_with_equal_siblings_in_one_line() -> None:
     assert_expected_inline(
-        str(plan(TinyGPT(layers=4), policy={Block}, world_size=2, transport="point_to_point")),
+        str(plan(TinyGPT(layers=4), policy={Block}, world_size=2, transport="shared_memory")),
         """\
-TinyGPT: 5 handles over 2 ranks, transport point_to_point
+TinyGPT: 5 handles over 2 ranks, transport shared_memory
   14,304 elements; per rank 28.1 KiB at rest; largest handle 12.9 KiB unsharded; padding 256 B
   (root) (TinyGPT): 5 params, 1,184 float32, 2.3 KiB per rank; root
     blocks.[0-3] (Block) x 4, each: 12 params, 3,280 float32, 6.4 KiB per rank, padding 64 B; policy: Block""",
@@ -310,7 +310,7 @@ def test_collectives_are_two_all_gathers_and_a_reduce_scatter_or_one_all_gather_
     "change",
     [
         lambda: plan(TinyGPT(), policy={Block}, world_size=3),
-        lambda: plan(TinyGPT(), policy={Block}, world_size=4, transport="point_to_point"),
+        lambda: plan(TinyGPT(), policy={Block}, world_size=4, transport="shared_memory"),
         lambda: plan(TinyGPT(), policy={Block}, world_size=4, reshard_after_forward=True),
         lambda: plan(TinyGPT(), policy={Block, nn.LayerNorm}, world_size=4),
         lambda: plan(TinyGPT(layers=3), policy={Block}, world_size=4),

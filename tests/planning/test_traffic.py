@@ -61,7 +61,7 @@ RING = {"world_size": 4, "ranks_per_host": 2, "transport": "process_group"}
         # A buffer of 256 bytes, in slices of 64; gathered for forward, and reduced. A ring leaves each host once,
         (RING, 2 * 3 * 64 // 2, 2 * 3 * 64 // 2, 2),
         # direct slices go to all peers elsewhere.
-        ({**RING, "transport": "point_to_point"}, 2 * 64, 2 * 2 * 64, 2),
+        ({**RING, "transport": "shared_memory"}, 2 * 64, 2 * 2 * 64, 2),
         ({**RING, "reshard_after_forward": True}, 3 * 96, 3 * 96, 3),
         # The second gather is between two ranks of one host: half of the buffer inside, none between.
         ({**RING, "reshard_after_forward": 2}, 2 * 96 + 128, 2 * 96, 3),
@@ -149,10 +149,9 @@ def written_bytes() -> int:
 @pytest.mark.parametrize(
     ("world_size", "transport", "low", "reshard", "trains"),
     [
-        (2, "point_to_point", False, True, True),
-        (2, "point_to_point", True, True, True),
-        (3, "point_to_point", False, False, True),
-        # gloo's reduce-scatter is an all-reduce, so this is of all-gathers.
+        # gloo's reduce-scatter is an all-reduce, so these are of all-gathers.
+        (2, "process_group", False, True, False),
+        (2, "process_group", True, True, False),
         (3, "process_group", False, True, False),
     ],
 )

@@ -284,7 +284,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]
             each("lin", options=HandleOptions(transport=transport), reshard_after_forward=True),
             pass_through,
         )
-        for transport in ("process_group", "point_to_point")
+        for transport in ("process_group", "shared_memory")
     },
     "gradient penalty before another forward": (small, by_linear, penalty_before_a_forward),
     "derivative through frozen parameters of a handle that has others": (Force, frozen_with_trainable, squares),
@@ -295,8 +295,8 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]
     ),
     "forward returns a parameter and views": (AroundParams, each("embed", "head"), evaluate_first),
 }
-# Ranks that are threads know no thread that one of them starts.
-IN_PROCESSES = ("another thread",)
+# Ranks that are threads know no thread that one of them starts, and share no memory.
+IN_PROCESSES = ("another thread", "pass through, shared_memory")
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in IN_PROCESSES])
@@ -306,7 +306,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
         assert_equal_gradients(found, expected)
 
 
-@pytest.mark.parametrize("name", [*IN_PROCESSES, "pass through, process_group", "pass through, point_to_point"])
+@pytest.mark.parametrize("name", [*IN_PROCESSES, "pass through, process_group"])
 def test_gradients_are_those_of_one_process_on_processes(name: str) -> None:
     expected = plain_step(name, 2)
     for found in run_ranks(one_step, 2, name):

@@ -109,7 +109,7 @@ COLLECTIVES: dict[str, Callable[[Transport, torch.Tensor, torch.Tensor], Any]] =
 }
 
 
-@pytest.mark.parametrize("name", ["process_group", "point_to_point", "shared_memory"])
+@pytest.mark.parametrize("name", ["process_group", "shared_memory"])
 @on_ranks(2, run=run_ranks)
 def test_a_collective_cut_short_at_any_instruction_is_settled(name: str) -> None:
     """Cut each collective short at each instruction, settle, and run it again."""

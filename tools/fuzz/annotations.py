@@ -34,7 +34,7 @@ STARTS = "values sync load init".split()
 # Modes in which all of the model is sharded by one call, so that it may start on the meta device.
 WHOLE = {"function", "root"}
 HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
-TRANSPORTS = "auto process_group point_to_point".split()
+TRANSPORTS = "auto process_group".split()
 # All by one call; parts by calls of their own; several parts by one call; parts, and the rest is sharded.
 COPY_MODES = "replicate nested together mixed".split()
 # Kinds of nodes of which not all parameters are used in every forward, or not always alike.

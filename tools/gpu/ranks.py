@@ -37,7 +37,7 @@ WORLD_SIZES = (1, 2, 4)
 TREES = 12
 TOY_CASES = 2
 # Values of options that are for the CPU.
-HOST_ONLY = ("transport=point_to_point", "offload=copied")
+HOST_ONLY = ("offload=copied",)
 
 
 def ranks(

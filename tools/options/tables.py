@@ -619,7 +619,6 @@ SHARDED: Table = {
     "transport": {
         "auto": Value(),
         "process_group": rarely(transport="process_group").but(rounds="reduce"),
-        "point_to_point": rarely(transport="point_to_point"),
     },
     "set": {
         "nothing": Value(),
