@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -44,11 +44,13 @@ _WRAP = 2**32
 # How long a sleep takes at most.
 _NAP_S = 0.1
 
+_PUNCH_HOLE = 3  # and the size of the file stays
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
 if sys.platform == "linux":
     _LIBC = ctypes.CDLL(None, use_errno=True)
     _LIBC.mmap.restype = ctypes.c_void_p
     _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _futex = _LIBC.syscall
     _futex.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
@@ -76,7 +78,7 @@ def _map(fd: int, offset: int, nbytes: int) -> tuple[int, Any]:
 class Block:
     """A part of a rank's memory that holds one message at a time: a flag of each rank, then the bytes."""
 
-    __slots__ = ("_data", "_views", "flags", "message", "nbytes", "offset", "taker")
+    __slots__ = ("_data", "_views", "flags", "is_hole", "message", "nbytes", "offset", "taker")
 
     def __init__(self, fd: int, offset: int, nbytes: int, ranks: int) -> None:
         # Its place in the memory, and its size.
@@ -89,6 +91,7 @@ class Block:
             self._data = torch.frombuffer(buffer, dtype=torch.uint8, offset=ranks * _LINE)
         self._views: dict[Hashable, torch.Tensor] = {}
         self.message = 0  # The last message that the owner has put there.
+        self.is_hole = False  # It has no memory at present.
         self.taker = 0  # The thread of the owner that is about to put a message there; 0: none is.
 
     def view(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
@@ -138,7 +141,7 @@ class OwnMemory(_Control):
         self._own_flag = 16 * rank
         self._flags = range(0, 16 * ranks, 16)
         self._blocks: defaultdict[int, list[Block]] = defaultdict(list)  # By size, the oldest message first.
-        self._lock = Lock()  # Held while a thread takes a block, or publishes one.
+        self._lock = RLock()  # Held while a thread takes a block, or publishes one.
 
     def take(self, nbytes: int) -> Block:
         """Return a block for a message of ``nbytes``, whose earlier message all ranks are done with."""
@@ -150,25 +153,44 @@ class OwnMemory(_Control):
         takers = 0, get_ident()
         with self._lock:
             blocks = self._blocks[size]
-            for place, block in enumerate(blocks):
-                flags, message = block.flags, block.message
-                if block.taker in takers and all(flags[one] == message for one in self._flags):
-                    del blocks[place]
-                    break
-            else:
-                try:
+            block = next((one for one in blocks if one.taker in takers and self._is_read(one)), None)
+            try:
+                if block is None or block.is_hole:
                     # Else the first write would end the process where there is no memory left.
-                    os.posix_fallocate(self.fd, self.size, size)
+                    os.posix_fallocate(self.fd, self.size if block is None else block.offset, size)
+                if block is None:
                     block = Block(self.fd, self.size, size, self._ranks)
-                except OSError as error:
-                    raise ConfigError(
-                        f"{size} bytes of shared memory are needed beside {self.size}: {error.strerror}",
-                        fix='raise the limit of memory or of file sizes, or choose transport="process_group"',
-                    ) from error
-                self.size += size
-            block.taker = takers[1]
+                    self.size += size
+                else:
+                    blocks.remove(block)
+            except OSError as error:
+                raise ConfigError(
+                    f"{size} bytes of shared memory are needed beside {self.size}: {error.strerror}",
+                    fix='raise the limit of memory or of file sizes, or choose transport="process_group"',
+                ) from error
+            block.taker, block.is_hole = takers[1], False
             blocks.append(block)
         return block
+
+    def _is_read(self, block: Block) -> bool:
+        """Say whether all ranks are done with the message in ``block``."""
+        flags, message = block.flags, block.message
+        return all(flags[one] == message for one in self._flags)
+
+    def free_read(self) -> None:
+        """Free the memory of blocks whose messages all ranks are done with. It is there again once a message needs it.
+
+        Garbage collection may call this at any time: it does nothing while another thread takes a block.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                for block in [one for blocks in self._blocks.values() for one in blocks if not one.is_hole]:
+                    if not block.taker and self._is_read(block):
+                        # A hole in the file, also where peers map it. It reads as zeros, and so do the flags there.
+                        _LIBC.fallocate(self.fd, _PUNCH_HOLE, block.offset, block.nbytes)
+                        block.message, block.is_hole = 0, True
+            finally:
+                self._lock.release()
 
     def publish(self, tag: int, number: int, block: Block, nbytes: int, *, is_kept: bool = False) -> None:
         """Let peers read the message in ``block``; ``is_kept``: this rank still needs the block, until ``let_go``."""
@@ -216,7 +238,7 @@ class PeerMemory(_Control):
         weakref.finalize(self, os.close, self._pidfd).atexit = False
         self._process, self._flag, self._ranks = process, 16 * rank, ranks
         self._read = 0
-        self._lock = Lock()  # Held while a thread reads entries.
+        self._lock = RLock()  # Held while a thread reads entries.
         self._blocks: dict[int, Block] = {}
 
     def read_entries(self) -> int:

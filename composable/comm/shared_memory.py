@@ -382,6 +382,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
         # Peers may still read what was sent: it stays until they have let go of the memory.
         self.in_flight.clear()
 
+    def free_memory(self) -> None:
+        if self.world_size > 1:
+            self.memory.free_read()
+
     def leave(self) -> None:
         if hasattr(self, "memory"):  # It has met its peers, if there are any.
             self.memory.leave(os.getpid())

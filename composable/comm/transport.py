@@ -151,6 +151,9 @@ class Transport(ABC):
     def give_up(self) -> None:
         """Wait for all collectives in flight, of which nobody reads a result: also if they fail, as ranks have gone."""
 
+    def free_memory(self) -> None:
+        """Free memory that is kept for later messages: a buffer has gone that sent some. Not collective."""
+
     def leave(self) -> None:
         """End waits of other ranks that process groups do not end: an exception ends this process. Not collective."""
 

@@ -290,6 +290,7 @@ class Routes:
         old = self._legs.get(name)
         if old is not None and old.transport.groups == transport.groups:
             return _Leg(transport, old.key)
+        weakref.finalize(self, transport.free_memory).atexit = False
         return _Leg.by(transport)
 
     def divide_by(self, divisor: int | None) -> None:

@@ -1,5 +1,6 @@
 """What only the transport through shared memory does; what all transports do is in ``test_transports.py``."""
 
+import gc
 import logging
 import os
 import resource
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard, replicate
-from composable.comm import shared_memory
+from composable.comm import shared_memory, transport_of
 from composable.comm.mapped_memory import ENTRIES
 from composable.comm.shared_memory import SharedMemoryTransport
 from composable.errors import ConfigError, DesyncError
@@ -66,6 +67,38 @@ def test_the_memory_does_not_grow_with_the_number_of_steps() -> None:
         sizes.append(transport.memory.size)
     # At most the messages of two exchanges: those of a peer that has not read the last ones, and the next ones.
     assert sizes[-1] == sizes[2] < 2 * 2 * 4 * (2 * 2 * 5001 + 3 * 40_000)
+
+
+def layers(width: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+
+
+def one_step(model: nn.Module, width: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.ones(2, width)).sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+@on_ranks(2, run=run_ranks)
+def test_the_memory_of_messages_goes_with_the_model_that_sent_them() -> None:
+    stays = shard_layers(layers(16))
+    expected = one_step(stays, 16)
+    assert dist.group.WORLD is not None
+    memory = transport_of(dist.group.WORLD, "shared_memory").memory
+    dist.barrier()
+    before = os.fstat(memory.fd).st_blocks
+    for width in (250, 300, 350):
+        model = shard_layers(layers(width))
+        one_step(model, width)
+        dist.barrier()
+        assert os.fstat(memory.fd).st_blocks * 512 > 4 * width**2
+        del model
+        gc.collect()
+        assert os.fstat(memory.fd).st_blocks <= before
+        # Blocks of the model that stays went too, and come again.
+        for own, first in zip(one_step(stays, 16), expected, strict=True):
+            assert torch.equal(own, first)
+        dist.barrier()
 
 
 @on_ranks(2, run=run_ranks)
