@@ -165,7 +165,16 @@ _REGISTERED: "dict[str, type[ProcessGroupTransport]]" = {}
 
 
 def register_transport(transport: _T) -> _T:
-    """Let plans and users choose a transport class by its name; a process group is its only argument."""
+    """Let plans and users choose a transport class by its name; a process group is its only argument.
+
+    Raises:
+        ConfigError: The class lacks a name of its own, or a method that ``Transport`` leaves to it.
+    """
+    lacking = sorted(getattr(transport, "__abstractmethods__", Transport.__abstractmethods__))
+    lacking += [] if "name" in vars(transport) else ["a name of its own"]
+    if lacking:
+        fix = 'derive it from ProcessGroupTransport, which has all methods, and set `name = "..."` in it'
+        raise ConfigError(f"the transport {transport.__name__} lacks {', '.join(lacking)}", fix=fix)
     _REGISTERED[transport.name] = transport
     return transport
 

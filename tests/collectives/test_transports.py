@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable import HandleOptions, clip_grad_norm_, full_state_dict, fully_shard, replicate
 from composable.comm import Pending, Transport, transport_of
-from composable.comm.transport import choose_transport, transport_class
+from composable.comm.transport import choose_transport, register_transport, transport_class, transport_names
 from composable.errors import ConfigError, DesyncError
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
@@ -494,6 +495,29 @@ def test_a_transport_that_is_unknown_or_does_not_fit_is_refused() -> None:
             choose_transport("cpu", "gloo", (0,), name)
         fix = "pass one of 'auto', 'process_group', 'shared_memory'"
         assert str(caught.value) == f"transport is {name!r}\n  fix: {fix}"
+
+
+class Unfinished(Transport):
+    name = "unfinished"
+    begin_all_gather = begin_reduce_scatter = Transport.begin_all_gather
+
+
+class Unnamed(transport_class("process_group")):  # type: ignore[misc]  # a class that is computed
+    pass
+
+
+@pytest.mark.parametrize(
+    ("transport", "lacking"),
+    [
+        (Unfinished, "begin_all_gather, begin_all_reduce, begin_broadcast, begin_reduce_scatter"),
+        (Unnamed, "a name of its own"),
+    ],
+)
+def test_a_transport_that_lacks_something_is_refused_where_it_is_registered(transport: Any, lacking: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        register_transport(transport)
+    assert caught.value.what == f"the transport {transport.__name__} lacks {lacking}"
+    assert transport_names() == ["process_group", "shared_memory"]
 
 
 def start_in_a_closed_one(name: str) -> str:
