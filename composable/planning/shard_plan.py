@@ -370,20 +370,14 @@ class ShardPlan:
         is_late = self.replicas > 1 and own != low
         ranks, numel = self.world_size, buffer.layout.shard_numel
         is_cast = ranks > 1 and own != low and not is_late
-        # The slice of one rank lands in the result, if the dtypes agree; slices of other ranks land beside it.
-        slices, scratch = is_cast + is_late, 0
-        if self._is_direct and ranks > 1:
-            slices += ranks - 2
-            if low.itemsize < torch.float32.itemsize:
-                # Slices are added up in float32, one after the other: see `add_up` in `comm/shared_memory.py`.
-                scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
-        landing, output = slices * numel * low.itemsize, numel * own.itemsize
+        # The result lands in the shard if the dtypes agree, else beside it.
+        landing, output = (is_cast + is_late) * numel * low.itemsize, numel * own.itemsize
         if self.offload_policy.is_offloading:
             # The result is on the device until it is copied to the host.
             landing, output, is_late = landing + output, 0, False
         if self.is_queued:
-            landing, scratch = 0, max(landing, scratch)
-        return Reduced(buffer.gradient_bytes, output, landing, scratch, is_late)
+            return Reduced(buffer.gradient_bytes, output, 0, landing, is_late)
+        return Reduced(buffer.gradient_bytes, output, landing, 0, is_late)
 
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.

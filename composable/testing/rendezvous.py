@@ -220,6 +220,7 @@ class Rendezvous:
         else:
             try:
                 self.done = _exchange(calls, self.group, self.device)
+                self.calls.clear()  # A rank that waits late keeps no tensors of others.
             except (RuntimeError, ValueError) as error:
                 self.failure = str(error)
         self.is_over = True
