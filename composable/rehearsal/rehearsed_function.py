@@ -42,8 +42,9 @@ from composable.testing import resizes_seen
 
 # What makes tensors, and how a place in it begins.
 _PHASES = {"outside": "no forward or backward", "forward": "forward", "backward": "backward"}
-# What does not lie on the device.
-_UNCOUNTED = frozenset({"host", "offloaded"})
+# What does not lie on the device: it is on the host, as the script says; "unplaced", where torch says so, which takes
+# the device for the host; or on the host for good.
+ON_HOST = frozenset({"host", "unplaced", "offloaded"})
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ class StepMemory(TorchDispatchMode):
 
     def _add(self, phase: str, count: int) -> None:
         self._made[phase] += count
-        self.now += count * (phase not in _UNCOUNTED)
+        self.now += count * (phase not in ON_HOST)
 
     def _forget(self, key: int) -> None:
         self._count(key, "outside", 0)

@@ -22,11 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from composable.engine import RestingPlace
 from composable.errors import ConfigError, UsageError
+from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward, outwards
 from composable.ground.modes import with_values
-from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions
+from composable.ground.names import dtype_text
+from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, tree_map
 from composable.rehearsal.ledger import LIBRARIES, LedgerLine, line_of, users_line
-from composable.rehearsal.rehearsed_function import StepMemory, device_in_kernels, operands, with_memory
+from composable.rehearsal.rehearsed_function import ON_HOST, StepMemory, device_in_kernels, operands, with_memory
 
 # Above this, the data of a script is fake too, in what it computes of it outside of its model.
 _MOST_REAL_NUMEL = 2**25
@@ -43,8 +45,11 @@ _CARRIED = frozenset(
     "any all max min amax amin sum clone to _to_copy detach view alias select squeeze unsqueeze expand unbind".split()
 )
 
-# These may read tensors of one place and write those of another.
+# These may read tensors of one place and write those of another; indices and lengths may lie on the host.
 _COPIES = frozenset({"copy_", "_foreach_copy_"})
+_ANYWHERE = _COPIES | set("index index_put index_put_ _index_put_impl_ _pack_padded_sequence _ctc_loss".split())
+# These take floating-point tensors of one dtype; norms also parameters that are wider than their input.
+_OF_ONE_DTYPE = frozenset("mm addmm bmm baddbmm addbmm mv addmv dot linear native_layer_norm native_group_norm".split())
 
 # Functions of torch.cuda and torch.accelerator that nobody misses.
 _DO_NOTHING = """
@@ -99,6 +104,7 @@ class RehearsedRank(StepMemory):
         self.overrun: tuple[int, str, str, str] | None = None
         self.work: Counter[str] = Counter()
         self.steps_here = True
+        self.backend = ""  # That of the group of all.
         self._making, self._names_places = "", False
         self._stepped: Counter[int] = Counter()
 
@@ -106,6 +112,11 @@ class RehearsedRank(StepMemory):
     def steps_done(self) -> int:
         """Optimizer steps so far; with several optimizers, of the one with most."""
         return max(self._stepped.values(), default=0)
+
+    @property
+    def tells_places(self) -> bool:
+        """The script has devices, and its ranks talk on them."""
+        return bool(self.device) and self._names_places and self.backend != "gloo"
 
     def step_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -137,6 +148,8 @@ class RehearsedRank(StepMemory):
         if is_collective:
             line = line_of(func, args, self.place(), self._phase(), self.steps_done)
             if line is not None and len(line.ranks) > 1:
+                is_of_all = line.group == getattr(dist.group.WORLD, "group_name", "")
+                self._check(name, args, kwargs, self.backend if is_of_all else "")
                 self.lines.append(line)
         elif name == "_local_scalar_dense":
             if isinstance(args[0], FakeTensor):
@@ -145,6 +158,8 @@ class RehearsedRank(StepMemory):
                 return func(*args)
         elif name in {"equal", "allclose"} and any(isinstance(one, FakeTensor) for one in args):
             return bool(self._answer(torch.ones((), dtype=torch.bool)))
+        else:
+            self._check(name, args, kwargs)
         with with_values() if self._has_values(name, args, kwargs, is_collective) else nullcontext():
             result = func(*args, **kwargs)
         self._count_on_device(name, args, kwargs, result, is_collective=is_collective)
@@ -153,6 +168,21 @@ class RehearsedRank(StepMemory):
             # Backward itself has no gradients: what has them there is a forward that runs again.
             self.work["again" if in_backward() else "forward"] += count(*args, **kwargs, out_val=result)
         return result
+
+    def _check(self, name: str, args: Any, kwargs: Any, backend: str = "") -> None:
+        """Refuse what devices refuse: tensors of two places, or of the host in a group of ``backend``; two dtypes."""
+        used = with_memory((*args, *kwargs.values()))
+        host = [one for one in used if self._kind_of(one) == "host" and (backend or one.ndim)]
+        is_mixed = "nccl" in backend and "cpu:" not in backend if backend else any(map(self.is_here, used))
+        is_refused = host and is_mixed and name not in _ANYWHERE and "_foreach" not in name
+        if is_refused and self.tells_places and not _is_ours():
+            shapes = " and ".join(f"{list(one.shape)} {dtype_text(one.dtype)}" for one in host[:2])
+            beside = "whose group is of nccl" if backend else f"beside tensors on {self.device}"
+            raise _refused(f"{name} takes {shapes} on the host, {beside}", "x = x.to(device), with what is on the host")
+        floats = [one.dtype for one in used if one.is_floating_point()] if name in _OF_ONE_DTYPE else []
+        if len({*floats}) > 1 and not ("norm" in name and floats[0] != torch.float32):
+            what = f"{name} takes {' and '.join(map(dtype_text, dict.fromkeys(floats)))} (mixed dtypes)"
+            raise _refused(what, "MixedPrecisionPolicy(...), autocast, or x.to(dtype)")
 
     def _has_values(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_collective: bool) -> bool:
         """Say whether an operation belongs to the script's data, and is small: then it runs, and gives real tensors."""
@@ -172,7 +202,7 @@ class RehearsedRank(StepMemory):
         if numel > _MOST_REAL_NUMEL // (1 if tensors else 64):
             return False
         # What has values is changed in place: it keeps them, whoever asks.
-        return bool(tensors) or is_collective or not _caller(LIBRARIES[1]).startswith(LIBRARIES[0])
+        return bool(tensors) or is_collective or not _is_ours()
 
     def _answer(self, tensor: torch.Tensor) -> Any:
         """Return a number for a fake tensor [1] of any dtype, whose values nobody has computed."""
@@ -203,14 +233,14 @@ class RehearsedRank(StepMemory):
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Say whether a tensor [any] lies on the device."""
-        return not self.device or self._kind_of(tensor) not in {"", "host", "offloaded"}
+        return not self.device or self._kind_of(tensor) not in {"", *ON_HOST}
 
     def _kind_of(self, tensor: torch.Tensor) -> str:
         known = self._known.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
         return "" if known is None else known[1]
 
     def put(self, tensor: torch.Tensor, where: str) -> None:
-        """Let a new tensor [any] lie on the "device", or on the host for good: "offloaded"."""
+        """Let a new tensor [any] lie on the "device" or the "host", or there for good: "offloaded"."""
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         kind = self._phase() if where == "device" else where
         self._follow(storage, kind)
@@ -236,16 +266,17 @@ class RehearsedRank(StepMemory):
         # a number of the device was moved to what is offloaded, and copies go from one place to another.
         is_host = self._making or (offloaded and all(one.numel() == 1 for one in here))
         is_new = self._names_places and not any(one.numel() for one in used)
-        is_ours = is_new and _caller(LIBRARIES[1]).startswith(LIBRARIES[0])
+        is_ours = is_new and _is_ours()
         is_here = (is_collective or bool(here) or is_ours) and not is_host
-        moved = {id(one) for one in used if is_here}
+        moved = {id(one) for one in used if is_here and (one.ndim or is_collective or self._kind_of(one) != "host")}
         if name in _COPIES and self._names_places:
             # This package copies to what it has made on the device.
-            moved &= set(map(id, operands(args[:1]))) if _caller(LIBRARIES[1]).startswith(LIBRARIES[0]) else set()
-        there = self._making or ("offloaded" if offloaded else "host")
+            moved &= set(map(id, operands(args[:1]))) if _is_ours() else set()
+        kinds = {self._kind_of(one) for one in used}
+        there = self._making or ("offloaded" if offloaded else "host" if kinds == {"host"} else "unplaced")
         there = phase if is_here or there == "device" or not self.device else there
         for one in used:
-            self._follow(one.untyped_storage(), phase if id(one) in moved or not self.device else "host")
+            self._follow(one.untyped_storage(), phase if id(one) in moved or not self.device else "unplaced")
             if id(one) in moved:
                 self._move(one.untyped_storage(), phase)
         for one in made:
@@ -254,20 +285,23 @@ class RehearsedRank(StepMemory):
         sent = offloaded if is_collective else 0
         self._add(phase, sent)
         self._note_peak()
-        self.host_peak = max(self.host_peak, self._made["host"] + self._made["offloaded"])
+        self.host_peak = max(self.host_peak, self._host_bytes())
         if self.budget and self.overrun is None and self.now > self.budget:
             self.overrun = self.now, self.place(), *users_line(sys._getframe(2))
         self._add(phase, -sent)
 
+    def _host_bytes(self) -> int:
+        return sum(self._made[one] for one in ON_HOST)
+
     def _move(self, storage: torch.UntypedStorage, to: str) -> None:
-        if self._known[storage._cdata][1] == "host":
+        if to == "host" or self._known[storage._cdata][1] in {"host", "unplaced"}:
             self._count(storage._cdata, to, storage.nbytes())
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         is_outermost = not self._running and self._phase() == "outside"
         super()._enter(module, inputs)
         if is_outermost and torch.is_grad_enabled():
-            self.at_rest, self.host_at_rest = self.now, self._made["host"] + self._made["offloaded"]
+            self.at_rest, self.host_at_rest = self.now, self._host_bytes()
             # The next step would do what the last one has done. With several optimizers, each has its last one.
             is_over = self.steps and min(self._stepped.values(), default=0) >= self.steps
             if is_over and module.training and any(one.requires_grad for one in module.parameters()):
@@ -299,10 +333,10 @@ class _Names(TorchFunctionMode):
         if not self._rank.device:
             return func(*args, **kwargs)
         if tensor is not None:
-            if func in _MOVES and _caller().startswith(LIBRARIES[0]):
+            if func in _MOVES and _is_ours(__file__):
                 return func(*args, **kwargs)  # This package is told that the CPU is its device.
             if func in _MOVES:
-                return self._move(tensor, func, list(args[1:]), kwargs)
+                return self._move(tensor, func, list(args[1:]), kwargs, is_asked=_asks_for_script())
             if func in _LEFT_OUT:
                 return _LEFT_OUT[func](tensor)
             if func in (_IS_CUDA, _DEVICE) and _asks_for_script():
@@ -311,16 +345,22 @@ class _Names(TorchFunctionMode):
                     return is_here
                 # One with values; a fake one says it by itself.
                 return torch.device(self._rank.device, torch.cuda.current_device()) if is_here else func(*args)
-        if not is_device(kwargs.get("device", self.default if tensor is None else None)):
-            return func(*args, **kwargs)
+        is_new = not [*operands((*args, *kwargs.values()))]
+        named = self.default if is_new and kwargs.get("device") is None else kwargs.get("device")
+        if not is_device(named):
+            made = func(*args, **kwargs)
+            # The device that torch itself names may be the one that it was told to be the host.
+            for one in with_memory((made,)) if is_new and (named is None or _asks_for_script()) else ():
+                self._rank.put(one, "host")
+            return made
         kwargs["device"] = torch.device("cpu")
         with self._rank.making("device"):
             made = func(*args, **kwargs)
-        if tensor is None and isinstance(made, torch.Tensor):
+        if is_new and isinstance(made, torch.Tensor):
             self._rank.put(made, "device")  # The values that ``torch.tensor`` is given were on the host.
         return made
 
-    def _move(self, tensor: torch.Tensor, func: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _move(self, tensor: torch.Tensor, func: Any, rest: list[Any], kwargs: dict[str, Any], *, is_asked: bool) -> Any:
         target: Any = {torch.Tensor.cuda: "cuda", torch.Tensor.cpu: "cpu"}.get(func)
         if target is not None:
             rest, kwargs = [], {}
@@ -335,7 +375,7 @@ class _Names(TorchFunctionMode):
         wants = is_device(target)
         if tensor.is_meta or wants == self._rank.is_here(tensor):
             return torch.Tensor.to(tensor, "cpu", *rest, **kwargs)
-        with self._rank.making("device" if wants else "host"):
+        with self._rank.making("device" if wants else "host" if is_asked else "unplaced"):
             moved = torch.Tensor.to(tensor, "cpu", *rest, **kwargs)
             # A conversion of the dtype is a copy.
             return moved.clone() if moved.untyped_storage()._cdata == tensor.untyped_storage()._cdata else moved
@@ -353,13 +393,20 @@ def _asks_for_script() -> bool:
     return (file := sys._getframe(2).f_code.co_filename) == _BATCH_NORM or not file.startswith(LIBRARIES)
 
 
-def _caller(but: str = __file__) -> str:
-    """Return the innermost file, but for this one and those whose path begins with ``but``, that runs now."""
+def _is_ours(but: str = LIBRARIES[1]) -> bool:
+    """Say whether the innermost file that runs, but for this one and those below ``but``, is of this package."""
     files = (one.f_code.co_filename for one in outwards(sys._getframe(1)))
-    return next((one for one in files if one != __file__ and not one.startswith(but)), "")
+    return next((one for one in files if one != __file__ and not one.startswith(but)), "").startswith(LIBRARIES[0])
+
+
+def _refused(what: str, fix: str) -> UsageError:
+    place, source = users_line(sys._getframe(1))
+    return UsageError(what, at=f"{place}: {source}", fix=fix)
 
 
 def _as_numpy(rank: RehearsedRank, tensor: torch.Tensor, *_: Any) -> Any:
+    if rank.tells_places and rank.is_here(tensor):
+        raise _refused(f"NumPy cannot read a tensor on {rank.device}", "x.detach().cpu().numpy()")
     rank._answer(torch.ones(()))
     with with_values():
         return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
@@ -372,7 +419,7 @@ _READERS: dict[Any, Callable[..., Any]] = {
 }
 _IS_CUDA: Any = getattr(torch.Tensor.is_cuda, "__get__")  # noqa: B009  # a property, to types
 _DEVICE: Any = getattr(torch.Tensor.device, "__get__")  # noqa: B009
-_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
+_MOVES = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cuda, torch.Tensor.cpu}
 _LEFT_OUT: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.Tensor.pin_memory: lambda tensor: tensor,
     torch.Tensor.is_pinned: lambda _: False,
@@ -441,6 +488,17 @@ def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
             rank.put(tensor, "offloaded")
         return tensor
 
+    call = nn.Module.__call__
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if rank.tells_places and get_registry(self) and not any(get_registry(one) for one, _ in rank._running):
+            # Annotations move buffers, and inputs of the outermost module.
+            for buffer in with_memory(self.buffers()):
+                rank.put(buffer, "device")
+            args, kwargs = tree_map(lambda one: one.cuda() if isinstance(one, torch.Tensor) else one, (args, kwargs))
+        return call(self, *args, **kwargs)
+
+    nn.Module.__call__ = called  # type: ignore[method-assign]
     autograd: Any = torch.autograd
     autograd._engine_run_backward = within(autograd._engine_run_backward)
     hooks.__init__ = lambda self, pack, unpack: begin(self, within(pack), within(unpack))

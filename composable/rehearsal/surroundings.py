@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,8 +37,10 @@ from composable.ground.torch_private import (
     HashStore,
     c10d,
     swap_contents,
+    tree_leaves,
 )
 from composable.rehearsal.ledger import LedgerLine
+from composable.rehearsal.rehearsed_function import with_memory
 from composable.rehearsal.stand_ins import RehearsedRank, is_device
 from composable.replication import BucketExchange
 
@@ -126,21 +128,22 @@ def stand_in_for_groups(
         letters: What ranks tell each other in fake groups.
         make_store: Where processes of this machine meet; then groups are those of gloo.
     """
-    backend = "gloo" if make_store else "fake"
+    stand_in = "gloo" if make_store else "fake"
     make: Any = c10d._new_process_group_helper
     begin, mesh_init = dist.init_process_group, DeviceMesh.__init__
     places = (dist, c10d, torch.distributed.device_mesh)
     new_group, init_mesh = dist.new_group, torch.distributed.device_mesh.init_device_mesh
 
     @_valued
-    def init_process_group(*_: Any, **__: Any) -> None:
+    def init_process_group(backend: Any = "", *_: Any, **__: Any) -> None:
+        rank.backend = str(backend)
         limit, store = (_REAL_TIMEOUT, make_store()) if make_store else (None, HashStore())
-        begin(backend, store=store, timeout=limit, rank=number, world_size=world_size)
+        begin(stand_in, store=store, timeout=limit, rank=number, world_size=world_size)
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
         given = {"backend_options": None, "pg_options": None, "device_id": None}
         kwargs |= {name: value for name, value in given.items() if name in kwargs}
-        return make(*args[:3], c10d.Backend(backend), *args[4:], **kwargs)
+        return make(*args[:3], c10d.Backend(stand_in), *args[4:], **kwargs)
 
     def new_noted_group(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(new_group).bind(*args, **kwargs).arguments
@@ -315,6 +318,8 @@ def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
     def batches(self: Any) -> Iterator[Any]:
         source, following = _valued(begin)(self), _valued(next)
         while (batch := following(source, self)) is not self:
+            for one in with_memory(tree_leaves(batch)):
+                rank.put(one, "host")
             yield batch
             if rank.steps and rank.steps_done >= rank.steps:
                 return
@@ -397,6 +402,23 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
         rank.notes["load_safetensors reads no tensors"] += 1
         return nn.Module().load_state_dict({})  # no key is missing
 
+    def on_host(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for pair in pairs:
+            for one in with_memory(pair):
+                rank.put(one, "host")
+            yield pair
+
+    def full_state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = gather(*args, **kwargs)
+        list(on_host(state.items()))
+        return state
+
+    def iter_full_params(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        pairs = iterate(*args, **kwargs)
+        return pairs if device is None or is_device(device) else on_host(pairs)
+
+    gather, composable.full_state_dict = composable.full_state_dict, full_state_dict
+    iterate, composable.iter_full_params = composable.iter_full_params, iter_full_params
     composable.load_safetensors = load_safetensors
     torch.save = left_out("torch.save")
     composable.load_checkpoint, composable.find_checkpoint = load_checkpoint, find_checkpoint

@@ -229,6 +229,7 @@ def test_nothing_is_on_the_host_where_a_model_begins_on_the_meta_device(tmp_path
     source = (
         "with torch.device('meta'):\n    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))\n"
         "fully_shard(model, policy={nn.Linear})\nmodel.to_empty(device='cuda')\n"
+        "for each in model: each.reset_parameters()\n"
         "for _ in range(2):\n    model(torch.randn(8, 512, device='cuda')).sum().backward()\n"
     )
     report = rehearse_source(tmp_path, START + source, ranks=RANKS, on_host=RANKS, rehearsed=(0,))

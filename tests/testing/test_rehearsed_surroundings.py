@@ -1,4 +1,4 @@
-"""What stands in for the surroundings of a rehearsed script: files of other ranks, values that are drawn, norms of batches."""
+"""What stands in for the surroundings of a rehearsed script: places and dtypes, files of other ranks, values, norms."""
 
 import os
 from pathlib import Path
@@ -31,6 +31,74 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
     report = rehearse(tmp_path, f"{HEAD}{SHARD}{SCRIPTS[name]}\n", rehearsed=(0, 3))
+    assert report.exit_code == 0, text_of(report)
+
+
+# -- what fails in the first step of real ranks: (source, what is said of its last line)
+
+LOADER = "for x, y in torch.utils.data.DataLoader([(torch.randn(64), 1)] * 8, 4):\n    "
+REFUSED = {
+    "a batch on the host": (f"{LOADER}model(x)", "[4, 64] float32 on the host, beside tensors on cuda"),
+    "labels on the host": (f"{SHARD}{LOADER}nn.functional.cross_entropy(model(x), y)", "[4] int64 on the host"),
+    "positions on the host": ("nn.Embedding(8, 4).to(device)(torch.arange(4))", "[4] int64 on the host"),
+    "a tensor that is no buffer": ("model[0].scale = torch.ones(64)\nmodel[0].scale * model[0].weight", "[64] float32 on the host"),
+    "what was taken to the host": ("one.cpu() * 2 + one", "[4] float32 on the host"),
+    "NumPy of the device": ("one.numpy()", "NumPy cannot read a tensor on cuda"),
+    "a number of the host over nccl": ("dist.all_reduce(torch.tensor(1.0))", "[] float32 on the host, whose group is of nccl"),
+    "a list of the host over nccl": ("dist.all_gather([torch.empty(4) for _ in range(size)], one)", "group is of nccl"),
+    "two dtypes": (f"model.bfloat16()\n{SHARD}model(torch.ones(2, 64))", "bfloat16 and float32 (mixed dtypes)"),
+    "two dtypes in a norm": ("nn.LayerNorm(4).to(device).half()(one)", "float32 and float16 (mixed dtypes)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fails_on_devices_fails_in_a_rehearsal(name: str, tmp_path: Path) -> None:
+    source, words = REFUSED[name]
+    report = rehearse(tmp_path, f"{HEAD}{source}\n", rehearsed=(0,))
+    told = text_of(report)
+    assert report.exit_code == 1 and words in told and source.splitlines()[-1].strip() in told, told
+
+
+ALLOWED = {
+    "inputs of an annotated model": f"{SHARD}x = torch.randn(4, 64)\nmodel(x)\nassert (x - torch.ones(64)).numpy().shape == (4, 64)",
+    "inputs of replicas": "replicate(model)\nmodel(torch.randn(4, 64)).sum().backward()",
+    "buffers that the annotation moves": (
+        "for each in (fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))),):\n"
+        "    for _ in range(2): each(torch.randn(4, 64)).sum().backward()"
+    ),
+    "numbers, indices and copies": (
+        "rate = torch.tensor(0.1)\none * rate + torch.ones(4).to(one) + torch.ones(4).type_as(one)\n"
+        "torch.ones(4) * rate\none[torch.tensor([1, 2])] = 0.0\ntorch.empty(4).copy_(one).numpy()"
+    ),
+    "tensors that torch makes by itself": (
+        "nn.LSTM(64, 8).to(device)(torch.randn(2, 3, 64, device=device))[0].sum().backward()\n"
+        "average = torch.optim.swa_utils.AveragedModel(model)\nfor _ in range(2): average.update_parameters(model)\n"
+        "x = torch.randn(2, 3, 16, device=device)\nnn.MultiheadAttention(16, 2, add_zero_attn=True).to(device)(x, x, x)"
+    ),
+    "the default device": "torch.set_default_device('cuda')\nnn.Linear(4, 4)(torch.randn(2, 4)) + one",
+    "groups of hosts": "dist.all_reduce(torch.ones(3), group=dist.new_group(backend='gloo'))",
+    "ranks without devices": (
+        "dist.destroy_process_group()\ndist.init_process_group('gloo')\nmodel = fully_shard(nn.Linear(64, 8))\n"
+        "(model(torch.ones(2, 64)) * torch.ones(8)).detach().numpy()"
+    ),
+    "groups of hosts and devices": (
+        "dist.destroy_process_group()\ndist.init_process_group('cpu:gloo,cuda:nccl')\ndist.all_reduce(torch.ones(3))"
+    ),
+    "full values": (
+        f"{SHARD}state = composable.full_state_dict(model)\nassert all(one.numpy() is not None for one in state.values())\n"
+        "for _, one in composable.iter_full_params(model, device='cpu'): one.numpy()\n"
+        "for _, one in composable.iter_full_params(model): one.cpu().numpy()"
+    ),
+    "low precision": (
+        f"{SHARD}with torch.autocast('cuda', torch.bfloat16): model(torch.randn(4, 64)).sum().backward()\n"
+        "fully_shard(nn.Linear(4, 4).to(device), mp_policy=composable.MixedPrecisionPolicy(torch.bfloat16))(one)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_runs_on_devices_runs_in_a_rehearsal(name: str, tmp_path: Path) -> None:
+    report = rehearse(tmp_path, f"{HEAD}{ALLOWED[name]}\n", rehearsed=(0,))
     assert report.exit_code == 0, text_of(report)
 
 
