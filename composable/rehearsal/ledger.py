@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,16 +19,18 @@ import torch
 import torch.distributed as dist
 
 from composable.ground.frames import outwards
-from composable.ground.names import dtype_text, ranks_text
+from composable.ground.names import count_text, dtype_text, ranks_text
 from composable.ground.torch_private import groups_of_process, tree_leaves
 
 _OURS, _TORCH, _PYTHON = (
     str(Path(file).parent) + os.sep for file in (sys.modules["composable"].__file__ or "", torch.__file__, os.__file__)
 )
 LIBRARIES = (_OURS, _TORCH)
+CALLERS = 2
 _WAITING = {inspect.unwrap(call).__code__ for call in (dist.send, dist.recv)}
 # The part of each collective's whole that a rank sends, times the ranks of the group, less one.
 _SENT = {"all_reduce": 2, "barrier": 0, "note": 0}
+_AT = f"\n{' ' * 14}"
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ class LedgerLine:
         whole_bytes: The bytes of the whole buffer.
         waits: The rank goes on only when the others have come.
         place: The user's line, such as "train.py:88".
-        source: The text of that line.
+        source: The text of that line, and the lines of the user that led to it.
         module: The phase, and the module that ran.
         step: How many optimizer steps were over.
         is_hidden: A gather of values outside of forward and backward that the library makes.
         group: The name of its group, which is one on all ranks.
+        owner: Of a gather of parameters, the number of their module, in the order in which modules were made.
     """
 
     op: str
@@ -60,10 +63,11 @@ class LedgerLine:
     step: int
     is_hidden: bool = False
     group: str = ""
+    owner: int = -1
 
     def __str__(self) -> str:
-        what = f"{self.op} {self.text}".strip()
-        return f"{what} of {_ranks(self.ranks)}, in {self.module}\n{' ' * 14}at {self.place}: {self.source}"
+        what = f"{self.op} {self.text}".strip() + f" of {_ranks(self.ranks)}, in {self.module}"
+        return f"{what}, after {count_text(self.step, 'step')}{_AT}at {self.place}: {self.source}"
 
     @property
     def is_message(self) -> bool:
@@ -87,18 +91,22 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {ranks[0]}-{ranks[-1]}" if is_range else ranks_text(ranks)
 
 
-def users_line(frame: FrameType | None) -> tuple[str, str]:
-    """Return the place and the text of the innermost line of the user; of another library, if it calls by itself."""
-    others = [one for one in outwards(frame) if not one.f_code.co_filename.startswith((_OURS, _TORCH, _PYTHON, "<"))]
-    others += [one for one in outwards(frame) if "-packages" in one.f_code.co_filename]
+def users_line(frame: FrameType | None, callers: int = 0) -> tuple[str, str]:
+    """Return the place and the text of the innermost line of the user; of another library, if it calls by itself.
+
+    The text goes on with at most ``callers`` lines that led to it. What runs the script is not among them.
+    """
+    frames = [*takewhile(lambda one: one.f_globals.get("__name__") != "runpy", outwards(frame))]
+    others = [one for one in frames if not one.f_code.co_filename.startswith((_OURS, _TORCH, _PYTHON, "<"))]
+    others += [one for one in frames if "-packages" in one.f_code.co_filename]
     own = [one for one in others if "-packages" not in one.f_code.co_filename]
-    for each in (own or others)[:1]:
-        file = each.f_code.co_filename
-        return f"{Path(file).name}:{each.f_lineno}", linecache.getline(file, each.f_lineno).strip()
-    return "(no line of the script)", ""
+    shown = [(one.f_code.co_filename, one.f_lineno) for one in (own or others)[: 1 + callers]]
+    places = [(f"{Path(file).name}:{line}", linecache.getline(file, line).strip()) for file, line in shown]
+    place, source = places[0] if places else ("(no line of the script)", "")
+    return place, source + "".join(f"{_AT}from {outer}: {text}" for outer, text in places[1:])
 
 
-def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int) -> LedgerLine | None:
+def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int, owner: int = -1) -> LedgerLine | None:
     """Return the line for an operation of torch.distributed with its arguments; ``None``: it waits for no one."""
     name = func._overloadpacket.__name__.strip("_")
     if name in {"wait_tensor", "monitored_barrier"}:
@@ -133,9 +141,10 @@ def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int) 
         count *= len(ranks)
     elif op == "barrier":
         text, count = "", 0
-    place, source = users_line(sys._getframe(1))
     is_hidden = op in {"all_gather", "broadcast"} and phase == "outside" and _is_hidden(sys._getframe(1))
-    return LedgerLine(op, ranks, text, count, waits, place, source, module, step, is_hidden, group.group_name)
+    place, source = users_line(sys._getframe(1), 0 if is_hidden else CALLERS)
+    owner, name = owner if op == "all_gather" else -1, group.group_name
+    return LedgerLine(op, ranks, text, count, waits, place, source, module, step, is_hidden, name, owner)
 
 
 def _op(name: str) -> str:
@@ -200,8 +209,8 @@ def hang_between(ledgers: Mapping[int, Sequence[LedgerLine]]) -> str:
     return ""
 
 
-def _key(line: LedgerLine) -> tuple[str, str]:
-    return line.op, line.text
+def _key(line: LedgerLine) -> tuple[str, str, int]:
+    return line.op, line.text, line.owner
 
 
 def _told(

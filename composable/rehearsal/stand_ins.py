@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from composable.ground.frames import in_backward, outwards
 from composable.ground.modes import with_values
 from composable.ground.names import dtype_text
 from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, tree_map
-from composable.rehearsal.ledger import LIBRARIES, LedgerLine, line_of, users_line
+from composable.rehearsal.ledger import CALLERS, LIBRARIES, LedgerLine, line_of, users_line
 from composable.rehearsal.rehearsed_function import ON_HOST, StepMemory, device_in_kernels, operands, with_memory
 
 # Above this, the data of a script is fake too, in what it computes of it outside of its model.
@@ -105,6 +106,7 @@ class RehearsedRank(StepMemory):
         self.work: Counter[str] = Counter()
         self.steps_here = True
         self.backend = ""  # That of the group of all.
+        self.numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # In the order of their first parameters.
         self._making, self._names_places = "", False
         self._stepped: Counter[int] = Counter()
 
@@ -130,7 +132,7 @@ class RehearsedRank(StepMemory):
     def note_call(self, op: str, ranks: Sequence[int], text: str = "") -> None:
         """Note a call that all ``ranks`` have to make, of which nothing is sent here."""
         if len(ranks) > 1:
-            place, source = users_line(sys._getframe(1))
+            place, source = users_line(sys._getframe(1), CALLERS)
             self.lines.append(LedgerLine(op, tuple(ranks), text, 0, True, place, source, self.place(), self.steps_done))
 
     # Operations
@@ -146,7 +148,8 @@ class RehearsedRank(StepMemory):
         name = func._overloadpacket.__name__
         is_collective = func.namespace in {"c10d", "_c10d_functional"}
         if is_collective:
-            line = line_of(func, args, self.place(), self._phase(), self.steps_done)
+            owner = self.numbers.get(self._running[-1][0], -1) if self._running and _is_ours() else -1
+            line = line_of(func, args, self.place(), self._phase(), self.steps_done, owner)
             if line is not None and len(line.ranks) > 1:
                 is_of_all = line.group == getattr(dist.group.WORLD, "group_name", "")
                 self._check(name, args, kwargs, self.backend if is_of_all else "")

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import os
 import pickle
@@ -328,10 +329,12 @@ def stand_in_for_data(rank: RehearsedRank, mode: FakeTensorMode) -> None:
     def loaded(*args: Any, **kwargs: Any) -> Any:
         return load(*args[:1], **{**kwargs, "map_location": "cpu"})
 
-    def as_fake(_module: Any, _name: str, tensor: Any) -> Any:
+    def as_fake(module: Any, _name: str, tensor: Any) -> Any:
+        rank.numbers.setdefault(module, next(numbers))
         is_right = tensor is None or isinstance(tensor, FakeTensor | DTensor) or tensor.is_meta
         return None if is_right else mode.from_tensor(tensor)
 
+    numbers = itertools.count()
     swap: Any = torch.utils.swap_tensors
     copied: Any = torch.Tensor.__deepcopy__
 

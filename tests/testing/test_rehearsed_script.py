@@ -99,6 +99,19 @@ HANGS: dict[str, tuple[str, str]] = {
     "rank 3 alone": ("if rank == 3:\n    dist.all_reduce(one)\nstep()", "dist.all_reduce(one)"),
     "at the end": ("step()\nif rank == 0:\n    dist.barrier()", "dist.barrier()"),
     "one more step": ("for _ in range(2 if rank else 3):\n    step()", "model(torch.randn"),
+    "one more step of a function": (
+        "def each():\n    step()\nfor _ in range(2 if rank else 3): each()", "from train.py:24: for _ in range(2 if rank else 3): each()"
+    ),
+    "layers of one shape in another order": (
+        "class Layers(nn.ModuleList):\n    def forward(self, x):\n"
+        "        for layer in list(self)[:: 1 if rank else -1]: x = layer(x)\n        return x\n"
+        "layers = Layers(nn.Linear(4, 4) for _ in range(3)).to(device)\nfully_shard(layers, policy={nn.Linear})\nlayers(one)",
+        "module '2' (Linear)",
+    ),
+    "models of one shape in another order": (
+        "models = [fully_shard(nn.Linear(4, 4).to(device)) for _ in range(2)]\nfor each in models[:: 1 if rank else -1]: each(one)",
+        "for each in models",
+    ),
     "a rank ends early": ("step()\nif rank == 1:\n    sys.exit()\nstep()", "rank 1 has ended"),
     "no backward": ("loss = model(torch.randn(2, 64, device=device)).sum()\nif rank:\n    loss.backward()", "loss.backward()"),
     "another shape": ("dist.all_reduce(torch.ones(4 + rank, device=device))", "torch.ones(4 + rank"),
@@ -165,6 +178,10 @@ ALIKE = {
         "    sum(copy(one).sum() for copy in copies[:: -1 if count and rank % 2 else 1]).backward()"
     ),
     "asked for": "work = dist.all_reduce(one, async_op=True)\nwhile not work.is_completed():\n    pass",
+    "a wrapper on one rank": (
+        "class Named(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.model = model\n"
+        "    def forward(self, x): return self.model(x)\n(model if rank else Named())(torch.randn(2, 64)).sum().backward()"
+    ),
     "accumulation": "with no_sync(model):\n    model(torch.randn(2, 64, device=device)).sum().backward()\nstep()",
 }
 
