@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,6 +65,7 @@ _DO_NOTHING = """
 # ``SyncBatchNorm`` refuses the CPU, and asks whether work is captured before it drops ranks that have no samples.
 _BATCH_NORM, _ITS_FUNCTION = (one.__file__ for one in (nn.modules.batchnorm, nn_functions))
 
+_HERE = str(Path(__file__).parent)
 _STATS = (("current", "now"), ("peak", "peak"))
 
 
@@ -336,7 +338,7 @@ class _Names(TorchFunctionMode):
         if not self._rank.device:
             return func(*args, **kwargs)
         if tensor is not None:
-            if func in _MOVES and _is_ours(__file__):
+            if func in _MOVES and _is_ours(but=_HERE):
                 return func(*args, **kwargs)  # This package is told that the CPU is its device.
             if func in _MOVES:
                 return self._move(tensor, func, list(args[1:]), kwargs, is_asked=_asks_for_script())
@@ -397,9 +399,9 @@ def _asks_for_script() -> bool:
 
 
 def _is_ours(but: str = LIBRARIES[1]) -> bool:
-    """Say whether the innermost file that runs, but for this one and those below ``but``, is of this package."""
+    """Say whether the innermost file that runs, but for rehearsals and what is below ``but``, is of this package."""
     files = (one.f_code.co_filename for one in outwards(sys._getframe(1)))
-    return next((one for one in files if one != __file__ and not one.startswith(but)), "").startswith(LIBRARIES[0])
+    return next((one for one in files if not one.startswith((_HERE, but))), "").startswith(LIBRARIES[0])
 
 
 def _refused(what: str, fix: str) -> UsageError:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import has_torch_function
 from torch.utils.data import DataLoader
 
 import composable
@@ -49,6 +50,10 @@ _T = TypeVar("_T")
 
 # Of groups of real ranks; that ranks have diverged is noticed before.
 _REAL_TIMEOUT = timedelta(seconds=60)
+# One rank may call these.
+_ALONE = {"torch.save", "safetensors.torch.save_file"}
+# What the values of all ranks become, by the names of torch's reductions.
+_REDUCED = {"SUM": "sum", "AVG": "mean", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
 
 
 class Letters:
@@ -169,7 +174,7 @@ def stand_in_for_groups(
         "_new_process_group_helper": make_group,
         "new_group": new_noted_group,
         "init_device_mesh": mesh_of,
-        **({} if make_store else _object_calls(rank, letters)),
+        **({} if make_store else _object_calls(rank, letters) | {"all_reduce": _heard(letters)}),
     }
     for place in places:
         for name, function in replaced.items():
@@ -266,6 +271,28 @@ def _answer_in_backward(letters: Letters) -> None:
     BucketExchange.agree_on_order = agreed  # type: ignore[method-assign]
     Agreement.begin = heard  # type: ignore[method-assign]
     BucketExchange._write_flags = written  # type: ignore[method-assign]
+
+
+def _heard(letters: Letters) -> Callable[..., Any]:
+    """Return ``all_reduce``; where a tensor has values, such as a flag, a rank hears those of the others."""
+    reduce = dist.all_reduce
+
+    @functools.wraps(reduce)
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: Any = False) -> Any:
+        combine = _REDUCED.get(str(op).rpartition(".")[2])
+        # torch calls this again once modes have seen it.
+        is_heard = (
+            not isinstance(tensor, FakeTensor) and not has_torch_function((tensor,)) and dist.get_rank(group) >= 0
+        )
+        own = tensor.tolist() if is_heard and combine else None
+        work = reduce(tensor, op, group, async_op)
+        if own is not None and combine:
+            every = letters.all("all_reduce", dist.get_process_group_ranks(group or dist.group.WORLD), own)
+            with with_values(), torch.no_grad():
+                tensor.copy_(getattr(torch.tensor(every, dtype=tensor.dtype), combine)(0))
+        return work
+
+    return all_reduce
 
 
 def _object_calls(rank: RehearsedRank, letters: Letters) -> dict[str, Callable[..., Any]]:
@@ -375,7 +402,7 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
                 with with_values():
                     return write(*args, **kwargs)
             rank.notes[f"{name} writes nothing"] += 1
-            if name != "torch.save":
+            if name not in _ALONE:
                 rank.note_call(name, range(world_size))
             if name == "save_checkpoint":
                 note_saved(*args, **kwargs)
@@ -429,6 +456,10 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
         setattr(composable, name, left_out(name))
     import torch.distributed.checkpoint as dcp  # takes as long to import as the rest
 
+    with suppress(ImportError):
+        import safetensors.torch
+
+        safetensors.torch.save_file = left_out("safetensors.torch.save_file")
     for name in ("save", "async_save", "load"):
         setattr(dcp, name, left_out(f"torch.distributed.checkpoint.{name}"))
 

@@ -178,6 +178,16 @@ ALIKE = {
         "    sum(copy(one).sum() for copy in copies[:: -1 if count and rank % 2 else 1]).backward()"
     ),
     "asked for": "work = dist.all_reduce(one, async_op=True)\nwhile not work.is_completed():\n    pass",
+    "as long as all have data": (
+        "count, data = 0, iter(range(3 if rank == 1 else 5))\nwhile True:\n"
+        "    more = torch.tensor([next(data, None) is not None], dtype=torch.int, device=device)\n"
+        "    dist.all_reduce(more, dist.ReduceOp.MIN)\n    if not more.item(): break\n"
+        "    count += 1\n    step()\nassert count == 3, count"
+    ),
+    "what is counted": (
+        "pair = dist.new_group([0, 1])\ncount = torch.tensor(rank + 1, device=device)\ndist.all_reduce(count, group=pair)\n"
+        "assert count.item() == (rank + 1 if rank > 1 else 3), count\ndist.all_reduce(count)\nassert count.item() == 13, count"
+    ),
     "a wrapper on one rank": (
         "class Named(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.model = model\n"
         "    def forward(self, x): return self.model(x)\n(model if rank else Named())(torch.randn(2, 64)).sum().backward()"

@@ -89,6 +89,10 @@ ALLOWED = {
         "for _, one in composable.iter_full_params(model, device='cpu'): one.numpy()\n"
         "for _, one in composable.iter_full_params(model): one.cpu().numpy()"
     ),
+    "a file of full values": (
+        f"{SHARD}from safetensors.torch import save_file\nstate = composable.full_state_dict(model)\n"
+        "if rank == 0: save_file(state, 'weights.safetensors')"
+    ),
     "low precision": (
         f"{SHARD}with torch.autocast('cuda', torch.bfloat16): model(torch.randn(4, 64)).sum().backward()\n"
         "fully_shard(nn.Linear(4, 4).to(device), mp_policy=composable.MixedPrecisionPolicy(torch.bfloat16))(one)"
