@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise, takewhile, zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,8 +112,8 @@ def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int, 
     if name in {"wait_tensor", "monitored_barrier"}:
         return None
     op = _op(name)
-    groups = [dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject) and _is_group(one)]
-    group = groups[0] if groups else groups_of_process()[args[-1]]
+    objects = [one for one in args if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
+    group = dist.ProcessGroup.unbox(objects[0]) if objects else groups_of_process()[args[-1]]
     ranks = tuple(dist.get_process_group_ranks(group))
     tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
     numbers = [one for one in args if type(one) is int]
@@ -128,7 +128,8 @@ def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int, 
     if op in {"send", "recv"}:
         here, peer = dist.get_rank(), ranks[numbers[0]]
         ranks = (here, peer) if op == "send" else (peer, here)
-        waits = _waits(sys._getframe(1))
+        # The user has called ``send`` or ``recv``, which call torch's ``isend`` or ``irecv``.
+        waits = any(one.f_code in _WAITING for one in outwards(sys._getframe(1)))
     elif op in {"broadcast", "reduce", "gather", "scatter"}:
         text += f" root {ranks[numbers[0]]}"
         if op in {"gather", "scatter"}:
@@ -141,7 +142,9 @@ def line_of(func: Any, args: Sequence[Any], module: str, phase: str, step: int, 
         count *= len(ranks)
     elif op == "barrier":
         text, count = "", 0
-    is_hidden = op in {"all_gather", "broadcast"} and phase == "outside" and _is_hidden(sys._getframe(1))
+    # An operation on a sharded parameter makes a gather, not a call that asks for whole values.
+    files = [one.f_code.co_filename for one in outwards(sys._getframe(1)) if phase == "outside"]
+    is_hidden = op in {"all_gather", "broadcast"} and any(one.startswith(_OURS + "dtensor") for one in files)
     place, source = users_line(sys._getframe(1), 0 if is_hidden else CALLERS)
     owner, name = owner if op == "all_gather" else -1, group.group_name
     return LedgerLine(op, ranks, text, count, waits, place, source, module, step, is_hidden, name, owner)
@@ -156,21 +159,6 @@ def _op(name: str) -> str:
         return name[:4]
     known = ("all_reduce", "reduce_scatter", "all_to_all", "broadcast", "barrier", "scatter", "gather", "reduce")
     return next((one for one in known if name.replace("allreduce", "all_reduce").startswith(one)), name)
-
-
-def _is_group(value: Any) -> bool:
-    return "ProcessGroup" in str(value._type())
-
-
-def _waits(frame: FrameType | None) -> bool:
-    """Say whether the user has called ``send`` or ``recv``, which call torch's ``isend`` or ``irecv``."""
-    return any(one.f_code in _WAITING for one in outwards(frame))
-
-
-def _is_hidden(frame: FrameType | None) -> bool:
-    """Say whether an operation on a sharded parameter makes this gather, not a call that asks for whole values."""
-    files = [one.f_code.co_filename for one in outwards(frame)]
-    return any(one.startswith(_OURS + "dtensor") for one in files)
 
 
 def hang_between(ledgers: Mapping[int, Sequence[LedgerLine]]) -> str:
@@ -222,12 +210,13 @@ def _told(
 ) -> str:
     """Return a text with the first line of each rank after which their calls in a group are no more the same."""
     own, others = queue.get(rank, ()), queue.get(other, ())
-    most = max(len(own), len(others))
+    pairs = [*zip_longest(own, others)]
     # Where a root and the others make one call on two lines, the next call is on the same line again.
-    differs = [_place_of(own, index) != _place_of(others, index) for index in range(most + 1)]
-    first = next((index for index in range(most) if differs[index] and (differs[index + 1] or index + 1 >= most)), None)
+    differs = [one is None or two is None or one.place != two.place for one, two in pairs]
+    first = next((index for index, (now, then) in enumerate(pairwise([*differs, True])) if now and then), None)
     if first is None:
-        first = next((one for one in range(most) if _key_of(own, one) != _key_of(others, one)), most - 1)
+        # All are there on both sides.
+        first = next((index for index, (one, two) in enumerate(pairs) if _key(one) != _key(two)), len(pairs) - 1)
     rows = []
     for number, lines in sorted(((rank, own), (other, others))):
         if first < len(lines):
@@ -238,11 +227,3 @@ def _told(
             last = f", after {ledgers[number][-1]}" if ledgers[number] else ""
             rows.append(f"rank {number} has ended{last}")
     return "\n".join(rows)
-
-
-def _place_of(lines: Sequence[LedgerLine], index: int) -> object:
-    return lines[index].place if index < len(lines) else None
-
-
-def _key_of(lines: Sequence[LedgerLine], index: int) -> object:
-    return _key(lines[index]) if index < len(lines) else None
