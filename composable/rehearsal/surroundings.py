@@ -3,16 +3,20 @@
 All is done to the process of one rehearsed rank, which ends with it.
 """
 
+import _posixsubprocess
 import builtins
 import functools
 import hashlib
+import importlib
 import inspect
 import io
 import itertools
 import json
 import os
 import pickle
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -31,6 +35,7 @@ from torch.utils.data import DataLoader
 import composable
 from composable.comm import Ranks, register_transport, transport_class, transport_names
 from composable.engine import Agreement
+from composable.errors import UsageError
 from composable.ground.modes import with_values
 from composable.ground.torch_private import (
     DeviceMesh,
@@ -41,7 +46,7 @@ from composable.ground.torch_private import (
     swap_contents,
     tree_leaves,
 )
-from composable.rehearsal.ledger import LedgerLine
+from composable.rehearsal.ledger import LedgerLine, users_line
 from composable.rehearsal.rehearsed_function import with_memory
 from composable.rehearsal.stand_ins import RehearsedRank, is_device
 from composable.replication import BucketExchange
@@ -54,6 +59,15 @@ _REAL_TIMEOUT = timedelta(seconds=60)
 _ALONE = {"torch.save", "safetensors.torch.save_file"}
 # What the values of all ranks become, by the names of torch's reductions.
 _REDUCED = {"SUM": "sum", "AVG": "mean", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
+
+# What Python tells before a file changes or a program starts, with the path or the program.
+_CHANGES = """open os.chflags os.chmod os.chown os.exec os.link os.mkdir os.posix_spawn os.remove os.removexattr
+    os.rename os.rmdir os.setxattr os.symlink os.system os.truncate os.utime sqlite3.connect subprocess.Popen""".split()
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class FileChangeError(UsageError, PermissionError):
+    """A rehearsed script would change a file. Also a ``PermissionError``, which libraries expect where they write."""
 
 
 class Letters:
@@ -72,7 +86,7 @@ class Letters:
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._sent: dict[tuple[Any, ...], bytes] = {}
         self._heard: dict[tuple[int, tuple[Any, ...]], bytes | None] = {}
-        self._others = {path.name: _read(path)[0] for path in folder.glob("letters-*")}
+        self._others = {path.name: pickle.loads(path.read_bytes())[0] for path in folder.glob("letters-*")}
 
     def all(self, op: str, ranks: Sequence[int], value: _T) -> list[_T]:
         """Return what each of ``ranks`` says in this call."""
@@ -109,13 +123,9 @@ class Letters:
         return own if said is None else pickle.loads(said)
 
 
-def _read(path: Path) -> Any:
-    return pickle.loads(path.read_bytes())
-
-
 def ranks_that_misheard(folder: Path) -> list[int]:
     """Return the ranks to which others have said, by now, something else than they heard."""
-    letters = {int(path.name.split("-")[1]): _read(path) for path in folder.glob("letters-*")}
+    letters = {int(path.name.split("-")[1]): pickle.loads(path.read_bytes()) for path in folder.glob("letters-*")}
     said = {(rank, key): value for rank, (sent, _) in letters.items() for key, value in sent.items()}
     return sorted(
         rank for rank, (_, heard) in letters.items() if any(said.get(key, one) != one for key, one in heard.items())
@@ -467,11 +477,15 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
 def stand_in_for_files(folder: Path, number: int, first: int, lines: Sequence[LedgerLine]) -> None:
     """Let this process write below ``folder`` only: what it opens for writing elsewhere is a copy of this rank there.
 
+    Modes, owners, times and attributes stay. Every other change that Python tells of before it happens (PEP 578), and
+    a program, is a ``FileChangeError``. Libraries in C that write by themselves are not held back.
+
     A rank, whose ledger grows in ``lines``, sees a file of the rank ``first``, which was rehearsed before all others,
     as that has left it, once the two have met after its first write: who looks into a folder at the beginning must not
     see what another left at its end.
     """
     real_open, make, make_folder = builtins.open, os.mkdir, functools.partial(os.makedirs, exist_ok=True)
+    open_descriptor, inside = os.open, (os.path.realpath(folder) + "/", "/dev/")
     noted, seen = folder / f"written-{first}", 0
     # Of each file of the first rank, by its path, how often the two had met when it was first written.
     unseen: dict[str, int] = {}
@@ -519,6 +533,14 @@ def stand_in_for_files(folder: Path, number: int, first: int, lines: Sequence[Le
             file = target if writes or is_copied(file) else file
         return real_open(file, mode, *args, **kwargs)
 
+    def opened_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if there(path) and flags & _WRITES:
+            if os.path.isfile(path):
+                opened(path, "a").close()
+            path = copy_of(path, is_written=True)
+            make_folder(path.parent)
+        return open_descriptor(copy_of(path) if there(path) and is_copied(path) else path, flags, *args, **kwargs)
+
     def mkdir(path: Any, mode: int = 0o777, **_: Any) -> None:
         if there(path) and os.path.exists(path):
             raise FileExistsError(17, "File exists", os.fsdecode(path))
@@ -541,9 +563,30 @@ def stand_in_for_files(folder: Path, number: int, first: int, lines: Sequence[Le
 
         return write
 
-    builtins.open = io.open = opened
-    os.mkdir = mkdir
-    for name in ("stat", "listdir", "scandir"):
+    def hear(event: str, values: Sequence[Any], *_: object) -> None:
+        is_read = event not in _CHANGES or (event == "open" and not values[2] & _WRITES)
+        paths = values[:2] if event in {"os.link", "os.rename"} else values[event == "os.symlink" :][:1]
+        if not is_read and not all(is_free(event, one) for one in paths):
+            what = f"{event} of {' and '.join(map(repr, paths))} may change files"
+            raise FileChangeError(what, at=": ".join(users_line(sys._getframe(1))), fix="leave it out, or use open()")
+
+    def is_free(event: str, path: Any) -> bool:
+        if isinstance(path, int) or path in {"", ":memory:"}:
+            return True
+        name, is_itself = os.path.abspath(os.fsdecode(path)), event.startswith("os.") and event != "os.truncate"
+        place = os.path.realpath(os.path.dirname(name) if is_itself else name)
+        return f"{place}/".startswith(inside) and not event.endswith(("exec", "spawn", "system", "Popen"))
+
+    os.environ["TMPDIR"] = f"{folder}/files-{number}/temporary"
+    make_folder(os.environ["TMPDIR"])
+    builtins.open, io.open, os.open, os.mkdir = opened, opened, opened_descriptor, mkdir
+    for name in ("access", "stat", "listdir", "lstat", "readlink", "scandir"):
         setattr(os, name, reading(getattr(os, name)))
-    for name in ("replace", "rename", "remove", "unlink", "rmdir"):
+    for name in ("replace", "rename", "remove", "unlink", "rmdir", "mkfifo", "mknod"):
         setattr(os, name, writing(getattr(os, name)))
+    for name in "chflags chmod chown fchmod fchown lchmod lchown removexattr setxattr utime".split():
+        setattr(os, name, lambda path, *_, **__: os.stat(path))
+    for module in (shutil, tempfile):
+        importlib.reload(module)  # They hold functions, and note which of them take descriptors of folders.
+    setattr(_posixsubprocess, "fork_exec", functools.partial(hear, "subprocess.Popen"))  # noqa: B010  # nobody tells
+    sys.addaudithook(hear)

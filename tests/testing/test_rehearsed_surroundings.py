@@ -1,10 +1,15 @@
 """What stands in for the surroundings of a rehearsed script: places and dtypes, files of other ranks, values, norms."""
 
+import json
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from composable.commands.rehearse import RehearsalReport
+from composable.rehearsal import ScriptRun, rehearse_script
 from tests.testing.test_rehearsed_script import HEAD, SHARD, rehearse, text_of
 
 SCRIPTS = {
@@ -152,3 +157,146 @@ def test_a_rank_that_is_rehearsed_again_does_not_see_its_own_files(tmp_path: Pat
     )
     report = rehearse(tmp_path, f"{HEAD}{source}")
     assert report.exit_code == 0, text_of(report)
+
+
+# Ways to change files in the folder ``at``, which has data.txt, rows.db, inner/one.txt, and link to data.txt. Behind
+# each: it is "kept" from changing them without a word, or raises.
+WAYS: dict[str, tuple[str, str]] = {
+    "open": ("open(at + 'data.txt', 'w').write('x')\nassert open(at + 'data.txt').read() == 'x'", "kept"),
+    "append": ("open(at + 'data.txt', 'a').write('x')\nassert open(at + 'data.txt').read() == 'datax'", "kept"),
+    "in place": ("with open(at + 'data.txt', 'r+') as f: f.seek(1), f.write('x')\nassert open(at + 'data.txt').read() == 'dxta'", "kept"),
+    "new": ("open(at + 'made', 'x')", "kept"),
+    "through a link": ("open(at + 'link', 'w').write('x')\nassert open(at + 'link').read() == 'x'", "kept"),
+    "absolute": ("open(os.path.abspath(at + 'data.txt'), 'wb', 0).write(b'x')", "kept"),
+    "bytes": ("open(os.fsencode(at + 'data.txt'), 'wb').write(b'x')", "kept"),
+    "opener": ("open(at + 'data.txt', 'w', opener=lambda path, flags: os.open(path, flags)).write('x')", "kept"),
+    "io.FileIO": ("io.FileIO(at + 'data.txt', 'w')", "FileChangeError"),
+    "_io.open": ("__import__('_io').open(at + 'made', 'w')", "FileChangeError"),
+    "os.open": ("os.close(os.open(at + 'data.txt', os.O_WRONLY | os.O_TRUNC))\nassert os.stat(at + 'data.txt').st_size == 0", "kept"),
+    "os.open to read": ("os.close(os.open(at + 'data.txt', os.O_RDONLY | os.O_TRUNC))", "kept"),
+    "os.open of a new one": ("os.write(os.open(at + 'made', os.O_CREAT | os.O_EXCL | os.O_RDWR), b'x')\nassert os.path.exists(at + 'made')", "kept"),
+    'os.open below': ("os.open('data.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=os.open(at, os.O_RDONLY))", 'FileNotFoundError'),
+    "posix.open": ("__import__('posix').open(at + 'data.txt', os.O_RDWR)", "FileChangeError"),
+    'os.truncate': ("os.truncate(at + 'data.txt', 1)\nassert open(at + 'data.txt').read() == 'd'", 'FileChangeError'),
+    "os.ftruncate": ("with open(at + 'data.txt', 'a') as f: os.ftruncate(f.fileno(), 1)\nassert open(at + 'data.txt').read() == 'd'", "kept"),
+    "os.chmod": ("os.chmod(at + 'data.txt', 0o700)", "kept"),
+    "os.chmod of no file": ("os.chmod(at + 'made', 0o700)", "FileNotFoundError"),
+    "os.fchmod": ("with open(at + 'data.txt') as f: os.fchmod(f.fileno(), 0o700)", "kept"),
+    "os.chown": ("os.chown(at + 'data.txt', os.getuid(), os.getgid())", "kept"),
+    "os.utime": ("os.utime(at + 'data.txt', (1, 1))", "kept"),
+    "posix.utime": ("__import__('posix').utime(at + 'data.txt', (1, 1))", "FileChangeError"),
+    "os.setxattr": ("hasattr(os, 'setxattr') and os.setxattr(at + 'data.txt', 'user.x', b'x')", "kept"),
+    "os.mkdir": ("os.mkdir(at + 'made')\nassert os.path.isdir(at + 'made')", "kept"),
+    "os.mkdir of one": ("os.mkdir(at + 'inner')", "FileExistsError"),
+    'os.mkfifo': ("os.mkfifo(at + 'made')", 'kept'),
+    "os.mknod": ("hasattr(os, 'mknod') and os.mknod(at + 'made')", "kept"),
+    'os.symlink': ("os.symlink('data.txt', at + 'made')\nassert open(at + 'made').read() == 'data'", 'FileChangeError'),
+    'os.symlink, written': ("os.symlink('data.txt', at + 'made')\nopen(at + 'made', 'w')", 'FileChangeError'),
+    'os.symlink of a new one': ("os.mkdir(at + 'step-1')\nos.symlink('step-1', at + 'latest')\nopen(at + 'latest/x', 'w').write('x')\nassert open(at + 'step-1/x').read() == 'x' and os.readlink(at + 'latest').endswith('step-1')", 'FileChangeError'),
+    'os.link': ("os.link(at + 'data.txt', at + 'made')\nopen(at + 'made', 'a').write('x')\nassert open(at + 'made').read() == 'datax'", 'FileChangeError'),
+    'os.rename': ("open(at + 'made', 'w').write('x')\nos.rename(at + 'made', at + 'new')\nassert open(at + 'new').read() == 'x'\nos.rename(at + 'data.txt', at + 'x')", 'kept'),
+    "os.replace": ("open(at + 'made', 'w').write('x')\nos.replace(at + 'made', at + 'data.txt')\nassert open(at + 'data.txt').read() == 'x'", "kept"),
+    "os.remove": ("os.remove(at + 'data.txt')", "kept"),
+    "what a save would have written": ("torch.save({}, at + 'made')\nos.replace(at + 'made', at + 'data.txt')\nos.remove(at + 'made')", "kept"),
+    'os.remove below': ("os.remove('data.txt', dir_fd=os.open(at, os.O_RDONLY))", 'kept'),
+    "os.rmdir": ("os.rmdir(at + 'inner')", "kept"),
+    "shutil.rmtree": ("shutil.rmtree(at + 'inner')", "kept"),
+    "shutil.rmtree of a new one": ("os.makedirs(at + 'a/b')\nshutil.rmtree(at + 'a')\nassert not os.path.exists(at + 'a')", "kept"),
+    "shutil.copy": ("shutil.copy2(at + 'inner/one.txt', at + 'data.txt')\nassert open(at + 'data.txt').read() == 'one'", "kept"),
+    "shutil.copytree": ("shutil.copytree(at + 'inner', at + 'made')\nassert os.listdir(at + 'made') == ['one.txt']", "kept"),
+    'shutil.move': ("open(at + 'made', 'w').write('x')\nshutil.move(at + 'made', at + 'inner')\nassert open(at + 'inner/made').read() == 'x'", 'kept'),
+    "Path.touch": ("pathlib.Path(at + 'made').touch()\npathlib.Path(at + 'data.txt').touch()\nassert os.path.isfile(at + 'made')", "kept"),
+    "Path.write_text": ("pathlib.Path(at, 'data.txt').write_text('x')\nassert pathlib.Path(at, 'data.txt').read_text() == 'x'", "kept"),
+    "Path.unlink": ("pathlib.Path(at, 'data.txt').unlink()\npathlib.Path(at, 'made').unlink(missing_ok=True)", "kept"),
+    "NamedTemporaryFile": ("with tempfile.NamedTemporaryFile(dir=at) as f: assert os.path.exists(f.name)\nassert not os.path.exists(f.name)", "kept"),
+    "NamedTemporaryFile that stays": ("f = tempfile.NamedTemporaryFile('w', dir=at, delete=False)\nf.close()\nassert os.path.exists(f.name)", "kept"),
+    "TemporaryDirectory": ("with tempfile.TemporaryDirectory(dir=at) as name: open(name + '/x', 'w')\nassert not os.path.exists(name)", "kept"),
+    "mkstemp": ("descriptor, name = tempfile.mkstemp(dir=at)\nos.close(descriptor)\nassert os.path.exists(name)", "kept"),
+    "where temporary files are": ("with tempfile.NamedTemporaryFile(delete=False) as f: f.write(b'x')\nassert open(f.name).read() == 'x'", "kept"),
+    "memory map": ("import mmap\nwith open(at + 'data.txt', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m: m[0:1] = b'x'", "kept"),
+    "numpy": ("numpy.memmap(at + 'data.txt', 'u1', 'r+')[0] = 1\nnumpy.arange(3).tofile(at + 'made')\nassert os.path.getsize(at + 'made') == 24", "kept"),
+    'archives': ("import zipfile\nzipfile.ZipFile(at + 'a.zip', 'w').write(at + 'data.txt')", 'kept'),
+    "logs": ("import logging\nlogging.getLogger('x').addHandler(logging.FileHandler(at + 'log'))\nlogging.getLogger('x').error('x')\nassert 'x' in open(at + 'log').read()", "kept"),
+    "imports": ("import sys\nsys.path.insert(0, at)\nopen\nimport module_of_a_script", "kept"),
+    'sqlite3': ("import sqlite3\nwith sqlite3.connect(at + 'rows.db') as c: c.execute('delete from one')", 'FileChangeError'),
+    "sqlite3 in memory": ("import sqlite3\nsqlite3.connect(':memory:').execute('create table one (x)')", "kept"),
+    "sqlite3 of a new file": ("import sqlite3\nsqlite3.connect(tempfile.gettempdir() + '/new.db').execute('create table one (x)')", "kept"),
+    'a forked child': ("import signal\nif (child := os.fork()) == 0:\n    try: os.truncate(at + 'data.txt', 0), io.FileIO(at + 'data.txt', 'w')\n    finally: os._exit(0)\nos.waitpid(child, 0)", 'kept'),
+    'a child': ("subprocess.run(['sh', '-c', 'echo x > data.txt'], cwd=at, check=True)", 'FileChangeError'),
+    'a child that only sets': ("subprocess.run('chmod 700 data.txt; touch data.txt; touch -d @1 inner', cwd=at, shell=True)", 'FileChangeError'),
+    'a child that removes': ("subprocess.run('rm -rf .; mv data.txt made; ln -s a made', cwd=at, shell=True)", 'FileChangeError'),
+    'a child that only reads': ("assert subprocess.check_output(['cat', at + 'data.txt']) == b'data'", 'FileChangeError'),
+    'os.system': ("assert os.system('echo x > ' + at + 'data.txt')", 'FileChangeError'),
+    'os.posix_spawn': ("os.waitpid(os.posix_spawn('/bin/sh', ['sh', '-c', 'echo x > ' + at + 'data.txt'], {}), 0)", 'FileChangeError'),
+    'os.spawn': ("assert os.spawnv(os.P_WAIT, '/bin/sh', ['sh', '-c', 'echo x > ' + at + 'data.txt'])", 'kept'),
+    "multiprocessing": (
+        "one = multiprocessing.get_context('fork').Process(target=posix.truncate, args=(at + 'data.txt', 0))\n"
+        "one.start(), one.join()\nassert one.exitcode == 1\nmultiprocessing.Lock(), multiprocessing.Queue()", "kept"
+    ),
+    'a new interpreter': ("one = multiprocessing.get_context('spawn').Process(target=posix.truncate, args=(at + 'data.txt', 0))\none.start(), one.join()\nassert one.exitcode == 1", 'FileChangeError'),
+}  # fmt: skip
+EVERY_WAY = """
+import io, json, multiprocessing, os, pathlib, posix, shutil, subprocess, tempfile
+from os import truncate, replace
+import numpy
+import torch
+
+
+def main(ways):
+    torch.distributed.init_process_group("gloo")
+    wrong = {}
+    for number, (name, (source, end)) in enumerate(ways.items()):
+        try:
+            exec(source, {**globals(), "at": f"{number}/"})
+            if end != "kept":
+                wrong[name] = "kept"
+        except Exception as error:
+            if type(error).__name__ != end:
+                wrong[name] = repr(error)
+    assert not wrong, wrong
+
+
+if __name__ == "__main__":
+    main(json.load(open("ways.json")))
+"""
+
+
+def state_of(folder: Path) -> dict[str, object]:
+    """Return all that there is to see of files."""
+    found: dict[str, object] = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        about = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        names = os.listxattr(path) if hasattr(os, "listxattr") and not path.is_symlink() else []
+        found[str(path)] = (
+            about.st_mode,
+            about.st_uid,
+            about.st_nlink,
+            about.st_mtime_ns,
+            about.st_ino,
+            content,
+            names,
+        )
+    return found
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_rehearsal_leaves_the_folder_as_it_was(
+    is_real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(len(WAYS)):
+        (tmp_path / str(number) / "inner").mkdir(parents=True)
+        for name, text in (("data.txt", "data"), ("inner/one.txt", "one"), ("module_of_a_script.py", "")):
+            (tmp_path / str(number) / name).write_text(text)
+        (tmp_path / str(number) / "link").symlink_to("data.txt")
+        with closing(sqlite3.connect(tmp_path / str(number) / "rows.db")) as rows, rows:
+            rows.execute("create table one (x)")
+            rows.execute("insert into one values (1)")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(EVERY_WAY)
+    (tmp_path / "ways.json").write_text(json.dumps(WAYS))
+    before = state_of(tmp_path)
+    job = ScriptRun(tmp_path / "train.py", (), 1 if is_real else 2, timeout_s=60.0, is_real=is_real)
+    report = RehearsalReport(job, rehearse_script(job))
+    assert report.exit_code == 0, text_of(report)
+    assert state_of(tmp_path) == before
