@@ -224,7 +224,7 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 
 # The most lines of code, as `python -m tools.size` counts them. The core is what a reader must carry. A rise is a
 # commit of its own, whose body says what went for it.
-CEILINGS = {"core": 20_671, "package": 26_759}
+CEILINGS = {"core": 20_671, "package": 26_793}
 
 
 def test_the_package_keeps_its_budget() -> None:
