@@ -88,10 +88,7 @@ else:
     def __getattr__(name: str) -> object:
         """Return a name of a room outside of the core, which is imported at its first use."""
         if name == "as_torch_shards":
-            raise UsageError(
-                "as_torch_shards is gone: few parameters are cut where Shard(0) cuts",
-                fix="full_state_dict(model); or save model.state_dict() with torch.distributed.checkpoint",
-            )
+            raise UsageError("as_torch_shards is gone", fix="full_state_dict(model), or torch.distributed.checkpoint")
         if name not in __all__:
             if name in _GONE:
                 raise ImportError(f"composable.{name} is gone: {_GONE[name]}")

@@ -50,16 +50,8 @@ class _Managed:
         """Note that ``piece`` [local_shape] is now the tensor object of the memory that ``older`` had."""
         handle = self.handle()
         for param in () if handle is None else handle.params:
-            if param.local is older:
-                param.local = piece
             if param.shown is older:
-                param.shown = piece
-
-    def registered(self) -> None:
-        """Note that a module has got the parameter, as it does when a parametrization has set it to its own values."""
-        handle = self.handle()
-        if handle is not None:
-            handle.forgive_idle_writes()
+                param.local, param.shown = piece if param.local is older else param.local, piece
 
     def refuse_swap(self, param: torch.Tensor) -> None:
         """Raise ``UsageError`` where a user's ``swap_tensors`` gets ``param``, of any shape."""
@@ -145,6 +137,7 @@ class Handle:
         lent: How that context shows the parameters, if forward and backward cannot use them.
         secondary: The secondary shards; ``None``: none are planned.
         version: Version of the shards when the unsharded parameters were last gathered.
+        idle_writes: By how much that is less than the shards' own versions, for writes that have changed no value.
         settings: Settings of users.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
@@ -181,7 +174,7 @@ class Handle:
         self.view = ParamView.SHARDED
         self.held_with: object | None = None
         self.lent: Lent | None = None
-        self.version = self._idle_writes = self._version_at_gather = 0
+        self.version = self.idle_writes = self._version_at_gather = 0
         self.gathers: list[Pending] | None = None
         self.secondary: SecondaryShards | None = None
         if self.plan.secondary_ranks is not None:
@@ -322,7 +315,7 @@ class Handle:
             self.settle()
         self.gathers = gathers = []
         secondary = self.secondary if self.secondary is not None and self.secondary.are_source else None
-        version, is_kept = -self._idle_writes, False
+        version, is_kept = -self.idle_writes, False
         for flat in self.buffers:
             is_kept |= flat.is_allocated
             version += flat.shard._version  # Versions grow alike on all ranks.
@@ -342,7 +335,7 @@ class Handle:
 
     def discount_writes(self) -> None:
         """Note that writes since the last gather, on all ranks, did not change the values."""
-        self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
+        self.idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
 
     def forgive_idle_writes(self) -> None:
         """Take operations in place on the unsharded parameters as no writes, if no rank finds another value.
@@ -353,11 +346,10 @@ class Handle:
         if self.view is not ParamView.UNSHARDED or self.held_with is not None or self.has_parts:
             return
         for flat in self.buffers:
-            if flat.versioned and flat.versioned[0]._version != self.version:
-                # In backward, a checkpoint runs a forward again, whose writes were looked for.
-                is_written = not in_backward() and any(self.grid.everyone.largest([not flat.is_unwritten()]))
-                if not is_written:
-                    set_versions(flat.versioned, (self.version,))
+            is_risen = bool(flat.versioned) and flat.versioned[0]._version != self.version
+            # In backward, a checkpoint runs a forward again, whose writes were looked for.
+            if is_risen and (in_backward() or not any(self.grid.everyone.largest([not flat.is_unwritten()]))):
+                set_versions(flat.versioned, (self.version,))
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
@@ -375,7 +367,7 @@ class Handle:
         Returns whether the shards were written to since then, and nothing was done.
         """
         if self.gathers is not None:
-            written = -self._idle_writes - self._version_at_gather
+            written = -self.idle_writes - self._version_at_gather
             for flat in self.buffers:  # Inline: this runs for each gather.
                 written += flat.shard._version
             if written:
@@ -453,7 +445,7 @@ def written_after_gather(handle: Handle) -> UsageError:
 
 def is_outdated(handle: Handle) -> bool:
     """Say whether unsharded parameters have other values than the shards, as all ranks know by versions."""
-    return sum(flat.shard._version for flat in handle.buffers) - handle._idle_writes != handle.version
+    return sum(flat.shard._version for flat in handle.buffers) - handle.idle_writes != handle.version
 
 
 class GradientLedger:

@@ -453,6 +453,11 @@ class Forwards:
             elif own.modules_left:  # A group of modules that did not all run.
                 own.modules_left.clear()
                 self._end_call(own, is_differentiable=own.is_armed)
+            elif own.checksum[0] == (step.forward_id, handle.version) and handle.view is ParamView.UNSHARDED:
+                # What came behind the last call is compared too.
+                compares = handle.held_with is None and running_transform() is None
+                if compares and own.checksum[1] != checksum_of(handle):
+                    self._written = self._written or lost_write(handle)
         armed = self._completion.armed
         if has_failed and armed and armed[0].first_forward > self._started_at:
             # No forward that has ended waits for a backward.
@@ -583,8 +588,13 @@ class Forwards:
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
             compares = own.checksum[0] == (self._step.forward_id, handle.version) and running_transform() is None
             is_written = compares and own.checksum[1] != checksum_of(handle)
+            shards = -handle.idle_writes
             for flat in handle.buffers:  # Inline: a call would cost as much for each handle.
                 is_written |= bool(flat.versioned) and flat.versioned[0]._version != handle.version
+                shards += flat.shard._version
+            # An optimizer may step in a forward, after a backward there.
+            if shards != handle.version and self._step.backward_id == self._step.backwards_before:
+                self._written = written_after_gather(handle)
             if is_written:
                 self._written = lost_write(handle)  # Raised when the modules are in order again.
         # Without gradients, parameters stay only where the user asked for it: for a loop of forwards, say.

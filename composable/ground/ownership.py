@@ -299,8 +299,10 @@ def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> Non
 def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
     # Annotations themselves assign parameters in modules that watch assignments: these parameters are managed.
     if is_managed(param):
-        if (mark := mark_of(param)) is not None:
-            mark.registered()
+        # A parametrization sets the parameter that it gets to its own values first.
+        handle = None if (mark := mark_of(param)) is None else mark.handle()
+        if handle is not None:
+            handle.forgive_idle_writes()
         return
     if is_sharded(parent._parameters.get(name)) and is_running(module_load.__code__):
         param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/held.py
