@@ -299,7 +299,9 @@ def _heard(letters: Letters) -> Callable[..., Any]:
         if own is not None and combine:
             every = letters.all("all_reduce", dist.get_process_group_ranks(group or dist.group.WORLD), own)
             with with_values(), torch.no_grad():
-                tensor.copy_(getattr(torch.tensor(every, dtype=tensor.dtype), combine)(0))
+                values = torch.tensor(every, dtype=tensor.dtype)
+                # torch takes no mean of whole numbers, which NCCL averages.
+                tensor.copy_(values.sum(0) / len(every) if combine == "mean" else getattr(values, combine)(0))
         return work
 
     return all_reduce
