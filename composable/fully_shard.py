@@ -463,6 +463,7 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
             if module not in state.modules:
                 set_member(module, "fully_shard", state)
     follow_inputs()
+    state.count()
     state.enclose()
     for module in state.modules:
         state.hook_handles += register_load_check(module)

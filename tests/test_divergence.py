@@ -1,5 +1,6 @@
 """Ranks that go different ways, in real processes: every one of them is told, soon, who waits for what and where each is."""
 
+import copy
 import logging
 import random
 import re
@@ -346,6 +347,20 @@ def test_equal_modules_in_another_order_on_one_rank_are_an_error_on_every_rank(s
     else:
         with pytest.raises(DesyncError, match="the ranks gather or reduce modules in different orders"):
             loss.backward()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("kind", ["annotated", "copied"])
+@on_ranks(2)
+def test_equal_models_in_another_order_on_one_rank_are_an_error_on_every_rank(kind: str, step: int) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    models = [model, copy.deepcopy(model) if kind == "copied" else fully_shard(nn.Linear(4, 4))]
+    for _ in range(step):
+        sum(one(torch.ones(2, 4)).sum() for one in models).backward()
+    first = dist.get_rank()
+    said = "modules in different orders" if step else "Linear, number [12] of the models with this plan"
+    with pytest.raises(DesyncError, match=said):
+        (models[first](torch.ones(2, 4)) + models[1 - first](torch.ones(2, 4))).sum().backward()
 
 
 @on_ranks(2)

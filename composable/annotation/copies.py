@@ -106,6 +106,7 @@ def _copy_root(module: nn.Module, outermost: FullyShardState, memo: dict[Any, An
     for state in states:
         own = memo[id(state)] = copy.copy(state)
         own.root, own.listeners = None, Listeners()
+        own.count()
         own.settings = replace(state.settings, post_optim_event=None, streams=None)
     copy.deepcopy(roots, memo)
     for handle in handles:

@@ -73,6 +73,7 @@ class FullyShardState(AnnotationState):
         ignored_slots: (module, held weakly, and name) of the ignored parameters in other modules.
         skipped_modules: Modules that keep their dtype under the mixed precision policy.
         follows_parent: Handles follow the handle around them; ``None``: if they are on fewer ranks than the root.
+        number: From 1 on, which one it is of the annotations with this plan that this rank has made in its group.
         _handles: Handles of this annotation, left to right, depth first.
         settings: The settings of the root, used if this is the root's state.
         root: The root of the tree that this state is in; ``None`` until lazy init.
@@ -91,6 +92,7 @@ class FullyShardState(AnnotationState):
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: set[tuple[weakref.ref[nn.Module], str]] = set()
         self.follows_parent: bool | None = None
+        self.number = 0
         self._handles: list[Handle] = []
         self._module_to_handle: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
         self.settings = RootSettings()
@@ -101,6 +103,10 @@ class FullyShardState(AnnotationState):
     def _is_root(self) -> bool | None:
         """Whether this is the outermost annotation; ``None`` until lazy init."""
         return None if self.root is None else self.root.find_state() is self
+
+    def count(self) -> None:
+        """Take the number: ranks that run models of equal plans in different orders would mix their parameters."""
+        self.number = self.grid.shard.count(self.plan.digest())
 
     @property
     def is_joined(self) -> bool:
@@ -494,17 +500,19 @@ def _compare_plans(
     found: ComposableError | None = failure
     for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
         choices = HandleChoices([handle for state in own for handle in state._handles])
+        number = states[0].number if states[0] in own else 0
         try:
             if not own:
                 ranks.compare("", found, call=_COMPARISON)
                 continue
             ranks.compare(
-                "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
+                "".join([str(number), *(f"{one.plan.digest()} {one.follows_parent}" for one in own), choices.text()]),
                 found,
-                shown=functools.partial(_shown, own, choices),
+                shown=functools.partial(_shown, own, choices, number),
                 what="the ranks annotated different plans",
                 fix="build the same model and call fully_shard with the same arguments on every rank; annotate "
-                "modules that differ by rank, such as experts, on the ranks that share them",
+                "modules that differ by rank, such as experts, on the ranks that share them; annotate and run models "
+                "of equal plans in one order",
                 call=_COMPARISON,
             )
         except ComposableError as error:
@@ -514,8 +522,10 @@ def _compare_plans(
         raise found
 
 
-def _shown(states: Iterable[FullyShardState], choices: HandleChoices) -> str:
-    return "\n".join([*(state.plan.compared_text() for state in states), choices.shown()])
+def _shown(states: Sequence[FullyShardState], choices: HandleChoices, number: int) -> str:
+    names = " + ".join(states[0].plan.class_names)
+    last = f"{names}, number {number} of the models with this plan that the rank has annotated"
+    return "\n".join([*(state.plan.compared_text() for state in states), choices.shown(), last])
 
 
 def _find_failure(

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from ast import literal_eval
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import string_at
@@ -243,6 +244,12 @@ class Ranks:
     def check_member(self, name: str, rank: int) -> None:
         """Raise ``ConfigError`` unless ``rank`` is a number from 0 to ``size - 1``. Not collective."""
         check_int(name, rank, 0, self.size - 1, fix=f"pass a rank of the model, 0 to {self.size - 1}")
+
+    def count(self, text: str) -> int:
+        """Return the number of times, this one too, that this rank has counted ``text`` here. Not collective."""
+        counts = kept_with(self.process_group, "counts", Counter[str])
+        counts[text] += 1
+        return counts[text]
 
     # Values
 
