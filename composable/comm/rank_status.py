@@ -165,7 +165,8 @@ class Order:
     def is_taken(self) -> bool:
         """Say whether that step is under way in another thread, or waits there for its backward."""
         step = self.step and self.step()
-        if step is None or step.thread in (None, threading.get_ident()):
+        # A thread that has ended waits for nothing.
+        if step is None or step.thread == threading.get_ident() or step.thread not in sys._current_frames():
             return False
         return step.is_under_way or (bool(step.forwards) and bool(step.forwards[-1][2]))
 
