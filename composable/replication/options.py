@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from composable.errors import ConfigError
-from composable.ground.names import check_bool, check_device, check_number, described
+from composable.ground.names import check_bool, check_device, check_number, described, plain_fqn
 from composable.replication.managed import ReducedParam
 
 
@@ -123,7 +123,7 @@ def choose_delay(named: Any, trigger: object, params: Sequence[ReducedParam]) ->
                 fix="pass parameters of the module that require a gradient and are neither ignored nor sparse",
             )
         fqn = params[index_of[id(param)]].fqn
-        if name is not None and not f".{fqn}".endswith(f".{name}"):
+        if name is not None and not f".{fqn}".endswith(f".{plain_fqn(str(name))}"):
             what = f"delay_all_reduce_named_params has the name {what} for parameter {fqn!r}"
             raise ConfigError(what, fix="pass pairs as named_parameters() gives them")
     if not delayed:
