@@ -52,7 +52,7 @@ def test_the_tables_name_every_argument(api: str) -> None:
 # Where and what else: the names of arguments that tests of their own hold.
 ELSEWHERE = {
     *("dp_mesh_dims", "process_group"),  # test_hybrid.py, test_replicate.py
-    *("device_ids", "device_id"),  # test_replicate_options.py
+    *("device_ids", "device_id", "device_mesh"),  # test_replicate_options.py
     *("fixed_buckets",),  # test_group_life.py
     *("ignored_modules", "ignored_params"),  # test_fully_shard.py, test_replicate.py
     *("follows_parent",),  # test_experts.py
