@@ -303,6 +303,10 @@ def call_during_the_step_of_another_thread(call: str) -> list[list[str]]:
     loss.backward()
     # One after the other is right, in any thread.
     assert in_threads(lambda: models[1](torch.ones(2, 8)).sum().backward()) == []
+    # A thread that has ended waits for nothing, though an output of it is there.
+    outputs: list[torch.Tensor] = []
+    assert in_threads(lambda: outputs.append(models[1](torch.ones(2, 8)))) == []
+    models[0](torch.ones(2, 8)).sum().backward()
     return told
 
 
