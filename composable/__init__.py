@@ -87,8 +87,6 @@ else:
 
     def __getattr__(name: str) -> object:
         """Return a name of a room outside of the core, which is imported at its first use."""
-        if name == "as_torch_shards":
-            raise UsageError("as_torch_shards is gone", fix="full_state_dict(model), or torch.distributed.checkpoint")
         if name not in __all__:
             if name in _GONE:
                 raise ImportError(f"composable.{name} is gone: {_GONE[name]}")
@@ -124,7 +122,10 @@ __all__ = [
 ]  # fmt: skip
 
 # Names that are no more, and what to write instead. Of an ``AttributeError`` an import statement shows no text.
-_GONE = {"bucketing_backend": "set torch._inductor.config.bucket_all_reduces_fx = 'all'"}
+_GONE = {
+    "as_torch_shards": "write full_state_dict(model), or save model.state_dict() by torch.distributed.checkpoint",
+    "bucketing_backend": "set torch._inductor.config.bucket_all_reduces_fx = 'all'",
+}
 
 __version__ = "0.2.0"
 

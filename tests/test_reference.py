@@ -7,6 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 import composable
 import composable.rehearsal
 import composable.testing
@@ -24,6 +26,12 @@ def test_every_public_name_stands_in_one_group() -> None:
     for module in (composable, composable.testing, composable.rehearsal):
         shown = [name for group in GROUPS if group.module == module.__name__ for name in group.names]
         assert sorted(shown) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("name", ["as_torch_shards", "bucketing_backend"])
+def test_a_name_that_is_gone_says_what_to_write(name: str) -> None:
+    with pytest.raises(ImportError, match=f"composable.{name} is gone: (write|set) "):
+        getattr(composable, name)
 
 
 def arguments_of(value: object) -> list[str]:

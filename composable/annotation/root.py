@@ -523,8 +523,7 @@ def _compare_plans(
 
 
 def _shown(states: Sequence[FullyShardState], choices: HandleChoices, number: int) -> str:
-    names = " + ".join(states[0].plan.class_names)
-    last = f"{names}, number {number} of the models with this plan that the rank has annotated"
+    last = f"{' + '.join(states[0].plan.class_names)}, number {number} of the models with this plan annotated here"
     return "\n".join([*(state.plan.compared_text() for state in states), choices.shown(), last])
 
 
