@@ -13,8 +13,8 @@ __all__ = ["GROUPS", "PARTS", "Group", "Topic", "pages"]
 # Which pages of docs/ stand in which part of the site, in the order of the navigation.
 PARTS: dict[str, tuple[str, ...]] = {
     "Train": (
-        *("train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision", "optimizers"),
-        *("meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting"),
+        *("choose", "train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision"),
+        *("optimizers", "meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting"),
         *("rehearse", "testing"),
     ),
     "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability", "scope"),
