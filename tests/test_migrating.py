@@ -387,7 +387,7 @@ INTERNALS = """
 
 
 def test_the_design_says_where_upstreams_internals_went() -> None:
-    rows = rows_of("design.md", "Names that differ from upstream")
+    rows = rows_of("inside/design.md", "Names that differ from upstream")
     assert set(INTERNALS) - set().union(*(row.names for row in rows)) == set()
     names = inner_names()
     assert [one for row in rows for code in row.promises for one in missing_in(code, names)] == []

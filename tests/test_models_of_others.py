@@ -1,6 +1,6 @@
 """Models of timm and transformers train under both annotations as in one process.
 
-All of them: ``examples/clients/model_sweep.py``, whose table is in docs/works_with.md.
+All of them: ``examples/clients/model_sweep.py``, whose table is in examples/clients/models.md.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Every optimizer class that known packages export, on a sharded model: what comes out, and why.
 
-    python -m tools.optimizer_sweep                # judges every class and writes docs/works_with.md
+    python -m tools.optimizer_sweep                # judges every class and writes examples/clients/optimizers.md
     python -m tools.optimizer_sweep optimi heavyball.SOAP    # judges some, and prints what came out
 
 Classes are found by what a package exports. Two steps on two ranks are held against one process on the whole batch,
@@ -57,7 +57,7 @@ WITH_A_LINE = "equal with a line"
 NOT_AS_ONE = "as FSDP2, not as one process"
 APART = "if each parameter has its own handle, and ranks divide its rows"
 RUNS = (EQUAL, GATHERS, LIKE_FSDP2, WITH_A_LINE)
-PAGE = Path(__file__).parents[1] / "docs" / "works_with.md"
+PAGE = Path(__file__).parents[1] / "examples" / "clients" / "optimizers.md"
 BEGIN, END = "<!-- begin: written by `python -m tools.optimizer_sweep` -->", "<!-- end: optimizers -->"
 # What texts of errors say, in words.
 WORDS = {

@@ -1,6 +1,6 @@
 """What works on ragged tensors: one row an operation, proved against plain tensors in one process.
 
-    python -m tools.ragged_matrix      # proves every row and writes the table into docs/ragged.md
+    python -m tools.ragged_matrix      # proves every row and writes the table into docs/site/operations.md
 
 A row is a function that runs on every rank and raises where the ranks' result is not that of one
 process. Gathers that nobody asked for are counted around it.
@@ -38,7 +38,7 @@ from tests.world import run_ranks
 
 __all__ = ["CHEAP", "PAGE", "ROWS", "Outcome", "Row", "prove", "prove_everywhere", "with_table"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "ragged.md"
+PAGE = Path(__file__).parent.parent / "docs" / "site" / "operations.md"
 WORLD_SIZES = [2, 3, 4]
 BEGIN, END = "<!-- begin: written by `python -m tools.ragged_matrix` -->", "<!-- end -->"
 
@@ -608,7 +608,7 @@ ROWS: list[Row] = [
         "loop",
         keep=is_dense,
         tolerance=1e-6,
-        note="one gather a step for each gradient of two or more dims, none [accelerated](optimizers.md#whole-matrices)",
+        note="one gather a step for each gradient of two or more dims, none [accelerated](../optimizers.md#whole-matrices)",
     ),
     optimizer_row(
         optim.Adafactor,
@@ -625,7 +625,7 @@ ROWS: list[Row] = [
         "",
         keep=is_matrix,
         tolerance=1e-5,
-        note="one to three gathers a step for each matrix, none [accelerated](optimizers.md#whole-matrices)",
+        note="one to three gathers a step for each matrix, none [accelerated](../optimizers.md#whole-matrices)",
     ),
     Row("`LBFGS` (also strong_wolfe)", fit_with_lbfgs, "every evaluation gathers all gradients"),
     Row("`SparseAdam`", refuse_sparse, "gradients are dense; a sparse `.grad` is refused"),
@@ -677,7 +677,7 @@ ROWS: list[Row] = [
     Row(
         "`orthogonal_`",
         fill_orthogonally,
-        "not with more columns than rows: see below",
+        "not with more columns than rows",
     ),
     Row("`sparse_`", fill(0, lambda t: INIT.sparse_(t, 0.4)), "one gather a column"),
 ]

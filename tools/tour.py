@@ -1,4 +1,4 @@
-"""The tour of files in docs/design.md, in layer order: `python -m tools.tour` writes it from the files' docstrings."""
+"""The tour of files in docs/inside/design.md, in layer order: `python -m tools.tour` writes it from the files' docstrings."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.test_architecture import EDGES, FILES, FOLDERS, OPEN_FOLDERS, TREES, find_imports, own_files, room_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "inside" / "design.md"
 START, STOP = "\n## A tour, in layer order\n", "\n## "
 INTRODUCTION = """
 Public names stand at the top of `composable/`, their inside in folders. Other code imports from a folder's `__init__`,

@@ -26,8 +26,8 @@ def hosts_of(ranks: Ranks) -> tuple[int, ...]:
     Collective over ``ranks`` on the first call for their group. Two processes share a host if three things are equal,
     which need no launcher: the name of the host, the boot of its kernel, and the network namespace. Containers on one
     machine with networks of their own count as hosts of their own: messages between them take the network
-    (docs/notes.md). The environment variable ``COMPOSABLE_HOST`` replaces these three by a name, for example one name
-    for all hosts that share fast links.
+    (docs/inside/notes.md). The environment variable ``COMPOSABLE_HOST`` replaces these three by a name, for example one
+    name for all hosts that share fast links.
     """
     group = ranks.group
     if group is None or ranks.size == 1:

@@ -2,7 +2,7 @@
 
 ``passes.py`` and ``scheduler.py`` decide when reductions begin and end. Autograd's order says when a handle may be
 reduced early. Only all ranks together can find gradients that came later, and parameters that got no gradient on any
-rank. So each rank sends a small message to all, in host memory, without waiting for kernels. See docs/notes.md.
+rank. So each rank sends a small message to all, in host memory, without waiting for kernels. See docs/inside/notes.md.
 
 Users may change how gradients are reduced at any time, and the choices have to be equal on all ranks. So the message
 has a digest of them; where digests differ, the ranks send each other the choices as text. Ranks with other blocks of

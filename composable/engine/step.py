@@ -9,7 +9,7 @@ the gradient of a module's output arrives, every node created after that output 
 every handle whose first forward call came later is complete and may be reduced, with no
 hook on any parameter. The end of backward completes all other handles. Autograd's order says when
 to reduce *early*. Where it is wrong, the ranks find out when backward ends, and reduce once more.
-See docs/notes.md.
+See docs/inside/notes.md.
 
 A module on fewer ranks, such as an expert, need not run on each of its ranks in every step. So its handle *follows*
 the handle of the module around it, its *leader*: its own calls start no collective. See docs/experts.md.

@@ -5,7 +5,7 @@
 All-gathers run on the unshard stream and reduce-scatters on the reduce stream; each stream allocates
 the memory it writes, so a block's owner stream is always the writer. Memory freed by the host while
 kernels still read it is safe because its next writer first waits for an event recorded after
-those kernels. ``record_stream`` is not used. The rules, and how they are checked: docs/notes.md.
+those kernels. ``record_stream`` is not used. The rules, and how they are checked: docs/inside/notes.md.
 
 On the CPU there are no streams: what a device orders by events, the host orders by waiting.
 """

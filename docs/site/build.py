@@ -16,8 +16,15 @@ from sphinx.cmd.build import main as run_sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages outside of docs/.
-OTHERS = ("README.md", "CHANGELOG.md", "HISTORY.md", "CONTRIBUTING.md")
-OTHERS += ("examples/README.md", "examples/clients/README.md", "benchmarks/results/README.md")
+OTHERS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/inside/design.md", "docs/inside/notes.md")
+OTHERS += (
+    "examples/README.md",
+    "examples/clients/README.md",
+    "examples/clients/models.md",
+    "examples/clients/optimizers.md",
+    "benchmarks/results/README.md",
+)
+OPERATIONS = Path("docs/site/operations.md")  # in the reference
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml", ".txt": "text", ".sh": "sh", ".yaml": "yaml"}
 
@@ -32,7 +39,7 @@ def write_sources(folder: Path) -> None:
     placed = [name for names in PARTS.values() for name in names]
     if wrong := sorted(found.symmetric_difference(placed)):
         sys.exit(f"pages of docs/ and PARTS in docs/site/reference.py differ: {', '.join(wrong)}")
-    texts = {Path(name): (ROOT / name).read_text() for name in OTHERS}
+    texts = {Path(name): (ROOT / name).read_text() for name in (*OTHERS, OPERATIONS)}
     texts |= {Path("docs", f"{name}.md"): (ROOT / "docs" / f"{name}.md").read_text() for name in (*placed, "README")}
     for path in list(texts):
         texts[path] = LINK.sub(lambda match, path=path: _linked(match[1], path, texts), texts[path])
@@ -60,8 +67,6 @@ def _linked(target: str, page: Path, texts: dict[Path, str]) -> str:
         return target
     name = path.relative_to(ROOT)
     if name in texts and name.suffix == ".md":
-        return target
-    if name.parent == Path("docs") and name.suffix == ".md":
         return target
     shown = Path(f"{name}.md")
     fence = "`````"

@@ -18,7 +18,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("rehearse", "testing"),
     ),
     "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability", "scope"),
-    "Inside": ("life_of_a_step", "ragged", "design", "security", "notes"),
+    "Inside": ("life_of_a_step", "ragged", "security"),
 }
 
 
@@ -438,10 +438,13 @@ All names that you may import, by task. Each has a page with its arguments, its 
 
 {groups}
 
+What sharded parameters do with [operations of torch](../docs/site/operations.md).
+
 ```{{toctree}}
 :hidden:
 
 {entries}
+/docs/site/operations
 ```
 """
 _GROUP = """\

@@ -9,7 +9,7 @@ SGD; losses, the gradients of the last step and the parameters must be those of 
 Models are in eval mode: no dropout, and batch norm takes the statistics it has, not those of a batch, since those of
 half a batch are others than those of all of it.
 
-``--only timm`` or ``--only transformers`` runs one library; ``--write`` puts the table into docs/works_with.md.
+``--only timm`` or ``--only transformers`` runs one library; ``--write`` puts the table into models.md.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from composable.testing import simulate
 
 __all__ = ["CASES", "Case", "Verdict", "block_classes", "judge"]
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "works_with.md"
+PAGE = Path(__file__).parent / "models.md"
 RANKS, SAMPLES, STEPS, LR = 2, 2, 2, 0.01
 Batch = dict[str, Any]
 
@@ -620,7 +620,7 @@ def table(library: str, names: Iterable[str]) -> str:
     version = importlib.metadata.version(library)
     return "\n".join(
         [
-            f"### {library} {version}",
+            f"## {library} {version}",
             "",
             f"{sum(map(len, alike.values()))} models. {counts}.",
             "",

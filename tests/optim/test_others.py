@@ -1,4 +1,4 @@
-"""Optimizers of torch and of other packages do on sharded models what ``docs/works_with.md`` says of each class."""
+"""Optimizers of torch and of other packages do on sharded models what ``examples/clients/optimizers.md`` says of each class."""
 
 import pytest
 

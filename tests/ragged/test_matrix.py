@@ -1,4 +1,4 @@
-"""Every row of the table in ``docs/ragged.md`` is proved, and the table says what came out."""
+"""Every row of the table in ``docs/site/operations.md`` is proved, and the table says what came out."""
 
 import functools
 import shutil
@@ -46,6 +46,14 @@ def test_the_table_in_the_docs_is_what_came_out() -> None:
     assert with_table(page, found) == page
 
 
+def test_the_rows_for_users_are_those_of_the_table() -> None:
+    user_page = (PAGE.parents[1] / "ragged.md").read_text()
+    section = user_page.partition("\n## What works\n")[2].partition("\n## ")[0]
+    shown = [line.replace("](", "](../") for line in section.splitlines() if line.startswith("| ")]
+    assert shown
+    assert [line for line in shown if line not in PAGE.read_text().splitlines()] == []
+
+
 def step_in_one_kernel(cut: str) -> None:
     # Without vectors and precompiled headers the compiler's first kernel costs a third.
     options = {"compile_threads": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
@@ -84,6 +92,6 @@ def test_rules_stand_in_where_torch_skips_subclasses() -> None:
         capture_output=True,
         text=True,
         check=False,
-        cwd=PAGE.parent.parent,
+        cwd=PAGE.parents[2],
     )
     assert done.stdout.strip() == "passed", done.stderr

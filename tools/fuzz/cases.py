@@ -105,7 +105,7 @@ ALIKE = {
     "copies: require_backward_grad_sync",
 }
 
-# Documented limits, in docs/notes.md: backward gets to parameters before it gets to an output of their module.
+# Documented limits, in docs/inside/notes.md: backward gets to parameters before it gets to an output of their module.
 BEYOND = [("cut off", "side"), ("cut off", "hidden")]
 
 
