@@ -4,6 +4,9 @@ Ranks wait for each other, for timeouts and for processes that start, so there i
 takes the next file that no other has taken; files that wait most come first, or one of them would run alone at the
 end. The first process shows what it does as it goes; the reports of the others follow at the end. A process that is
 stuck is ended by pytest's own limit for a test, with the stacks of its threads.
+
+``--costs`` shows, per process, which files cost most: seconds, and seconds of CPU of the tests and of all processes
+that they started and waited for. What is collected and imported is a file of its own, named ``(start)``.
 """
 
 import os
@@ -11,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +30,7 @@ _WORST_LAST = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.Ex
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share-files", type=Path, metavar="FOLDER", help="run files that no other process has taken")
+    parser.addoption("--costs", type=int, default=0, metavar="N", help="show the N files that took most CPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,6 +54,8 @@ class SharedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._is_mine: dict[Path, bool] = {}
+        self._costs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        self._told = 0.0, 0.0
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run what no other process does, as pytest runs all: each test is told which one follows."""
@@ -55,15 +63,31 @@ class SharedFiles:
             return None
         mine = (item for item in session.items if self._is_run_here(item.path))
         item = next(mine, None)
+        self._note("(start)")
         while item is not None:
             following = next(mine, None)
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            self._note(str(item.path.relative_to(session.config.rootpath)))
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
             item = following
         return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if shown := config.getoption("--costs"):
+            terminalreporter.section("wall and CPU, seconds")
+            for name, (wall, cpu) in sorted(self._costs.items(), key=lambda cost: -cost[1][1])[:shown]:
+                terminalreporter.write_line(f"{wall:8.1f} {cpu:8.1f}  {name}")
+
+    def _note(self, name: str) -> None:
+        """Add to a file what was used since the last note; before the first, since this process began."""
+        used = os.times()
+        now = time.monotonic(), used.user + used.system + used.children_user + used.children_system
+        wall, cpu = self._costs[name]
+        self._costs[name] = wall + now[0] - (self._told[0] or now[0]), cpu + now[1] - self._told[1]
+        self._told = now
 
     def _is_run_here(self, path: Path) -> bool:
         """Say so; the file of a test is taken when its first test is due."""

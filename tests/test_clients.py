@@ -4,6 +4,7 @@ The other clients run by ``examples/clients/compare.py``, where their packages a
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -196,14 +197,18 @@ def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit() -> None:
     assert total == whole
 
 
-def launched(program: str, ranks: int, *words: str, file: str = "losses.json") -> list[float]:
-    """Run a program with a folder and more words on some ranks, and return the losses that it writes there."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", program, *words]
+def launched(program: str, *runs: tuple[int, list[str]]) -> None:
+    """Run a program on some ranks with words, once for each of ``runs``; it imports its libraries once for all."""
+    words = ["-m", "tests.forks", program, json.dumps(runs)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=CLIENTS.parent.parent, env=environ, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=CLIENTS.parent.parent, env=environ, capture_output=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return [float(loss) for loss in json.loads(Path(words[0], file).read_text())]
+
+
+def losses_in(file: Path) -> list[float]:
+    return [float(loss) for loss in json.loads(file.read_text())]
 
 
 def saved_model(folder: Path) -> dict[str, torch.Tensor]:
@@ -225,38 +230,34 @@ def test_the_trainer_of_the_page_trains_saves_and_resumes_on_more_ranks_as_a_pla
         from transformers import Trainer  # noqa: F401
     except ImportError as error:
         pytest.skip(f"transformers does not run here: {error}")
-    program = "tests.trainer_program"
-    plain = str(tmp_path / "plain")
-    expected, weights = launched(program, 1, plain, "plain", file="final.json"), saved_model(tmp_path / "plain/final")
+    annotations = ("fully_shard", "replicate")
+    runs = [(1, [str(tmp_path / "plain"), "plain"])]
+    for words in ([str(tmp_path / annotation), annotation] for annotation in annotations):
+        runs += [(2, words), (4, [*words, "resume"])]
+    launched("tests.trainer_program", *runs)
+    expected, weights = losses_in(tmp_path / "plain/final.json"), saved_model(tmp_path / "plain/final")
     assert len(expected) == 4
-    for annotation in ("fully_shard", "replicate"):
-        folder = str(tmp_path / annotation)
-        found = launched(program, 2, folder, annotation, file="final.json")
-        resumed = launched(program, 4, folder, annotation, "resume", file="resumed.json")
-        # The file has the losses before the checkpoint too.
-        assert [found, resumed] == [pytest.approx(expected, abs=1e-4)] * 2
-        for name in ("final", "resumed"):
-            torch.testing.assert_close(saved_model(Path(folder, name)), weights, rtol=1e-4, atol=1e-5)
+    for annotation, name in itertools.product(annotations, ("final", "resumed")):
+        # The second file has the losses before the checkpoint too.
+        assert losses_in(tmp_path / annotation / f"{name}.json") == pytest.approx(expected, abs=1e-4)
+        torch.testing.assert_close(saved_model(tmp_path / annotation / name), weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def losses_of_lightning(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def test_with_lightnings_checkpoints_three_ranks_go_on_where_two_stopped(tmp_path: Path) -> None:
     if importlib.util.find_spec("lightning") is None:
         pytest.skip("needs lightning, of the extra `clients`")
-    return launched("tests.lightning_program", 1, str(tmp_path_factory.mktemp("plain")), "plain")
-
-
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_with_lightnings_checkpoints_three_ranks_go_on_where_two_stopped(
-    annotation: str, losses_of_lightning: list[float], tmp_path: Path
-) -> None:
-    program, expected = "tests.lightning_program", losses_of_lightning
+    runs = [(1, [str(tmp_path / "plain"), "plain"])]
+    for annotation in ("fully_shard", "replicate"):
+        checkpoint = str(tmp_path / annotation / "epoch=1.ckpt")
+        runs.append((2, [str(tmp_path / annotation), annotation]))
+        runs.append((3, [str(tmp_path / f"{annotation} resumed"), annotation, checkpoint]))
+    runs.append((1, [str(tmp_path / "plain resumed"), "plain", checkpoint]))
+    launched("tests.lightning_program", *runs)
+    expected = losses_in(tmp_path / "plain/losses.json")
     assert len(expected) == 8
-    assert launched(program, 2, str(tmp_path / "two"), annotation) == pytest.approx(expected, abs=1e-6)
-    checkpoint = str(tmp_path / "two" / "epoch=1.ckpt")
-    for ranks, kind in ((3, annotation), *([(1, "plain")] if annotation == "replicate" else [])):
-        resumed = launched(program, ranks, str(tmp_path / f"on{ranks}"), kind, checkpoint)
-        assert resumed == pytest.approx(expected[4:], abs=1e-6)
+    for _, (folder, *words) in runs:
+        resumed = expected[4:] if words[1:] else expected
+        assert losses_in(Path(folder, "losses.json")) == pytest.approx(resumed, abs=1e-6)
 
 
 @pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
@@ -272,7 +273,8 @@ def test_what_accelerate_saves_on_two_ranks_three_load(annotation: str, tmp_path
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    two, three = str(tmp_path / "two"), str(tmp_path / "three")
-    found = launched("tests.accelerate_program", 2, two, annotation)
-    found += launched("tests.accelerate_program", 3, three, annotation, f"{two}/saved")
+    two, three = tmp_path / "two", tmp_path / "three"
+    runs = (2, [str(two), annotation]), (3, [str(three), annotation, f"{two}/saved"])
+    launched("tests.accelerate_program", *runs)
+    found = losses_in(two / "losses.json") + losses_in(three / "losses.json")
     assert found == pytest.approx(expected + expected[SAVED_AFTER:], abs=1e-6)

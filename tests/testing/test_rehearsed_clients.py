@@ -3,18 +3,12 @@
 The scripts are those of ``clients``; the table of docs/rehearse.md says what each of them uses.
 """
 
-import faulthandler
 import importlib
 import importlib.util
 import os
-import pickle
 import re
 import runpy
-import socket
 import sys
-import traceback
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +20,7 @@ from torch import nn
 from composable.commands.rehearse import RehearsalReport
 from composable.rehearsal import ScriptRun, rehearse_script
 from composable.rehearsal.surroundings import use_collectives_only
+from tests.forks import on_forks
 from tools.fuzz.rehearsed import RealRank, by_group
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,42 +63,6 @@ def report_of(name: str, ranks: int, device: str, rehearsed: tuple[int, ...] = (
     return RehearsalReport(job, rehearse_script(job))
 
 
-def on_real_ranks(run: Callable[[], Any], ranks: int, folder: Path) -> list[Any]:
-    """Return what ``run()`` gives on ranks that are forks of this process, with torchrun's variables."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        told = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "MASTER_ADDR": "localhost"}
-        told["MASTER_PORT"] = one.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        (folder / f"found-{rank}").unlink(missing_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            processes.append(os.fork())
-        if processes[-1]:
-            continue
-        try:
-            output = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            faulthandler.dump_traceback_later(300, exit=True)
-            warnings.simplefilter("default")
-            torch.set_num_threads(1)
-            os.environ.update({key: str(one) for key, one in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()})
-            (folder / f"found-{rank}").write_bytes(pickle.dumps(run()))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-    for process in processes:
-        os.waitpid(process, 0)
-    for rank in range(ranks):
-        assert (folder / f"found-{rank}").exists(), (folder / f"said-{rank}").read_text()[-4000:]
-    return [pickle.loads((folder / f"found-{rank}").read_bytes()) for rank in range(ranks)]
-
-
 def run_client(name: str) -> Any:
     """Run the script, and return its collectives by group, and its peak.
 
@@ -124,7 +83,7 @@ def compare_with_real_ranks(name: str, ranks: int, folder: Path) -> None:
     assert report.exit_code == 0, "\n".join(report.lines())
     peaks = [sys.maxsize] * ranks
     while True:
-        real, before = on_real_ranks(lambda: run_client(name), ranks, folder), list(peaks)
+        real, before = on_forks(lambda: run_client(name), ranks, folder), list(peaks)
         for one, (lines, peak) in zip(report.runs, real, strict=True):
             assert by_group(one.lines) == lines and lines, f"rank {one.rank}"
             peaks[one.rank] = min(peaks[one.rank], peak)
