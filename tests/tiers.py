@@ -2,7 +2,7 @@
 
 ``--tier first`` runs it, ``--tier rest`` all others, so that both are all tests (``make test-all``), whatever is added.
 The first tier has the tests that the rows of ``tests/behaviours.md`` name, and the files of ``FILES``; of a test with
-many cases some, from the first to the last, and one of the tests in ``LONG``. Where a command line names files or words, those run.
+many cases two, the first and one of the middle, and one of the tests in ``LONG``. Where a command line names files or words, those run.
 """
 
 import functools
@@ -17,21 +17,19 @@ __all__ = ["CASES", "FILES", "LONG", "SLOW", "first_tier"]
 
 FIRST, REST = "first", "rest"
 HEADER = """\
-make test: some tests of each behaviour; 4 minutes on two cores, longer on busy ones
-           all tests, 30 minutes: make test-all; more random models: python -m tools.fuzz.run --seeds 0-1000"""
+make test: some tests of each behaviour; 2 minutes on two cores, longer on busy ones
+           all tests, 15 minutes: make test-all; more random models: python -m tools.fuzz.run --seeds 0-1000"""
 
 # How many cases of one test.
-CASES = 5
-# What all of its cases hold: pages, the house, and the tiers themselves.
+CASES = 2
+# No row names their tests: pages, the house, and the tiers themselves.
 FILES = (
-    *("test_architecture.py", "test_behaviours.py", "test_docs.py", "test_docs_testing.py", "test_readme.py"),
-    *("test_makefile.py", "test_tiers.py"),
-)
-# So do the cases of these tests, each of other options.
-PAIRS = proved(
-    "test_option_pairs.py",
-    "test_fully_shard_trains_with_options_together_as_one_process",
-    "test_replicate_trains_with_options_together_as_one_process",
+    "test_architecture.py",
+    "test_behaviours.py",
+    "test_docs.py",
+    "test_readme.py",
+    "test_makefile.py",
+    "test_tiers.py",
 )
 # Of these one case will do: each takes many seconds.
 LONG = frozenset(
@@ -40,11 +38,12 @@ LONG = frozenset(
         *proved("fuzz/test_soak.py", "test_nothing_grows"),
         *proved("runtime/test_hidden_losses.py", "test_a_hidden_loss_has_the_gradients_of_one_process_or_an_error"),
         *proved("runtime/test_reading_threads.py", "test_threads_that_read_a_model_in_training_see_its_shards"),
+        *proved("collectives/test_uncaught.py", "test_an_exception_that_ends_a_rank_is_told_at_once"),
         *proved(
-            "collectives/test_uncaught.py",
-            "test_an_exception_that_ends_a_rank_is_told_at_once",
-            "test_the_ranks_that_wait_for_one_that_leaves_are_told_at_once",
+            "replication/test_gradient_hooks.py", "test_what_hooks_write_to_a_gradient_is_done_before_it_is_averaged"
         ),
+        *proved("test_signals.py", "test_all_ranks_end_with_the_code_and_say_why"),
+        *proved("test_traversal.py", "test_either_module_may_be_imported_first"),
         *proved(
             "fuzz/test_random_trees.py",
             "test_random_trees_train_as_one_process_does",
@@ -53,10 +52,12 @@ LONG = frozenset(
         ),
     )
 )
-# Left to the others though a row names it: what compiles for a minute, or waits that long. The rows name others too.
+# Left to the others though a row names it: what compiles, waits, or starts many processes. The rows name others too.
 SLOW = frozenset(
     (
         *proved("test_compiled_autograd.py", "test_inductor_joins_all_reduces_where_it_is_asked_to"),
+        *proved("collectives/test_uncaught.py", "test_the_ranks_that_wait_for_one_that_leaves_are_told_at_once"),
+        *proved("test_docs.py", "test_the_page_on_importing_names_everything_that_it_changes_in_torch"),
         *proved(
             "test_two_hosts.py",
             "test_two_hosts_train_as_one_until_the_wire_is_cut_and_one_host_goes_on",
@@ -103,9 +104,7 @@ def first_tier(names: Iterable[str]) -> frozenset[str]:
         cases.setdefault(name.partition("[")[0], []).append(name)
     chosen: set[str] = set()
     for function, those in cases.items():
-        if function.partition("::")[0] in FILES or function in PAIRS:
-            chosen.update(those)
-        elif function in _functions():
+        if function in _functions() or (function.partition("::")[0] in FILES and function not in SLOW):
             count = 1 if function in LONG else CASES
             chosen.update(those[number * len(those) // count] for number in range(count))
     return frozenset(chosen)
@@ -113,7 +112,7 @@ def first_tier(names: Iterable[str]) -> frozenset[str]:
 
 @functools.cache
 def _functions() -> frozenset[str]:
-    return frozenset([*PAIRS, *(test for row in ROWS for test in row.tests)]) - SLOW
+    return frozenset(test for row in ROWS for test in row.tests) - SLOW
 
 
 @functools.cache
