@@ -112,7 +112,7 @@ COLLECTIVES: dict[str, Callable[[Transport, torch.Tensor, torch.Tensor], Any]] =
 @pytest.mark.parametrize("name", ["process_group", "shared_memory"])
 @on_ranks(2, run=run_ranks)
 def test_a_collective_cut_short_at_any_instruction_is_settled(name: str) -> None:
-    """Cut each collective short at each instruction, settle, and run it again."""
+    """Cut each collective short at each third instruction, settle, and run it again."""
     default = dist.group.WORLD
     assert default is not None
     transport = transport_class(name)(default)
@@ -126,7 +126,7 @@ def test_a_collective_cut_short_at_any_instruction_is_settled(name: str) -> None
         own = at_instructions(lambda: begin(transport, *ready()).finish())  # noqa: B023
         every: list[Any] = [None] * world_size
         dist.all_gather_object(every, own)
-        for point in sorted(set(own).intersection(*every)):
+        for point in sorted(set(own).intersection(*every))[cuts % 3 :: 3]:
             # Memory of its own, given back at once: who writes to it later writes to that of others.
             at_instructions(lambda: begin(transport, *ready()).finish(), point)  # noqa: B023
             transport.settle()

@@ -511,10 +511,10 @@ def test_hidden_gathers_are_told_by_their_place(tmp_path: Path) -> None:
     assert "hidden gather 1 time at train.py:23: torch.sort(model[0].weight.data)" in text_of(report), text_of(report)
 
 
-@pytest.mark.parametrize("stage", ["WITH_REPLICATE", "WITH_FULLY_SHARD", "WITH_CHECKPOINTS", "ON_A_CLUSTER"])
+@pytest.mark.parametrize("stage", ["WITH_REPLICATE", "ON_A_CLUSTER"])  # the last has all that is between
 def test_no_alarm_is_raised_on_the_first_hour(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN", "run")
-    report = rehearse(tmp_path, getattr(test_first_hour, stage), rehearsed=(0, 1, 3))
+    report = rehearse(tmp_path, getattr(test_first_hour, stage), rehearsed=(0, 3))
     assert report.exit_code == 0 and report.values()["steps"] == 20, text_of(report)
     assert report.values()["hidden_gathers"] == {}
     assert os.listdir(tmp_path) == ["train.py"]

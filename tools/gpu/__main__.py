@@ -194,7 +194,7 @@ def _run_example(seconds: float, args: argparse.Namespace, results: Path) -> Non
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     often = ["--checkpoint-every", str(steps // 2), "--eval-every", "1000", "--sample-bytes", "0"]
     if args.device == "cpu":
-        often += ["--text", "HISTORY.md", "CONTRIBUTING.md"]
+        often += "--text HISTORY.md CONTRIBUTING.md --layers 2 --width 32 --heads 2 --context 32".split()
     with (args.out / "example.log").open("w") as log, tempfile.TemporaryDirectory() as folder:
         for case, more in {
             "fully_shard": ["--parallel", "fully_shard", "--steps", str(steps)],
