@@ -1,7 +1,7 @@
 """The sharded parameter: a DTensor that is cut at any element."""
 
 from composable.dtensor.gather import fallback_counts, note_written, strict_mode
-from composable.dtensor.norms import NormParts, cut_dims, summed_in
+from composable.dtensor.norms import cut_dims, norms_over, summed_in
 from composable.dtensor.packed import memory_of, values_of, write_values
 from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
 from composable.dtensor.tensor import (

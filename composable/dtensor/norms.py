@@ -4,7 +4,7 @@ Each rank reduces its piece; then the ranks exchange a tensor of the size of the
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,38 +20,23 @@ from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new,
 aten = torch.ops.aten
 
 
-class NormParts:
-    """The rule that joins norms of pieces to the norm of the whole, on one rank and over ranks, in fp64.
+def norms_over(groups: Iterable[Ranks], norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the norms [any], fp64, of tensors that are cut over each of ``groups``, given those of this rank's pieces.
 
-    A *part* is the power of a piece's norm, and parts are added. For the infinite order, a part is the largest
-    magnitude, and whether there is a NaN, which a maximum over ranks need not propagate. ``op`` combines the parts of
-    ranks; ``order`` is 0 or above.
+    Collective: one all-reduce for each group, of powers of the norms. ``order`` is 0 or above.
     """
-
-    def __init__(self, order: float) -> None:
-        self.order = order
-        self.op: ReduceOp.RedOpType = ReduceOp.MAX if order == math.inf else ReduceOp.SUM
-
-    def nothing(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the parts [1 or 2, *shape] of no piece at all, fp64."""
-        return torch.zeros(2 if self.order == math.inf else 1, *shape, dtype=torch.float64, device=device)
-
-    def of(self, norms: torch.Tensor) -> torch.Tensor:
-        """Return the parts [1 or 2, *shape] of pieces with norms [*shape], fp64."""
-        norms = norms.double()
-        if self.order == math.inf:
-            return torch.stack([norms.nan_to_num(0.0, posinf=math.inf), norms.isnan().double()])
-        return (norms if self.order in (0, 1) else norms.pow(self.order)).unsqueeze(0)
-
-    def join(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the one part [1 or 2, 1] of pieces with parts [1 or 2, pieces]."""
-        return parts.amax(1, keepdim=True) if self.order == math.inf else parts.sum(1, keepdim=True)
-
-    def norms(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the norms [*shape] of whole tensors with parts [1 or 2, *shape]."""
-        if self.order == math.inf:
-            return parts[0].where(parts[1] == 0, math.nan)
-        return parts[0] if self.order in (0, 1) else parts[0].pow(1.0 / self.order)
+    norms = norms.double()
+    if order == math.inf:
+        # As bits, which have the order of the numbers: a maximum over ranks need not propagate NaN, which is above all.
+        bits = norms.abs().view(torch.int64)
+        for ranks in groups:
+            bits = ranks.reduce(bits, ReduceOp.MAX)
+        return bits.view(torch.float64)
+    is_sum = order in (0, 1)
+    powers = norms if is_sum else norms.pow(order)
+    for ranks in groups:
+        powers = ranks.reduce(powers, ReduceOp.SUM)
+    return powers if is_sum else powers.pow(1.0 / order)
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype | None:
@@ -64,9 +49,8 @@ def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
     ``tensor`` has any shape and dtype.
     """
-    if not isinstance(tensor, DTensor):
-        return ()
-    return tuple(dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+    placements = enumerate(tensor.placements if isinstance(tensor, DTensor) else ())
+    return tuple(dim for dim, placement in placements if not isinstance(placement, Replicate))
 
 
 def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -102,37 +86,22 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
         groups.setdefault((layout.mesh, layout.cut_dims), []).append(index)
     found: list[Any] = [None] * len(tensors)
     # On one mesh where possible: the caller can add up norms only if these are DTensors of one mesh.
-    wide = widest(layouts) if layouts else None
+    wide = widest(layouts)
     for members in groups.values():
         layout = layouts[members[0]]
-        whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
-        mesh = wide.mesh if wide is not None and shares_cut(wide.mesh, layout) else layout.mesh
-        real = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]
+        pieces = {at: values_of(tensors[at]._local_tensor) for at in members}
+        owned = {at: piece for at, piece in pieces.items() if layouts[at].lo < layouts[at].hi}
+        low = next(filter(None, (summed_in(piece.dtype) for piece in owned.values())), None)
+        own = dict(zip(owned, foreach_norm([*owned.values()], order, dtype=dtype or low) if owned else ()))
+        zero = pieces[members[0]].new_zeros((), dtype=torch.float64)
+        whole = norms_over(layout.reduction_groups, torch.stack([own.get(at, zero) for at in members]), order)
+        mesh = wide.mesh if shares_cut(wide.mesh, layout) else layout.mesh
+        real = [dtype or tensors[at]._spec.dtype.to_real() for at in members]
         kinds = {kind: whole.to(kind).unbind() for kind in set(real)}
         specs = {kind: replicated_spec(mesh, scalars[0]) for kind, scalars in kinds.items()}
-        for position, (index, kind) in enumerate(zip(members, real)):
-            found[index] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
-    return as_terms(found, tensors[0]) if tensors else found
-
-
-def _norms_of_group(
-    layout: RaggedLayout, tensors: Sequence[Any], order: float, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """Return the norms [len(tensors)] in fp64."""
-    device = tensors[0]._local_tensor.device
-    owned = [index for index, tensor in enumerate(tensors) if tensor._spec.layout.lo < tensor._spec.layout.hi]
-    pieces = [values_of(tensors[index]._local_tensor) for index in owned]
-    if dtype is None:
-        dtype = next((kind for piece in pieces if (kind := summed_in(piece.dtype))), None)
-    whole = NormParts(order)
-    parts = whole.nothing((len(tensors),), device)
-    if pieces:
-        found = whole.of(torch.stack(foreach_norm(pieces, order, dtype=dtype)))
-        if len(owned) == len(tensors):
-            parts = found
-        else:
-            parts[:, torch.tensor(owned, device=device)] = found
-    return whole.norms(layout.reduce(parts, whole.op))
+        for position, (at, kind) in enumerate(zip(members, real)):
+            found[at] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
+    return as_terms(found, tensors[0])  # type: ignore[no-any-return]  # this list
 
 
 def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
@@ -140,8 +109,9 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
 
     Collective: one all-reduce of the result's size, in fp64.
     """
-    layout, local, whole = this._spec.layout, values_of(this._local_tensor), NormParts(order)
-    parts = whole.nothing([1 if dim in dims else size for dim, size in enumerate(layout.shape)], local.device)
+    layout, local = this._spec.layout, values_of(this._local_tensor)
+    shape = [1 if dim in dims else size for dim, size in enumerate(layout.shape)]
+    own = norms = local.new_zeros(shape, dtype=torch.float64)
     if layout.lo < layout.hi:
         # Zeros fill the piece up to whole rows of the first dim.
         width = layout.block_shape.numel() // layout.block_shape[0]
@@ -149,17 +119,11 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
         rows = local.new_zeros((last - first) * width)
         rows[layout.lo - first * width : layout.hi - first * width] = local.reshape(-1)
         rows = rows.view(last - first, *layout.block_shape[1:])
-        own = parts
         for dim, (offset, size) in enumerate(zip(layout.block_offsets, rows.shape)):
-            own = own if dim in dims else own.narrow(dim + 1, offset + (0 if dim else first), size)
-        kind = summed_in(local.dtype)
-        own.copy_(whole.of(torch.linalg.vector_norm(rows, order, dim=list(dims), keepdim=True, dtype=kind)))
-    norms = whole.norms(layout.reduce(parts, whole.op)).to(dtype or _real_of(local.dtype))
+            own = own if dim in dims else own.narrow(dim, offset + (0 if dim else first), size)
+        own.copy_(torch.linalg.vector_norm(rows, order, dim=list(dims), keepdim=True, dtype=summed_in(local.dtype)))
+    norms = norms_over(layout.reduction_groups, norms, order).to(dtype or local.dtype.to_real())
     return as_terms(replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout), this)  # type: ignore[no-any-return]  # this tensor
-
-
-def _real_of(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 # -- truth values, and the gradient scaler
@@ -182,9 +146,7 @@ def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     grads, found_inf, inv_scale = args
     found, scale, *pieces = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale, *grads))
     locals_ = [piece for piece in pieces if piece.numel()]
-    shared: list[tuple[DeviceMesh, int]] = []
-    for grad in grads:
-        shared += [at for dim in cut_dims(grad) if (at := (grad.device_mesh, dim)) not in shared]
+    shared = dict.fromkeys((grad.device_mesh, dim) for grad in grads for dim in cut_dims(grad))
     groups = [Ranks.of_mesh(mesh, dim) for mesh, dim in shared]
     for ranks in groups:
         if scale.device.type == "cpu" and ranks.device.type != "cpu":
