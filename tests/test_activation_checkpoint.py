@@ -1,7 +1,6 @@
 """Activation checkpointing, ours and torch's, alone and under both annotations: the numbers of one process."""
 
 import copy
-import functools
 import inspect
 import pickle
 import warnings
@@ -29,7 +28,6 @@ from composable import (
     UsageError,
     checkpoint,
     fully_shard,
-    iter_full_params,
     replicate,
     unannotate,
 )
@@ -38,17 +36,9 @@ from composable.ground.torch_private import TorchDispatchMode
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, FloatInput, MLPBlock, loss_of, random_input, seeded
 from tests.pairwise import pairs_of
-from tests.parity import (
-    Run,
-    assert_equal_params,
-    assert_equal_runs,
-    global_inputs,
-    inputs_of,
-    mean_over_ranks,
-)
-from tests.world import on_ranks, run_ranks, run_threads
-
-STEPS = 3
+from tests.parity import assert_equal_params
+from tests.programs import Twins, train
+from tests.world import on_ranks, run_ranks
 
 
 class Stacked(FloatInput):
@@ -113,51 +103,25 @@ ORDERS = ("before", "after")
 APIS: dict[str, Callable[[nn.Module], nn.Module]] = {"fully_shard": fully_shard, "replicate": replicate}
 
 
-def train(kind: str, place: str, order: str, api: str) -> Run:
+@pytest.mark.parametrize(*pairs_of(kind=KINDS, place=PLACES, order=ORDERS, api=APIS))
+@on_ranks(2)
+def test_every_kind_at_every_place_trains_as_one_process(kind: str, place: str, order: str, api: str) -> None:
     """Train for some steps on this rank's samples; ``order`` says when the annotation comes."""
     # Of a reentrant checkpoint inside a reentrant one, whose first forward has no gradients.
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-    model = seeded(Stacked, 0)
-    targets = [model.get_submodule(name) for name in ANNOTATED]
-    if order == "before":
+
+    def annotate(model: nn.Module) -> None:
+        targets = [model.get_submodule(name) for name in ANNOTATED]
+        if order == "after":
+            KINDS[kind](model, PLACES[place])
+            # What stands in the place now: with "same" a wrapper.
+            targets = [model.get_submodule(name) for name in ANNOTATED]
         for target in targets:
             APIS[api](target)
-        KINDS[kind](model, PLACES[place])
-    else:
-        KINDS[kind](model, PLACES[place])
-        # What stands in the place now: with "same" a wrapper.
-        for name in ANNOTATED:
-            APIS[api](model.get_submodule(name))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        loss = loss_of(model(*args, **kwargs))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
-    return Run(losses, {fqn: param.clone() for fqn, param in iter_full_params(model)})
+        if order == "before":
+            KINDS[kind](model, PLACES[place])
 
-
-@functools.cache
-def reference() -> Run:
-    model = seeded(Stacked, 0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        args, kwargs = global_inputs(model, step, 2)
-        loss = loss_of(model(*args, **kwargs))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Run(losses, model.state_dict())
-
-
-@pytest.mark.parametrize(*pairs_of(kind=KINDS, place=PLACES, order=ORDERS, api=APIS))
-def test_every_kind_at_every_place_trains_as_one_process(kind: str, place: str, order: str, api: str) -> None:
-    assert_equal_runs(run_threads(train, 2, kind, place, order, api), reference())
+    train(Twins(Stacked, annotate))
 
 
 # One process
@@ -478,21 +442,15 @@ class Aside(nn.Module):
 @pytest.mark.parametrize("apis", [(checkpoint, fully_shard), (fully_shard, checkpoint)])
 @on_ranks(2)
 def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(apis: Any) -> None:
-    block, plain = (seeded(Aside, 0) for _ in range(2))
-    for api in apis:
-        api(block)
 
-    def loss(one: nn.Module, rank: int) -> torch.Tensor:
+    def loss(one: nn.Module, number: int, rank: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         output = one(random_input(rank, BATCH, DIM), losses)
         # Backward gets to the loss first.
         total: torch.Tensor = output.square().mean() + losses[0] * 2
         return total
 
-    loss(block, dist.get_rank()).backward()
-    ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
-    grads = {fqn: param.grad.full_tensor() for fqn, param in block.named_parameters()}
-    assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+    train(Twins(Aside, lambda block: [api(block) for api in apis], loss=loss), 1)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -543,42 +501,30 @@ def dtypes_seen(api: str, annotated: str, checkpointed: str | None) -> list[tupl
 
 @pytest.mark.parametrize("annotated", ["", "0", "0.0"])
 @pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
 def test_a_policy_casts_the_same_inputs_and_buffers_with_and_without_checkpointing(api: str, annotated: str) -> None:
     # The oracle is the same model without ``checkpoint``.
     for checkpointed in ("", "0", "0.0"):
-        run_threads(same_dtypes, 2, api, annotated, checkpointed)
-
-
-def same_dtypes(api: str, annotated: str, checkpointed: str) -> None:
-    assert dtypes_seen(api, annotated, checkpointed) == dtypes_seen(api, annotated, None), checkpointed
+        assert dtypes_seen(api, annotated, checkpointed) == dtypes_seen(api, annotated, None), checkpointed
 
 
 # Compiled
 
 
-def compiled_gradients(api: str | None, order: str) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
+@on_ranks(2, run=run_ranks)
+def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_process(api: str, order: str) -> None:
     warnings.simplefilter("ignore")  # The compiler asks every tensor for its gradient.
     torch.compiler.reset()
-    model = seeded(Stacked, 0)
-    if order == "after":
-        ours(model, PLACES["same"])
-    for name in ANNOTATED if api is not None else ():
-        APIS[str(api)](model.get_submodule(name))
-    if order == "before":
-        ours(model, PLACES["same"])
-    for block in model.stack:
-        block.compile(backend="aot_eager", fullgraph=True)
-    for step in range(2):
-        model.zero_grad()
-        loss_of(model(random_input(10 * step + dist.get_rank(), BATCH, DIM))).backward()
-    return {
-        fqn: param.grad.full_tensor() if api == "fully_shard" else param.grad for fqn, param in model.named_parameters()
-    }
 
+    def annotate(model: Any) -> None:
+        if order == "after":
+            ours(model, PLACES["same"])
+        for name in ANNOTATED:
+            APIS[api](model.get_submodule(name))
+        if order == "before":
+            ours(model, PLACES["same"])
+        for block in model.stack:
+            block.compile(backend="aot_eager", fullgraph=True)
 
-@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
-def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_process(api: str, order: str) -> None:
-    plain = seeded(Stacked, 0)
-    loss_of(plain(torch.cat([random_input(10 + rank, BATCH, DIM) for rank in range(2)]))).backward()
-    for grads in run_ranks(compiled_gradients, 2, api, order):
-        assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+    train(Twins(Stacked, annotate), 2)

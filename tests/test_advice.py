@@ -38,6 +38,7 @@ from composable import (
 )
 from composable.comm.hang_watchdog import diverged
 from tests.parity import full, full_params
+from tests.programs import Loss, Twins, train
 from tests.world import on_ranks, run_threads
 
 ROWS, DIM = 8, 4
@@ -504,16 +505,15 @@ def average_in(group: ForeignGroup, grad: torch.Tensor) -> None:
 @on_ranks()
 def test_a_group_of_another_library_averages_in_a_hook() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    model, plain, group = make_model(), make_model(), ForeignGroup()
-    said = fix_of(replicate, model, process_group=group)
-    assert "register_comm_hook(model, group, hook)" in said
-    replicate(model, process_group=alone)
-    register_comm_hook(model, group, average_in)
-    model(torch.tensor([dist.get_rank()])).square().sum().backward()
-    for rank in range(dist.get_world_size()):
-        (plain(torch.tensor([rank])).square().sum() / dist.get_world_size()).backward()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, expected.grad)
+    group = ForeignGroup()
+
+    def annotate(model: nn.Module) -> None:
+        said = fix_of(replicate, model, process_group=group)
+        assert "register_comm_hook(model, group, hook)" in said
+        replicate(model, process_group=alone)
+        register_comm_hook(model, group, average_in)
+
+    train(Twins(make_model, annotate, loss=lambda model, step, rank: model(torch.tensor([rank])).square().sum()), 1)
 
 
 # -- ranks that go different ways
@@ -537,38 +537,28 @@ class Mixture(nn.Module):
 OWN = [[0, 2], [3, 1]]
 
 
-def make_mixture() -> Mixture:
-    torch.manual_seed(0)
-    return Mixture()
-
-
-def train_mixture(options: HandleOptions) -> dict[str, torch.Tensor]:
-    """Return the gradients, whole, with a handle for each expert."""
-    model = make_mixture()
-    for expert in model.experts:
-        fully_shard(expert, options=options)
-    fully_shard(model)
-    model(torch.ones(2, DIM), OWN[dist.get_rank()]).sum().backward()
-    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
-
-
 def test_ranks_that_went_different_ways_are_told_of_batches_and_experts() -> None:
     """The error of real ranks is compared with docs/troubleshooting.md, whole."""
     fix = str(diverged(()).fix)
     assert "docs/uneven_inputs.md" in fix and "HandleOptions(follows_parent=True)" in fix
 
 
+@on_ranks(2)
 def test_experts_that_some_ranks_skip_train_as_the_error_says() -> None:
-    plain = make_mixture()
-    for own in OWN:
-        (plain(torch.ones(2, DIM), own).sum() / 2).backward()
-    for found in run_threads(train_mixture, 2, HandleOptions(follows_parent=True)):
-        torch.testing.assert_close(found, {name: param.grad for name, param in plain.named_parameters()})
+    def annotate(model: Mixture) -> None:
+        for expert in model.experts:
+            fully_shard(expert, options=HandleOptions(follows_parent=True))
+        fully_shard(model)
+
+    loss: Loss = lambda model, step, rank: model(torch.ones(2, DIM), OWN[rank]).sum()  # noqa: E731
+    train(Twins(Mixture, annotate, loss=loss), 1, tolerance=1e-5)
 
 
-def train_with_join() -> dict[str, torch.Tensor]:
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@on_ranks(2)
+def test_ranks_with_fewer_batches_train_as_the_page_says() -> None:
+    assert (Path(__file__).parent.parent / "docs" / "uneven_inputs.md").exists()
+    twins = Twins(make_model, lambda model: fully_shard(model, policy={Block}))
+    (model, plain), (optimizer, _) = twins, twins.optimizers
 
     def move() -> None:
         optimizer.step()
@@ -578,16 +568,7 @@ def train_with_join() -> dict[str, torch.Tensor]:
         for _ in range(1 + dist.get_rank()):
             model(torch.arange(5)).square().sum().backward()
             move()
-    return full_params(model)
-
-
-def test_ranks_with_fewer_batches_train_as_the_page_says() -> None:
-    assert (Path(__file__).parent.parent / "docs" / "uneven_inputs.md").exists()
-    plain = make_model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for share in (1.0, 0.5):
         (share * plain(torch.arange(5)).square().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in run_threads(train_with_join, 2):
-        torch.testing.assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+        twins.step(of_ranks=False)
+    twins.check(1e-5)

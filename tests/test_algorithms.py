@@ -22,8 +22,9 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, register_comm_hook, replicate
-from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
-from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
+from tests.models import MLPBlock, make_model, random_input, seeded
+from tests.parity import assert_equal_params
+from tests.programs import Twins, loss_at, train
 from tests.world import on_ranks, run_ranks, run_threads
 
 DIM = 32
@@ -92,52 +93,29 @@ def test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients(name
 # Optimizers
 
 
-def train_with(optimizer: Any, model: nn.Module, *, steps: int = 3) -> dict[str, torch.Tensor]:
-    for step in range(steps):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
-        if optimizer is not None:
-            optimizer.step()
-        model.zero_grad()
-    return full_params(model)
-
-
-def train_alone(make: Callable[[Any], Any], world_size: int, *, steps: int = 3) -> dict[str, torch.Tensor]:
-    model = make_model("mlp")
-    optimizer = make(model.parameters())
-    for step in range(steps):
-        args, kwargs = global_inputs(model, step, world_size)
-        loss_of(model(*args, **kwargs)).backward()
-        optimizer.step()
-        model.zero_grad()
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
 
 
-def shard_optimizer_state() -> tuple[dict[str, torch.Tensor], int]:
-    model = replicate(make_model("mlp"))
-    optimizer = torch_optim("ZeroRedundancyOptimizer")(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3)
-    params = train_with(optimizer, model)
-    return params, sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
-
-
+@on_ranks(3, run=run_ranks)
 def test_an_optimizer_with_sharded_state_steps_replicated_modules() -> None:
-    found = run_ranks(shard_optimizer_state, 3)
-    for params, _ in found:
-        assert_equal_params(params, train_alone(adam, 3), tolerance=1e-6)
-    assert sum(numel for _, numel in found) == sum(param.numel() for param in found[0][0].values())
+    twins = Twins("mlp", replicate, make=adam)
+    sharded = torch_optim("ZeroRedundancyOptimizer")(twins.model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3)
+    twins.optimizers[0] = sharded
+    train(twins)
+    dist.all_reduce(numel := torch.tensor(sum(state["exp_avg"].numel() for state in sharded.optim.state.values())))
+    assert numel == sum(param.numel() for param in twins.model.parameters())
 
 
-def step_inside_backward(api: str) -> dict[str, torch.Tensor]:
-    model = make_model("mlp")
-    if api == "replicate":
-        overlapped = torch_optim("_as_overlapped_optim")(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-        # What ``register_ddp`` does with a wrapper.
-        overlapped.register_ddp(_Registers(replicate(model)))
-        return train_with(None, model)
+def step_by_torch(model: Any) -> None:
+    """Let torch's overlapped optimizers step replicas."""
+    overlapped = torch_optim("_as_overlapped_optim")(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    # What ``register_ddp`` does with a wrapper.
+    overlapped.register_ddp(_Registers(replicate(model)))
+
+
+def step_by_hooks(model: nn.Module) -> None:
+    """Let hooks step sharded parameters."""
     fully_shard(model, policy={MLPBlock})
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
@@ -147,9 +125,6 @@ def step_inside_backward(api: str) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
 
         param.register_post_accumulate_grad_hook(step)
-    found = train_with(None, model)
-    assert all(param.grad is None for param in model.parameters())
-    return found
 
 
 class _Registers:
@@ -162,11 +137,16 @@ class _Registers:
         register_comm_hook(self._module, state, hook)
 
 
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-def test_an_optimizer_may_step_where_the_reduced_gradient_arrives(api: str) -> None:
-    expected = train_alone(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 2)
-    for params in run_ranks(step_inside_backward, 2, api):
-        assert_equal_params(params, expected, tolerance=1e-6)
+@pytest.mark.parametrize("annotate", [step_by_hooks, step_by_torch])
+@on_ranks(2, run=run_ranks)
+def test_an_optimizer_may_step_where_the_reduced_gradient_arrives(annotate: Callable[[nn.Module], None]) -> None:
+    twins = Twins("mlp", annotate, make=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    for number in range(3):
+        twins.backward(number)
+        assert annotate is step_by_torch or all(param.grad is None for param in twins.model.parameters())
+        twins.model.zero_grad()
+        twins.step(of_ranks=False)
+        twins.check()
 
 
 # Averages of models
@@ -188,8 +168,7 @@ def average_models(kind: str) -> dict[str, torch.Tensor]:
     state = post_localSGD_hook.PostLocalSGDState(group, None, 2, post_local_gradient_allreduce=False)
     register_comm_hook(model, state, post_localSGD_hook.post_localSGD_hook)
     for step in range(8):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
+        loss_at(model, step, dist.get_rank()).backward()
         optimizer.step()
         if kind != "optimizer":
             averager.average_parameters(model.parameters())
@@ -202,8 +181,7 @@ def average_alone(kind: str, world_size: int) -> list[dict[str, torch.Tensor]]:
     models = [make_model("mlp") for _ in range(world_size)]
     for step in range(8):
         for rank, model in enumerate(models):
-            args, kwargs = inputs_of(model, step, rank)
-            loss_of(model(*args, **kwargs)).backward()
+            loss_at(model, step, rank).backward()
         if step < 2:
             _average([[param.grad for param in model.parameters()] for model in models])
         for model in models:

@@ -34,10 +34,12 @@ from composable import (
 )
 from composable.comm_hooks import DefaultState
 from tests.live_bytes import LiveBytes
-from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model, random_input, seeded
+from tests.models import BLOCK_CLASSES, DIM, Block, MLPBlock, make_model, random_input, seeded
 from tests.pairwise import pairs_of
-from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
-from tests.test_replicate_graphs import delay, looped, loss_at, wide
+from tests.parity import assert_equal_params, full_params
+from tests.programs import Build, Twins, loss_at
+from tests.programs import train as train_twins
+from tests.test_replicate_graphs import delay, looped, wide
 from tests.world import on_ranks, run_threads
 
 ANNOTATIONS = ("fully_shard", "replicate", "mixed")
@@ -95,15 +97,9 @@ MAKES: dict[str, Make] = {
 }
 
 
-def backward(model: nn.Module, number: int, rank: int | None = None) -> None:
-    """Run forward and backward on a batch of this rank, or of another one."""
-    args, kwargs = inputs_of(model, number, dist.get_rank() if rank is None else rank)
-    loss_of(model(*args, **kwargs)).backward()
-
-
-def backward_of_all(model: nn.Module, number: int, world_size: int) -> None:
-    args, kwargs = global_inputs(model, number, world_size)
-    loss_of(model(*args, **kwargs)).backward()
+def backward(model: nn.Module, number: int) -> None:
+    """Run forward and backward on a batch of this rank."""
+    loss_at(model, number, dist.get_rank()).backward()
 
 
 def step_and_drop(optimizer: torch.optim.Optimizer) -> None:
@@ -119,8 +115,7 @@ def all_equal(runs: Iterable[Any], expected: Any, *, tolerance: float) -> None:
 def train(name: str, api: str, make: Make, *, steps: int = 4, syncs: tuple[bool, ...] = (True,)) -> Any:
     """Train with an optimizer that steps in backward; ``syncs``: of each micro-batch, whether backward synchronises."""
     model = annotated(make_model(name), api)
-    optimizer = make(model.parameters())
-    step_in_backward(optimizer)
+    step_in_backward(make(model.parameters()))
     for number in range(steps):
         syncs_now = syncs[number % len(syncs)]
         with nullcontext() if syncs_now else no_sync(model):
@@ -129,47 +124,47 @@ def train(name: str, api: str, make: Make, *, steps: int = 4, syncs: tuple[bool,
     return full_params(model)
 
 
-def train_alone(name: str, make: Make, world_size: int) -> Any:
-    model = make_model(name)
-    optimizer = make(model.parameters())
-    for number in range(4):
-        backward_of_all(model, number, world_size)
-        step_and_drop(optimizer)
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+def stepped_twins(build: Build, api: str | Callable[[Any], object], make: Make = sgd) -> Twins:
+    """Return twins of which the one on ranks is stepped inside backward."""
+    twins = Twins(build, api if callable(api) else lambda model: annotated(model, api), make=make)
+    step_in_backward(twins.optimizers[0])
+    return twins
 
 
 # Numbers
 
 
 @pytest.mark.parametrize(*pairs_of(name=MAKES, api=ANNOTATIONS, world_size=[2, 1, 3]))
-def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str, world_size: int) -> None:
-    expected = train_alone("mlp", MAKES[name], world_size)
-    all_equal(run_threads(train, world_size, "mlp", api, MAKES[name]), expected, tolerance=1e-5)
+@on_ranks()
+def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str) -> None:
+    train_twins(stepped_twins("mlp", api, MAKES[name]), 4, steps_inside=True, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("make", [foreach, adafactor])
+@on_ranks(4)
 def test_copies_of_shards_are_stepped_alike(make: Make) -> None:
-    all_equal(run_threads(train, 4, "mlp", "hybrid", make), train_alone("mlp", make, 4), tolerance=1e-5)
+    train_twins(stepped_twins("mlp", "hybrid", make), 4, steps_inside=True, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @on_ranks(2)
 def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> None:
     """Train a sharded module inside a checkpointed one: backward begins with a forward that runs again."""
-    model, plain = (
-        seeded(lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), 0) for _ in range(2)
-    )
-    if is_first:
-        checkpoint(model)
-    fully_shard(model[0], policy={nn.Linear})
-    if not is_first:
-        checkpoint(model)
-    step_in_backward(sgd(model[0].parameters()))
-    after = sgd(plain[0].parameters())
-    for one in (model, plain):
-        one(torch.ones(2, 4)).square().mean().backward()
-    after.step()
-    assert_equal_params(full_params(model), full_params(plain), tolerance=1e-6)
+
+    def annotate(model: Any) -> None:
+        if is_first:
+            checkpoint(model)
+        fully_shard(model[0], policy={nn.Linear})
+        if not is_first:
+            checkpoint(model)
+
+    twins = Twins(lambda: nn.Sequential(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), nn.Linear(DIM, DIM)), annotate)
+    twins.optimizers = [sgd(one[0].parameters()) for one in twins]
+    step_in_backward(twins.optimizers[0])
+    # Each rank has the same batch: nobody averages the layer that is not annotated.
+    twins.backward(loss=lambda model, number, rank: loss_at(model, 0, 0))
+    twins.optimizers[1].step()
+    twins.check()
 
 
 class _Twice(nn.Module):
@@ -342,7 +337,7 @@ class _Ways(nn.Module):
         return x
 
 
-def loss_of_way(model: nn.Module, seed: int, step: int, rank: int) -> torch.Tensor:
+def loss_of_way(seed: int, model: nn.Module, step: int, rank: int) -> torch.Tensor:
     chance = random.Random(f"{seed}/{step}/{rank}")
     parts = [part for which in (0, 1) for part in chance.sample([(which, i) for i in range(4)], chance.randint(1, 4))]
     chance.shuffle(parts)
@@ -358,24 +353,22 @@ def loss_of_way(model: nn.Module, seed: int, step: int, rank: int) -> torch.Tens
 )
 @on_ranks()
 def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(seed: int) -> None:
-    chance, world_size = random.Random(seed), dist.get_world_size()
-    model, plain = (seeded(_Ways, 0) for _ in range(2))
-    for copies in model.copies:
-        replicate(copies, find_unused_parameters=True, bucket_cap_mb=chance.choice([1e-5, 1e-4]))
-    for shards in model.shards:
-        fully_shard(shards, reshard_after_forward=True)
-    step_in_backward(sgd(model.parameters()))
-    after = sgd(plain.parameters())
+    chance = random.Random(seed)
+
+    def annotate(model: Any) -> None:
+        for copies in model.copies:
+            replicate(copies, find_unused_parameters=True, bucket_cap_mb=chance.choice([1e-5, 1e-4]))
+        for shards in model.shards:
+            fully_shard(shards, reshard_after_forward=True)
+
+    twins = stepped_twins(_Ways, annotate)
     for step in range(5):
         is_synchronised = step == 4 or chance.random() < 0.7
-        with nullcontext() if is_synchronised else no_sync(model):
-            loss_of_way(model, seed, step, dist.get_rank()).backward()
-        for rank in range(world_size):
-            (loss_of_way(plain, seed, step, rank) / world_size).backward()
+        twins.backward(step, keeps=not is_synchronised, loss=lambda *at: loss_of_way(seed, *at))
         if is_synchronised:
-            assert all(param.grad is None for param in model.parameters())
-            step_and_drop(after)
-    assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-5)
+            assert all(param.grad is None for param in twins.model.parameters())
+            twins.step(of_ranks=False)
+    twins.check(1e-5)
 
 
 # Options of replicate
@@ -387,7 +380,7 @@ def change_a_static_graph() -> Any:
     for step in range(3):
         model.uses_branch = step == 2 and dist.get_rank() == 0
         with pytest.raises(UsageError, match="is not like the first") if step == 2 else nullcontext():
-            loss_at(model, step, dist.get_rank()).backward()
+            backward(model, step)
     return full_params(model)
 
 
@@ -398,26 +391,26 @@ def test_a_static_graph_that_changes_is_an_error_and_ranks_stay_equal() -> None:
 
 # Memory
 
-DIM, DEPTH = 256, 8
+WIDTH, DEPTH = 256, 8
 
 
 def peak_of_gradients(api: str, *, in_backward: bool, earlier: int) -> int:
     """Return what is alive at most in a backward that comes after ``earlier`` ones, beyond what was before it."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     if api == "replicate" or api in POLICIES:
         bytes_each = 2 if api in ("low", "averaged in low") else 4
-        replicate(model, bucket_cap_mb=DIM * DIM * bytes_each / 2**20, mp_policy=POLICIES.get(api))
+        replicate(model, bucket_cap_mb=WIDTH * WIDTH * bytes_each / 2**20, mp_policy=POLICIES.get(api))
     else:
         fully_shard(model, policy={nn.Linear})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if in_backward:
         step_in_backward(optimizer)
     for _ in range(earlier):
-        model(torch.ones(1, DIM)).sum().backward()
+        model(torch.ones(1, WIDTH)).sum().backward()
         if not in_backward:
             step_and_drop(optimizer)
-    loss = model(torch.ones(1, DIM)).sum()
+    loss = model(torch.ones(1, WIDTH)).sum()
     with LiveBytes() as live:
         loss.backward()
     return live.peak
@@ -426,7 +419,7 @@ def peak_of_gradients(api: str, *, in_backward: bool, earlier: int) -> int:
 @pytest.mark.parametrize("earlier", [0, 2])
 @pytest.mark.parametrize("api", ["fully_shard", "replicate", *list(POLICIES)[:3]])
 def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, earlier: int) -> None:
-    layer_bytes = DIM * DIM * 4
+    layer_bytes = WIDTH * WIDTH * 4
     stepped, _ = run_threads(peak_of_gradients, 2, api, in_backward=True, earlier=earlier)
     assert stepped < 5.5 * layer_bytes  # an unsharded layer or two, its gradient, and the bucket on its way
     if api == "fully_shard":
@@ -441,17 +434,14 @@ def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, earl
 @pytest.mark.parametrize("api", ["fully_shard", "replicate"])
 @on_ranks(2)
 def test_a_scheduler_changes_the_rate_of_the_next_backward(api: str) -> None:
-    model, plain = annotated(make_model("mlp"), api), make_model("mlp")
-    optimizer, after = sgd(model.parameters()), sgd(plain.parameters())
-    step_in_backward(optimizer)
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (optimizer, after)]
+    twins = stepped_twins("mlp", api)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in twins.optimizers]
     for number in range(3):
-        backward(model, number)
-        backward_of_all(plain, number, 2)
-        step_and_drop(after)
+        twins.backward(number)
+        twins.step(of_ranks=False)
         for schedule in schedules:
             schedule.step()
-    assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-6)
+    twins.check()
 
 
 def set_rate(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -497,29 +487,22 @@ def test_hooks_on_a_step_of_sharded_parameters_change_it_and_see_its_state(hook:
 @pytest.mark.parametrize("api", ["replicate", "hybrid"])
 @on_ranks(4)
 def test_what_waits_for_a_later_backward_is_stepped_there_in_all_groups(api: str) -> None:
-    model, twin = annotated(make_model("mlp"), api), make_model("mlp")
-    optimizer, after = (
-        torch.optim.AdamW([{"params": params[:3], "lr": 0.1}, {"params": params[3:]}], eps=1e-3)
-        for params in (list(model.parameters()), list(twin.parameters()))
-    )
-    step_in_backward(optimizer)
+    def in_groups(params: Any) -> torch.optim.Optimizer:
+        params = [*params]
+        return torch.optim.AdamW([{"params": params[:3], "lr": 0.1}, {"params": params[3:]}], eps=1e-3)
+
+    twins = stepped_twins("mlp", api, in_groups)
     for number in range(4):
         is_last = number % 2 == 1
         if api == "hybrid":
-            model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            backward(model, number)
-        else:
-            with no_sync(model):
-                backward(model, number)
-            if is_last:
-                reduce_gradients(model)
-        for rank in range(4):
-            args, kwargs = inputs_of(model, number, rank)
-            (loss_of(twin(*args, **kwargs)) / 4).backward()
+            twins.model.set_requires_all_reduce(is_last)
+        twins.backward(number, keeps=api != "hybrid")
         if is_last:
-            assert all(param.grad is None for param in model.parameters())
-            step_and_drop(after)
-    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
+            if api != "hybrid":
+                reduce_gradients(twins.model)
+            assert all(param.grad is None for param in twins.model.parameters())
+            twins.step(of_ranks=False)
+    twins.check(1e-5)
 
 
 # Ends
@@ -527,20 +510,19 @@ def test_what_waits_for_a_later_backward_is_stepped_there_in_all_groups(api: str
 
 @on_ranks(2)
 def test_remove_and_the_end_of_the_context_go_back_to_steps_by_hand() -> None:
-    model = annotated(make_model("mlp"), "mixed")
-    optimizer = sgd(model.parameters())
-    handle = step_in_backward(optimizer)
+    twins = Twins("mlp", lambda model: annotated(model, "mixed"), make=sgd)
+    handle = step_in_backward(twins.optimizers[0])
     for number in range(4):
         if number == 1:
             handle.remove()
             handle.remove()
-        with step_in_backward(optimizer) if number == 2 else nullcontext():
-            backward(model, number)
-        if number in (1, 3):
-            assert any(param.grad is not None for param in model.parameters())
-            step_and_drop(optimizer)
-    unannotate(model)
-    assert_equal_params(dict(model.named_parameters()), train_alone("mlp", sgd, 2), tolerance=1e-6)
+        with step_in_backward(twins.optimizers[0]) if number == 2 else nullcontext():
+            twins.backward(number)
+        if is_by_hand := number in (1, 3):
+            assert any(param.grad is not None for param in twins.model.parameters())
+        twins.step(of_ranks=is_by_hand)
+    unannotate(twins.model)
+    twins.check()
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "replicate"])
@@ -567,20 +549,18 @@ def stop_in_backward(
     steps = step_in_backward(optimizer) if before else None
     first = next(model.parameters())
     for number in range(4):
-        args, kwargs = inputs_of(model, number, dist.get_rank())
         is_stopped = number == 2 and dist.get_rank() in ranks
         # In the middle: what comes after it in the forward has been stepped by then.
         hook = model.get_submodule(stop).register_forward_pre_hook(_stop) if is_stopped else None
-        output = model(*args, **kwargs)
+        loss = loss_at(model, number, dist.get_rank())
         if hook is not None:
             hook.remove()
-            with pytest.raises(ZeroDivisionError):
-                loss_of(output).backward()
-        elif number == 2:
-            with pytest.raises(UsageError, match="did not finish backward"):
-                loss_of(output).backward()
+        if number == 2:
+            error, text = (ZeroDivisionError, None) if is_stopped else (UsageError, "did not finish backward")
+            with pytest.raises(error, match=text):
+                loss.backward()
         else:
-            loss_of(output).backward()
+            loss.backward()
             if steps is None:
                 optimizer.step()
         optimizer.zero_grad()
@@ -631,10 +611,9 @@ def test_steps_begin_or_end_after_a_backward_that_was_stopped(
         model = make_model("mlp")
         optimizer = sgd(model.parameters())
         for number in (0, 1, 3):
-            args, kwargs = global_inputs(model, number, 2)
-            loss_of(model(*args, **kwargs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for rank in range(2):
+                (loss_at(model, number, rank) / 2).backward()
+            step_and_drop(optimizer)
         assert_equal_params(one, full_params(model), tolerance=1e-6)
 
 
@@ -667,8 +646,7 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
         return model, make(model.parameters())
 
     def loss(model: nn.Module) -> torch.Tensor:
-        args, kwargs = inputs_of(model, 0, 0)
-        return loss_of(model(*args, **kwargs))
+        return loss_at(model, 0, 0)
 
     for api in ("fully_shard", "replicate"):
         model, optimizer = built(api)
@@ -754,31 +732,43 @@ def in_backward_api() -> Callable[..., None]:
     return _apply_optimizer_in_backward
 
 
-def step_by_torch(api: str, *, before: bool) -> Any:
-    apply = in_backward_api()
-    model = make_model("mlp")
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    if before:
-        apply(torch.optim.SGD, model.parameters(), options)
-    annotated(model, api)
-    if not before:
-        apply(torch.optim.SGD, model.parameters(), options)
-    for number in range(4):
-        backward(model, number)
-        is_kept = os.environ.get("DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE") == "0"
-        assert all((param.grad is not None) == is_kept for param in model.parameters())
-        model.zero_grad()
+def torch_twins(build: Build, annotate: Callable[[Any], object], *, before: bool) -> Twins:
+    """Return twins of which torch's API steps the one on ranks."""
+
+    def annotate_and_step(model: nn.Module) -> None:
+        for is_now in (True, False):
+            if is_now is before:
+                in_backward_api()(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+            if is_now:
+                annotate(model)
+
+    return Twins(build, annotate_and_step, make=sgd)
+
+
+def step_by_torch(api: str, *, before: bool, is_low: bool = False) -> Any:
+    """Train by torch's API as one process does, or, if ``is_low``, return the parameters that it leaves."""
+    twins = torch_twins("mlp", lambda model: annotated(model, api), before=before)
+    # Torch's API has imported it, without the warning.
     from torch.distributed.optim.apply_optimizer_in_backward import _get_in_backward_optimizers
 
-    held = [group["params"][0] for one in _get_in_backward_optimizers(model) for group in one.param_groups]
-    assert all(one is param for one, param in zip(held, model.parameters(), strict=True))
-    return full_params(model)
+    for number in range(4):
+        twins.backward(number)
+        is_kept = os.environ.get("DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE") == "0"
+        assert all((param.grad is not None) == is_kept for param in twins.model.parameters())
+        twins.model.zero_grad()
+        twins.step(of_ranks=False)
+    held = [group["params"][0] for one in _get_in_backward_optimizers(twins.model) for group in one.param_groups]
+    assert all(one is param for one, param in zip(held, twins.model.parameters(), strict=True))
+    if not is_low:
+        twins.check()
+    return full_params(twins.model)
 
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("api", ANNOTATIONS)
+@on_ranks(2)
 def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool) -> None:
-    all_equal(run_threads(step_by_torch, 2, api, before=before), train_alone("mlp", sgd, 2), tolerance=1e-6)
+    step_by_torch(api, before=before)
 
 
 OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]]]] = {
@@ -787,48 +777,30 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]
 }
 
 
-def step_by_torch_with_options(name: str, *, before: bool) -> Any:
-    make_it, options = OPTIONS[name]
-    model: Any = make_it()
-    apply = in_backward_api()
-    if before:
-        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
-    replicate(model, bucket_cap_mb=1e-3, **options(model))
-    if not before:
-        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
-    for step in range(5):
-        with no_sync(model) if step == 2 else nullcontext():
-            loss_at(model, step, dist.get_rank()).backward()
-        assert step == 2 or all(param.grad is None for param in model.parameters())
-    return full_params(model)
-
-
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("name", list(OPTIONS))
+@on_ranks(2)
 def test_torchs_optimizer_in_backward_goes_with_a_static_graph_and_delayed_gradients(name: str, before: bool) -> None:
-    model = OPTIONS[name][0]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    build, options = OPTIONS[name]
+    twins = torch_twins(build, lambda model: replicate(model, bucket_cap_mb=1e-3, **options(model)), before=before)
     for step in range(5):
-        for rank in range(2):
-            (loss_at(model, step, rank) / 2).backward()
+        twins.backward(step, keeps=step == 2)
         if step != 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    found = run_threads(step_by_torch_with_options, 2, name, before=before)
-    all_equal(found, dict(model.named_parameters()), tolerance=1e-5)
+            assert all(param.grad is None for param in twins.model.parameters())
+            twins.step(of_ranks=False)
+    twins.check(1e-5)
 
 
 @pytest.mark.parametrize(("api", "before"), [("low", True), ("low, averaged in full", False)])
 def test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision(api: str, before: bool) -> None:
     expected, _ = run_threads(train, 2, "mlp", api, sgd)
-    all_equal(run_threads(step_by_torch, 2, api, before=before), expected, tolerance=0)
+    all_equal(run_threads(step_by_torch, 2, api, before=before, is_low=True), expected, tolerance=0)
 
 
 def test_torchs_switch_keeps_the_gradients() -> None:
     with mock.patch.dict(os.environ, {"DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE": "0"}):
-        found = run_threads(step_by_torch, 2, "replicate", before=True)
-        low = run_threads(step_by_torch, 2, "low", before=True)
-    all_equal(found, train_alone("mlp", sgd, 2), tolerance=1e-6)
+        run_threads(step_by_torch, 2, "replicate", before=True)
+        low = run_threads(step_by_torch, 2, "low", before=True, is_low=True)
     all_equal(low, run_threads(train, 2, "mlp", "low", sgd)[0], tolerance=0)
 
 
@@ -839,9 +811,8 @@ def test_torchs_optimizer_in_backward_is_refused_beside_a_hook(api: str) -> None
     state, hook = DefaultState(dist.group.WORLD), allreduce_hook if api == "replicate" else _hook
     register_comm_hook(model, state, hook)
     in_backward_api()(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    args, kwargs = inputs_of(model, 0, 0)
     with pytest.raises(UsageError, match="cannot have a communication hook"):
-        model(*args, **kwargs)
+        loss_at(model, 0, 0)
     other = make_model("mlp")
     in_backward_api()(torch.optim.SGD, other.parameters(), {"lr": 0.1})
     annotated(other, api)

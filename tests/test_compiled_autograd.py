@@ -30,7 +30,8 @@ from composable import (
 )
 from composable.ground.torch_private import started_in
 from tests.models import DIM, MLPBlock, random_input, seeded
-from tests.world import run_ranks
+from tests.programs import Twins
+from tests.world import on_ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -48,6 +49,14 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.again(self.out(x)).double() * self.scale
+
+
+def x_of(number: int, rank: int) -> torch.Tensor:
+    return random_input(10 * number + rank, 4, DIM)
+
+
+def loss_at(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return model(x_of(number, rank)).square().mean()
 
 
 class Graphs:
@@ -94,61 +103,47 @@ def compiled(step: Callable[..., None], way: str, backend: Any) -> Callable[...,
     return run
 
 
-def train(way: str, backend: str, by_block: bool) -> int:
+@pytest.mark.parametrize(("way", "backend", "by_block"), [("enable", "eager", True), ("config", "aot_eager", False)])
+@on_ranks(2, run=run_ranks)
+def test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient(way: str, backend: str, by_block: bool) -> None:
     """Train in graphs, with and without synchronisation, and once without a graph: the numbers of one process."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, plain = (seeded(Net, 0) for _ in range(2))
-    if by_block:
-        replicate(model.blocks[0])
-    replicate(model)
+    count = len(list(seeded(Net, 0).parameters()))
+    twins = Twins(Net, lambda model: [replicate(model.blocks[0]) if by_block else None, replicate(model)], loss=loss_at)
     graphs = Graphs(backend)
 
     def step(x: torch.Tensor) -> None:
-        model(x).square().mean().backward()
+        twins.model(x).square().mean().backward()
 
     in_graph = compiled(step, way, graphs)
     for number, keeps in enumerate([False, True, False]):
         if keeps:
-            with no_sync(model):
-                in_graph(random_input(50 + rank, 4, DIM))
-        (step if number == 2 else in_graph)(random_input(10 * number + rank, 4, DIM))
-        for one in range(world_size):
-            for seed in [50 + one] * keeps + [10 * number + one]:
-                (plain(random_input(seed, 4, DIM)).square().mean() / world_size).backward()
-        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad)
+            with no_sync(twins.model):
+                in_graph(x_of(5, twins.rank))
+            twins.backward_alone(5)
+        (step if number == 2 else in_graph)(x_of(number, twins.rank))
+        twins.backward_alone(number)
+        twins.check_gradients(1e-5)
         if number == 0:  # Later gradients are added to averages.
-            model.zero_grad()
-            plain.zero_grad()
-    return graphs.last_backward
-
-
-@pytest.mark.parametrize(("way", "backend", "by_block"), [("enable", "eager", True), ("config", "aot_eager", False)])
-def test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient(way: str, backend: str, by_block: bool) -> None:
-    count = len(list(seeded(Net, 0).parameters()))
-    assert run_ranks(train, 2, way, backend, by_block) == [count] * 2
+            twins.drop()
+    assert graphs.last_backward == count
 
 
 def join_by_inductor() -> int:
     """Return how many collectives a compiled step runs; its gradients are those of one process on all batches."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, plain = (seeded(Net, 0) for _ in range(2))
-    replicate(model)
+    twins = Twins(Net, replicate, loss=loss_at)
 
     def step(x: torch.Tensor) -> None:
-        model(x).square().mean().backward()
+        twins.model(x).square().mean().backward()
 
     with torch._inductor.config.patch(bucket_all_reduces_fx="all", force_disable_caches=True):
         in_graph = compiled(step, "config", "inductor")
-        in_graph(random_input(rank, 4, DIM))
-        model.zero_grad()
+        in_graph(x_of(0, twins.rank))
+        twins.drop()
         before = started_in(dist.group.WORLD)
-        in_graph(random_input(rank, 4, DIM))
+        in_graph(x_of(0, twins.rank))
         count = started_in(dist.group.WORLD) - before
-    for one in range(world_size):
-        (plain(random_input(one, 4, DIM)).square().mean() / world_size).backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    twins.backward_alone()
+    twins.check_gradients(1e-5)
     return count
 
 
@@ -180,25 +175,19 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 
 def refused(kind: str, way: str) -> str:
     """Return the error of a backward in a graph; the step after it, without, must be right."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, plain = (seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock()), 0) for _ in range(2))
-    annotated = REFUSED[kind](model)
+    twins = Twins(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock()), REFUSED[kind], loss=loss_at)
 
     def step(x: torch.Tensor) -> None:
-        model(x).square().mean().backward()
+        twins.model(x).square().mean().backward()
 
-    with Join([as_ddp(model)]) if kind == "join" else contextlib.nullcontext():
+    with Join([as_ddp(twins.model)]) if kind == "join" else contextlib.nullcontext():
         with pytest.raises(UsageError) as caught:
-            compiled(step, way, "eager")(random_input(rank, 4, DIM))
+            compiled(step, way, "eager")(x_of(0, twins.rank))
         if kind == "steps":
-            annotated.remove()
-        model.zero_grad()
-        step(random_input(rank, 4, DIM))
-    for one in range(world_size):
-        (plain(random_input(one, 4, DIM)).square().mean() / world_size).backward()
-    for name, expected in plain.named_parameters():
-        grad: Any = model.get_parameter(name).grad
-        torch.testing.assert_close(getattr(grad, "full_tensor", lambda grad=grad: grad)(), expected.grad)
+            twins.answer.remove()
+        twins.drop()
+        twins.backward()
+    twins.check_gradients(1e-5)
     return str(caught.value)
 
 

@@ -32,7 +32,8 @@ from composable import (
 )
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
-from tests.test_algorithms import adam, torch_optim, train_alone, train_with
+from tests.programs import Twins, loss_at
+from tests.test_algorithms import adam, torch_optim
 from tests.world import on_ranks, run_ranks
 
 # Hooks
@@ -129,13 +130,16 @@ def test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper() 
 
 @on_ranks(2)
 def test_an_overlapped_optimizer_registers_with_a_view() -> None:
-    model = replicate(make_model("mlp"))
-    optimizer = torch_optim("_as_overlapped_optim")(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    twins = Twins("mlp", replicate, make=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    optimizer = torch_optim("_as_overlapped_optim")(torch.optim.SGD, twins.model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(NotImplementedError):
-        optimizer.register_fsdp(model)
-    optimizer.register_ddp(as_ddp(model))
-    expected = train_alone(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 2)
-    assert_equal_params(train_with(None, model), expected, tolerance=1e-6)
+        optimizer.register_fsdp(twins.model)
+    optimizer.register_ddp(as_ddp(twins.model))
+    for number in range(3):
+        twins.backward(number)
+        twins.step(of_ranks=False)
+        twins.model.zero_grad()
+    twins.check()
 
 
 # Uneven inputs
@@ -213,6 +217,14 @@ def test_what_the_others_averaged_is_no_gradient_of_a_rank_without_inputs(as_joi
     assert found == [[50.0] * 6, [50.0, 50.0, 50.0, 25.0, 25.0] * 2][dist.get_rank()]
 
 
+def step_once(model: nn.Module, optimizer: Any = None) -> None:
+    """Step with the inputs of step 0: what differs between runs is how many there are."""
+    loss_at(model, 0, dist.get_rank()).backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+
+
 def join_with_zero(*, is_sharded: bool) -> dict[str, torch.Tensor]:
     model, other = replicate(make_model("mlp")), replicate(seeded(lambda: nn.Linear(2, 2), 1))
     joinables: list[Any] = [as_ddp(model), as_ddp(other)]
@@ -223,11 +235,10 @@ def join_with_zero(*, is_sharded: bool) -> dict[str, torch.Tensor]:
         joinables.insert(1, optimizer)
     with Join(joinables):
         for _ in range(2 + dist.get_rank()):
-            # A step reads the inputs of step 0: what differs is how many there are.
-            train_with(optimizer, model, steps=1)
+            step_once(model, optimizer)
             other(torch.ones(1, 2)).sum().backward()
     # Outside of the context all is as before.
-    train_with(None, model, steps=1)
+    step_once(model)
     return full_params(model)
 
 
@@ -277,7 +288,7 @@ def test_a_view_follows_its_module_to_another_group() -> None:
     optimizer = adam(model.parameters())
     with Join([view]):
         for _ in range(2 + dist.get_rank()):
-            train_with(optimizer, model, steps=1)
+            step_once(model, optimizer)
     for param in model.parameters():
         dist.all_gather(both := [torch.empty_like(param) for _ in range(2)], param.detach())
         assert torch.equal(*both)

@@ -272,7 +272,14 @@ class WithBuffer(nn.Module):
         return self.expert(x)
 
 
-def train_replicated_that_follow(options: dict[str, Any], *, has_buffers: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "has_buffers"),
+    [({}, True), ({"find_unused_parameters": True}, False), ({"gradient_as_bucket_view": False}, True)],
+)
+@on_ranks(4)
+def test_replicated_experts_follow_a_sharded_root_whether_they_are_called_or_not(
+    options: dict[str, Any], *, has_buffers: bool
+) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     net, plain = local_net(4, mesh), reference_net(4)
     for one in (net, plain) if has_buffers else ():
@@ -308,16 +315,6 @@ def train_replicated_that_follow(options: dict[str, Any], *, has_buffers: bool) 
     unannotate(net)
     for fqn, param in net.named_parameters():
         torch.testing.assert_close(param, plain.get_parameter(fqn))
-
-
-@pytest.mark.parametrize(
-    ("options", "has_buffers"),
-    [({}, True), ({"find_unused_parameters": True}, False), ({"gradient_as_bucket_view": False}, True)],
-)
-def test_replicated_experts_follow_a_sharded_root_whether_they_are_called_or_not(
-    options: dict[str, Any], *, has_buffers: bool
-) -> None:
-    run_threads(train_replicated_that_follow, 4, options, has_buffers=has_buffers)
 
 
 @on_ranks(4)

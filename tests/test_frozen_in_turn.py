@@ -1,6 +1,5 @@
 """Parameters that are frozen, thawed and zeroed while ``no_sync`` keeps their gradients."""
 
-import copy
 import random
 from contextlib import nullcontext
 
@@ -11,7 +10,8 @@ from torch import nn
 
 import composable
 from composable import DesyncError, MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, replicate, unannotate
-from tests.parity import full
+from tests.models import random_input
+from tests.programs import Twins
 from tests.world import on_ranks, run_threads
 
 PARTS = 3
@@ -30,23 +30,8 @@ class Parts(nn.Module):
         return x
 
 
-def built() -> Parts:
-    torch.manual_seed(3)
-    return Parts()
-
-
-def assert_equal_gradients(model: nn.Module, plain: nn.Module, where: object, tolerance: float) -> None:
-    """Compare gradients, and which parameters have one."""
-    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (param.grad is None) == (expected.grad is None), (where, name, param.grad, expected.grad)
-        if param.grad is not None:
-            torch.testing.assert_close(
-                full(param.grad),
-                expected.grad,
-                rtol=tolerance,
-                atol=tolerance / 10,
-                msg=lambda text: f"{where}: {text}",
-            )
+def loss_at(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return model(random_input(7 * number + rank, 3, 5)).square().sum()
 
 
 def annotate(model: Parts, draw: random.Random) -> float:
@@ -59,14 +44,14 @@ def annotate(model: Parts, draw: random.Random) -> float:
             fully_shard(part, mp_policy=policy)
     if kind == "replicate":
         replicate(model, find_unused_parameters=True)
-        return 1e-4
+        return 2e-5
     if kind != "mixed":
         fully_shard(model, mp_policy=policy)
-    return 0.05 if is_low else 1e-4
+    return 0.03 if is_low else 2e-5
 
 
-def freeze(model: Parts, plain: Parts, frozen: set[str]) -> None:
-    for one in (model, plain):
+def freeze(twins: Twins, frozen: set[str]) -> None:
+    for one in twins:
         for name, param in one.named_parameters():
             param.requires_grad_(name not in frozen)
 
@@ -74,10 +59,8 @@ def freeze(model: Parts, plain: Parts, frozen: set[str]) -> None:
 def run(seed: int) -> None:
     """Compare gradients with those of one process over a random program of micro-batches, at each average."""
     draw = random.Random(seed)
-    model, plain = built(), built()
-    names = [name for name, _ in plain.named_parameters()]
-    tolerance = annotate(model, draw)
-    size, rank = dist.get_world_size(), dist.get_rank()
+    twins = Twins(Parts, lambda model: annotate(model, draw), loss=loss_at)
+    names = [name for name, _ in twins.plain.named_parameters()]
     for step in range(3):
         count = draw.randint(1, 4)
         ends_by_hand = draw.random() < 0.4
@@ -88,34 +71,23 @@ def run(seed: int) -> None:
                 frozen = {name for name in of_part if draw.random() < 0.8}
                 if len(frozen) == len(names) or draw.random() < 0.1:
                     frozen = set()
-                freeze(model, plain, frozen)
+                freeze(twins, frozen)
             syncs = micro == count - 1 and not ends_by_hand
-            xs = [
-                torch.randn(3, 5, generator=torch.Generator().manual_seed(97 * step + 7 * micro + one))
-                for one in range(size)
-            ]
-            with nullcontext() if syncs else no_sync(model):
-                model(xs[rank]).square().sum().backward()
-            for x in xs:
-                (plain(x).square().sum() / size).backward()
+            twins.backward(14 * step + micro, keeps=not syncs)
             if not syncs and draw.random() < 0.3:
-                sets_to_none = draw.random() < 0.5
-                chosen = draw.choice(model.parts) if draw.random() < 0.5 else model
-                index = None if chosen is model else list(model.parts).index(chosen)
-                for one in (chosen, plain if index is None else plain.parts[index]):
-                    one.zero_grad(set_to_none=sets_to_none)
+                sets_to_none, part = draw.random() < 0.5, draw.choice([*range(PARTS), None])
+                for one in twins:
+                    (one if part is None else one.parts[part]).zero_grad(set_to_none=sets_to_none)
         if ends_by_hand:
             if draw.random() < 0.5:
-                freeze(model, plain, {name for name in names if draw.random() < 0.5})
+                freeze(twins, {name for name in names if draw.random() < 0.5})
             if step == 2 and draw.random() < 0.5:
-                unannotate(model)
+                unannotate(twins.model)
             else:
-                reduce_gradients(model)
-        assert_equal_gradients(model, plain, (seed, step), tolerance)
-        sets_to_none = draw.random() < 0.7
-        for one in (model, plain):
-            one.zero_grad(set_to_none=sets_to_none)
-        freeze(model, plain, set())
+                reduce_gradients(twins.model)
+        twins.check_gradients(twins.answer, where=(seed, step))
+        twins.drop(set_to_none=draw.random() < 0.7)
+        freeze(twins, set())
 
 
 @pytest.mark.parametrize(("seeds", "world_size"), [(range(40), 2), (range(40, 60), 3)])
@@ -128,22 +100,18 @@ def test_gradients_are_those_of_one_process(seeds: range) -> None:
 @pytest.mark.parametrize("kind", ["whole", "parts"])
 @on_ranks(2)
 def test_what_waits_for_a_frozen_parameter_is_stepped_inside_backward(kind: str) -> None:
-    model, plain = built(), built()
-    for part in model.parts if kind == "parts" else ():
-        fully_shard(part)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    composable.step_in_backward(optimizer)
-    x = torch.ones(2, 5)
+    def annotate_all(model: Parts) -> None:
+        for part in model.parts if kind == "parts" else ():
+            fully_shard(part)
+        fully_shard(model)
+
+    twins = Twins(Parts, annotate_all, loss=loss_at)
+    composable.step_in_backward(twins.optimizers[0])
     for number in range(2):
-        freeze(model, plain, {"parts.0.weight", "parts.0.bias"} if number else set())
-        with nullcontext() if number else no_sync(model):
-            model(x).square().sum().backward()
-        plain(x).square().sum().backward()
-    plain_optimizer.step()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(param), expected.detach())
+        freeze(twins, {"parts.0.weight", "parts.0.bias"} if number else set())
+        twins.backward(number, keeps=number == 0)
+    twins.step(of_ranks=False)
+    twins.check()
 
 
 # Copies
@@ -165,33 +133,22 @@ def drop_all(model: nn.Module, how: str) -> None:
 def run_copied(seed: int) -> None:
     """Compare a model and a deep copy of it, made once no gradient waits, with those of one process."""
     draw = random.Random(seed)
-    pairs = [(built(), built())]
-    tolerance = annotate(pairs[0][0], draw)
-    size, rank = dist.get_world_size(), dist.get_rank()
+    pairs = [Twins(Parts, lambda model: annotate(model, draw), loss=loss_at)]
     for number in range(draw.randint(3, 7)):
-        for which, (model, plain) in enumerate(pairs):
-            syncs = draw.random() < 0.3
-            numbers = (97 * number + 11 * which + one for one in range(size))
-            xs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(one)) for one in numbers]
-            with nullcontext() if syncs else no_sync(model):
-                model(xs[rank]).square().sum().backward()
-            for x in xs:
-                (plain(x).square().sum() / size).backward()
-        model, plain = draw.choice(pairs)
+        for which, twins in enumerate(pairs):
+            twins.backward(14 * number + which, keeps=draw.random() > 0.3)
+        twins = draw.choice(pairs)
         before, after = draw.choice(DROPS), draw.choice(DROPS)
-        for one in (model, plain):
+        for one in twins:
             drop_all(one, before)
         if len(pairs) == 1 or draw.random() < 0.3:
-            twin = copy.deepcopy(plain)
-            for param, copied in zip(plain.parameters(), twin.parameters(), strict=True):
-                copied.grad = None if param.grad is None else param.grad.clone()  # torch's copies have none
-            reduce_gradients(model)
-            pairs.append((copy.deepcopy(model), twin))
-        for one in draw.choice(pairs) if draw.random() < 0.5 else (model, plain):
+            reduce_gradients(twins.model)
+            pairs.append(twins.twin())
+        for one in draw.choice(pairs) if draw.random() < 0.5 else twins:
             drop_all(one, after)
-    for which, (model, plain) in enumerate(pairs):
-        reduce_gradients(model)
-        assert_equal_gradients(model, plain, (seed, which), tolerance)
+    for which, twins in enumerate(pairs):
+        reduce_gradients(twins.model)
+        twins.check_gradients(twins.answer, where=(seed, which))
 
 
 @pytest.mark.parametrize(("seeds", "world_size"), [(range(40), 2), (range(40, 60), 3)])
@@ -204,28 +161,25 @@ def test_copies_hold_the_gradients_that_were_not_dropped(seeds: range) -> None:
 def run_copy_of_frozen(seed: int) -> None:
     """Copy replicated modules with parameters that were frozen since, and train both on."""
     draw = random.Random(seed)
-    model, plain = built(), built()
-    names = [name for name, _ in plain.named_parameters()]
-    if draw.random() < 0.5:
-        replicate(model, find_unused_parameters=True)
-    else:
-        for part in model.parts:
-            replicate(part, find_unused_parameters=True, gradient_as_bucket_view=draw.random() < 0.5)
-    pairs = [(model, plain)]
-    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def replicate_all(model: Parts) -> None:
+        if draw.random() < 0.5:
+            replicate(model, find_unused_parameters=True)
+        else:
+            for part in model.parts:
+                replicate(part, find_unused_parameters=True, gradient_as_bucket_view=draw.random() < 0.5)
+
+    pairs = [Twins(Parts, replicate_all, loss=loss_at)]
+    names = [name for name, _ in pairs[0].plain.named_parameters()]
     for number in range(5):
-        which = draw.randrange(len(pairs))
-        freeze(*pairs[which], {name for name in names if draw.random() < 0.4} - {draw.choice(names)})
+        chosen = draw.choice(pairs)
+        freeze(chosen, {name for name in names if draw.random() < 0.4} - {draw.choice(names)})
         if number in (1, 3):
-            pairs.append(copy.deepcopy(pairs[which]))
-        for one, other in pairs:
-            for each in (one, other):
-                each.zero_grad()
-            xs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(9 * number + each)) for each in range(size)]
-            one(xs[rank]).square().sum().backward()
-            for x in xs:
-                (other(x).square().sum() / size).backward()
-            assert_equal_gradients(one, other, (seed, number), 1e-4)
+            pairs.append(chosen.twin())
+        for twins in pairs:
+            twins.drop()
+            twins.backward(number)
+            twins.check_gradients(2e-5, where=(seed, number))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,5 +1,6 @@
 """What ``fully_shard`` does around training: handles, order, collectives, modes, recovery, errors."""
 
+import itertools
 import random
 import re
 import sys
@@ -30,9 +31,10 @@ from composable.annotation.root import Root, handle_of_module
 from composable.dtensor.tensor import RaggedDTensor
 from composable.engine import Handle
 from tests.counting import CountingTransport
-from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input
 from tests.pairwise import pairs_of
-from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
+from tests.parity import full, full_params, gradients_of, inputs_of
+from tests.programs import Twins, loss_at, train
 from tests.world import on_ranks, run_ranks, run_threads
 
 
@@ -55,22 +57,9 @@ def root_of(model: nn.Module) -> Root:
 
 
 def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
-    args, kwargs = inputs_of(model, seed, dist.get_rank())
-    loss = loss_of(model(*args, **kwargs))
+    loss = loss_at(model, seed, dist.get_rank())
     loss.backward()
     return loss
-
-
-def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
-
-
-def assert_grads_of_one_process(model: nn.Module) -> None:
-    """Compare the gradients of an MLP after ``step(model)`` with those of one process on the batches of all ranks."""
-    plain = make_model("mlp")
-    loss_of(plain(*global_inputs(plain, 0, dist.get_world_size())[0])).backward()
-    found = grads_of(model)
-    assert_equal_params(found, {fqn: grad for fqn, grad in grads_of(plain).items() if fqn in found}, tolerance=1e-6)
 
 
 def record_events(root: Root) -> list[str]:
@@ -504,16 +493,18 @@ class InPlaceOnView(nn.Module):
 
 @on_ranks(2)
 def test_an_in_place_change_of_a_returned_view_is_harmless() -> None:
-    rank, plain = dist.get_rank(), seeded(InPlaceOnView, 0)
-    whole = torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]).requires_grad_()
-    loss_of(plain(whole)).backward()
-    model = fully_shard(seeded(InPlaceOnView, 0), policy={InPlaceOnView.Chunked})
-    # The gradient of the input needs the weight in backward.
-    x = (torch.ones(2, 8) * (1 + rank)).requires_grad_()
-    loss_of(model(x)).backward()
-    # Each rank's loss is the mean of its half of the batch.
-    torch.testing.assert_close(x.grad, 2 * whole.grad[2 * rank : 2 * rank + 2])
-    assert_equal_params(grads_of(model), grads_of(plain), tolerance=1e-6)
+    xs: dict[tuple[bool, int], torch.Tensor] = {}
+
+    def loss(model: Any, number: int, rank: int) -> torch.Tensor:
+        # The gradient of the input needs the weight in backward.
+        x = xs[isinstance(model.first, FSDPModule), rank] = (torch.ones(2, 8) * (1 + rank)).requires_grad_()
+        return loss_of(model(x))
+
+    twins = Twins(InPlaceOnView, lambda model: fully_shard(model, policy={InPlaceOnView.Chunked}), loss=loss)
+    twins.backward()
+    # Of one process it is that of the mean over ranks.
+    torch.testing.assert_close(xs[True, twins.rank].grad, 2 * xs[False, twins.rank].grad)
+    twins.check_gradients()
 
 
 @on_ranks(2)
@@ -539,23 +530,25 @@ def test_ignored_parameters_and_modules_stay_as_they_are(kind: Callable[[Any], A
     assert plain == [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")] + [
         "out.weight"
     ]
-    assert len(grads_of(model)) == 16 and model.out.weight is kept
+    assert len(gradients_of(model)) == 16 and model.out.weight is kept
 
 
 @pytest.mark.parametrize("ignored_numbers", [[], [1, 2]])
 @on_ranks(2)
 def test_one_list_of_ignored_modules_serves_the_calls_on_all_parts(ignored_numbers: list[int]) -> None:
-    model = make_model("mlp")
-    ignored = [model.blocks[number].up for number in ignored_numbers] + [nn.Linear(2, 2)]
-    for block in model.blocks:
-        fully_shard(block, ignored_modules=ignored)
-    fully_shard(model, ignored_modules=ignored)
-    step(model)
-    plain = [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
+    def annotate_all(model: Any) -> None:
+        ignored = [model.blocks[number].up for number in ignored_numbers] + [nn.Linear(2, 2)]
+        for block in model.blocks:
+            fully_shard(block, ignored_modules=ignored)
+        fully_shard(model, ignored_modules=ignored)
+
+    twins = Twins("mlp", annotate_all)
+    twins.backward()
+    plain = [name for name, param in twins.model.named_parameters() if not isinstance(param, RaggedDTensor)]
     assert plain == [f"blocks.{number}.up.{name}" for number in ignored_numbers for name in ("weight", "bias")]
-    for name in plain:
-        model.get_parameter(name).grad = None
-    assert_grads_of_one_process(model)
+    for one, name in itertools.product(twins, plain):
+        one.get_parameter(name).grad = None
+    twins.check_gradients()
 
 
 class Codec(nn.Module):
@@ -581,19 +574,16 @@ class Codec(nn.Module):
 @pytest.mark.parametrize("reshard", [None, True, False])
 @on_ranks(2)
 def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(reshard: bool | None) -> None:
-    model, plain = (seeded(lambda: Codec(2), 0) for _ in range(2))
-    for part in (model.parts[0].parts[1], model.parts[1], model):
-        fully_shard(part, reshard_after_forward=reshard)
-        register_fsdp_forward_method(part, "encode")
-        register_fsdp_forward_method(part, "decode")
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-    for number in range(3):
-        xs = [random_input(10 * number + rank, 3, 4) for rank in range(2)]
-        for one, x, optimizer in zip((model, plain), (xs[dist.get_rank()], torch.cat(xs)), optimizers, strict=True):
-            one.decode(one.encode(x), shift=0.5).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal_params(full_params(model), full_params(plain), tolerance=1e-6)
+    def annotate_all(model: Any) -> None:
+        for part in (model.parts[0].parts[1], model.parts[1], model):
+            fully_shard(part, reshard_after_forward=reshard)
+            register_fsdp_forward_method(part, "encode")
+            register_fsdp_forward_method(part, "decode")
+
+    def loss(model: Any, number: int, rank: int) -> torch.Tensor:
+        return model.decode(model.encode(random_input(10 * number + rank, 3, 4)), shift=0.5).square().mean()
+
+    train(Twins(lambda: Codec(2), annotate_all, loss=loss))
 
 
 @on_ranks(2)
@@ -643,17 +633,16 @@ def refuse_once(model: nn.Module) -> None:
 @on_ranks(2)
 def test_the_step_after_an_exception_in_a_users_hook_is_right(where: str) -> None:
     """A user's hook that runs before ours raises: ours has not started that module's forward."""
-    model = make_model("mlp")
-    annotate(model, "policy")
+    twins = Twins("mlp", lambda model: annotate(model, "policy"))
     if where != "first":
-        step(model)
-        model.zero_grad()
-    refuse_once(model.blocks[1] if where == "block" else model)
+        step(twins.model)
+        twins.model.zero_grad()
+    refuse_once(twins.model.blocks[1] if where == "block" else twins.model)
     with pytest.raises(ValueError, match="in a hook"):
-        step(model)
-    model.zero_grad()
-    step(model)
-    assert_grads_of_one_process(model)
+        twins.backward()
+    twins.drop()
+    twins.backward()
+    twins.check_gradients()
 
 
 class UsedElsewhere(nn.Module):
@@ -671,13 +660,17 @@ class UsedElsewhere(nn.Module):
 
 @on_ranks(2)
 def test_a_gradient_from_outside_the_forward_is_counted() -> None:
-    model, plain = (seeded(UsedElsewhere, 0) for _ in range(2))
-    plain.second.unshard = lambda: None  # type: ignore[assignment]  # what a plain module lacks
-    for rank in range(2):
-        (plain(random_input(rank, 2, 8)).square().mean() / 2).backward()
-    fully_shard(model, policy={MLPBlock}, reshard_after_forward=False)
-    model(random_input(dist.get_rank(), 2, 8)).square().mean().backward()
-    assert_equal_params(grads_of(model), grads_of(plain), tolerance=1e-6)
+    def loss(model: Any, number: int, rank: int) -> torch.Tensor:
+        if not isinstance(model.second, FSDPModule):
+            model.second.unshard = lambda: None  # What a plain module lacks.
+        return loss_of(model(random_input(rank, 2, 8)))
+
+    train(
+        Twins(
+            UsedElsewhere, lambda model: fully_shard(model, policy={MLPBlock}, reshard_after_forward=False), loss=loss
+        ),
+        1,
+    )
 
 
 class Recursive(nn.Module):
@@ -694,13 +687,7 @@ class Recursive(nn.Module):
 @pytest.mark.parametrize("reshard", [None, True])
 @on_ranks(2)
 def test_a_module_that_calls_itself_equals_one_process(reshard: bool | None) -> None:
-    model, plain = (seeded(Recursive, 0) for _ in range(2))
-    loss_of(plain(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
-    fully_shard(model, policy={MLPBlock}, reshard_after_forward=reshard)
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(torch.ones(2, 8) * (1 + dist.get_rank()))).backward()
-    assert_equal_params(grads_of(model), grads_of(plain), tolerance=1e-6)
+    train(Twins(Recursive, lambda model: fully_shard(model, policy={MLPBlock}, reshard_after_forward=reshard)), 2)
 
 
 # Bad input
@@ -752,14 +739,13 @@ def test_an_optimizer_that_holds_replaced_parameters(kind: str, fqn: str) -> Non
 
 @on_ranks(2)
 def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
-    model = make_model("mlp")
-    annotate(model, "policy")
-    loss = step(model)
+    twins = Twins("mlp", lambda model: annotate(model, "policy"))
+    loss = step(twins.model)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    model.zero_grad()
-    step(model)
-    assert_grads_of_one_process(model)
+    twins.drop()
+    twins.backward()
+    twins.check_gradients()
 
 
 @on_ranks(2)

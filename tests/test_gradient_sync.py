@@ -22,7 +22,8 @@ from composable import (
 )
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
-from tests.parity import assert_equal_params, full, global_inputs, gradients_of, inputs_of
+from tests.parity import full, inputs_of
+from tests.programs import Twins, loss_at
 from tests.world import RankErrors, on_ranks, run_threads
 
 MICRO_BATCHES = 3
@@ -36,26 +37,17 @@ def annotate(model: nn.Module, how: str) -> nn.Module:
     return fully_shard(model, policy=None if how == "root" else {nn.Linear})
 
 
-def assert_gradients_of_one_process(model: nn.Module, name: str) -> None:
-    plain = make_model(name)
-    for step in range(MICRO_BATCHES):
-        args, kwargs = global_inputs(plain, step, dist.get_world_size())
-        loss_of(plain(*args, **kwargs)).backward()
-    assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
-
-
 @pytest.mark.parametrize("setting", ["set_is_last_backward", "set_manual_backward_finalization"])
 @pytest.mark.parametrize(("keeps", "how"), [(False, "mixed"), (True, "policy")])
 @on_ranks(2)
 def test_reductions_under_way_end_as_well(setting: str, keeps: bool, how: str) -> None:
     """Run micro batches of which none is said to be the last one."""
-    model = annotate(make_model("mlp"), how)
-    getattr(model, setting)(setting == "set_manual_backward_finalization")
+    twins = Twins("mlp", lambda model: annotate(model, how))
+    getattr(twins.model, setting)(setting == "set_manual_backward_finalization")
     for step in range(MICRO_BATCHES):
-        with no_sync(model) if keeps else nullcontext():
-            backward(model, step)
-    reduce_gradients(model)
-    assert_gradients_of_one_process(model, "mlp")
+        twins.backward(step, keeps=keeps)
+    reduce_gradients(twins.model)
+    twins.check_gradients()
 
 
 @on_ranks(2)
@@ -99,15 +91,16 @@ def test_nothing_comes_back_that_was_dropped() -> None:
 @pytest.mark.parametrize("unused_gradients", ["none", "zero"])
 @on_ranks(2)
 def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
-    model = fully_shard(make_model("mlp"), policy={nn.Linear}, options=HandleOptions(unused_gradients=unused_gradients))
+    options = HandleOptions(unused_gradients=unused_gradients)
+    twins = Twins("mlp", lambda model: fully_shard(model, policy={nn.Linear}, options=options))
     for step in range(MICRO_BATCHES):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        loss = loss_of(model(*args, **kwargs))
-        reduce_gradients(model)
-        with no_sync(model):
+        loss = loss_at(twins.model, step, twins.rank)
+        reduce_gradients(twins.model)
+        with no_sync(twins.model):
             loss.backward()
-    reduce_gradients(model)
-    assert_gradients_of_one_process(model, "mlp")
+        twins.backward_alone(step)
+    reduce_gradients(twins.model)
+    twins.check_gradients()
 
 
 def refuse_in_no_sync() -> None:
@@ -277,8 +270,7 @@ USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 
 
 def backward(model: nn.Module, step: int) -> None:
-    args, kwargs = inputs_of(model, step, dist.get_rank())
-    loss_of(model(*args, **kwargs)).backward()
+    loss_at(model, step, dist.get_rank()).backward()
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,10 @@ from composable import (
 )
 from tests.counting import CountingTransport
 from tests.models import DIM, MLPBlock, random_input, seeded
-from tests.parity import LR, Run, assert_equal_runs, full, train_reference
-from tests.test_reshard_int import mesh_of, net, train
+from tests.parity import Run, assert_equal_runs, full, full_params, train_reference
+from tests.programs import Twins, loss_at, train
+from tests.test_reshard_int import mesh_of, net
+from tests.test_reshard_int import train as train_on_mesh
 from tests.world import on_ranks, run_ranks, run_threads
 
 TorchDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -52,11 +54,15 @@ def sharded_net(shape: tuple[int, int], **options: Any) -> nn.Sequential:
     return fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), **options)
 
 
+def twins_on(shape: tuple[int, int]) -> Twins:
+    return Twins(net, lambda model: fully_shard(model, policy={MLPBlock}, mesh=mesh_of(shape)))
+
+
 # Numbers
 
 
 def train_on(name: str, shape: tuple[int, int]) -> Run:
-    return train(name, mesh=mesh_of(shape), strategy="HYBRID_SHARD")
+    return train_on_mesh(name, mesh=mesh_of(shape), strategy="HYBRID_SHARD")
 
 
 @pytest.mark.parametrize(("shape", "run"), [*((shape, run_threads) for shape in SHAPES), ((2, 2), run_ranks)])
@@ -97,41 +103,28 @@ def test_a_deferred_second_leg_is_one_all_reduce_of_each_shard(shape: tuple[int,
 @on_ranks(4)
 def test_gradients_that_wait_for_their_all_reduce_are_not_used_and_not_lost(then: str, said: str) -> None:
     """Do something while gradients wait for their all-reduce; those of the next step are right in any case."""
-    model, plain = sharded_net((2, 2)), net()
-    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=LR)
+    twins = twins_on((2, 2))
+    model, optimizer = twins.model, twins.optimizers[0]
     calls: dict[str, Callable[[], object]] = {
         "step": optimizer.step,
         "clip": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "copy": lambda: copy.deepcopy(model),
         "unannotate": lambda: unannotate(model),
     }
-    text = ""
     model.set_requires_all_reduce(False)
-    model(random_input(rank, 4, DIM)).square().mean().backward()
-    kept = [0]
+    twins.backward(0)
     if then in calls:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=said):
             calls[then]()
-        text = str(caught.value)
-    elif then == "zero_grad":
-        model.zero_grad()
-        kept = []
-    elif then == "zero_grad to zero":
-        model.zero_grad(set_to_none=False)
-        kept = []
+    elif then != "reduce_gradients":
+        twins.drop(set_to_none=then == "zero_grad")
     model.set_requires_all_reduce(True)
     if then == "reduce_gradients":
         reduce_gradients(model)
     else:
-        model(random_input(100 + rank, 4, DIM)).square().mean().backward()
-        kept.append(100)
-    for start in kept:
-        for one in range(4):
-            (plain(random_input(start + one, 4, DIM)).square().mean() / 4).backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+        twins.backward(1)
+    twins.check_gradients()
     optimizer.step()
-    assert said in text and bool(text) == bool(said)
 
 
 class Failing(torch.autograd.Function):
@@ -150,23 +143,20 @@ class Failing(torch.autograd.Function):
 @on_ranks(4)
 def test_what_waits_is_forgotten_with_a_backward_that_was_cut_short(*, then: str) -> None:
     """Reduce some modules in a backward that fails, among micro-batches without the second leg, and begin anew."""
-    model, plain = sharded_net((2, 2)), net()
-    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=LR)
+    twins = twins_on((2, 2))
+    model = twins.model
     model.set_requires_all_reduce(False)
-    model(random_input(rank, 4, DIM)).square().mean().backward()
+    loss_at(model, 0, twins.rank).backward()
     with pytest.raises(RuntimeError, match="no backward"):
-        model(Failing.apply(random_input(rank, 4, DIM).requires_grad_())).square().mean().backward()
+        model(Failing.apply(random_input(0, 4, DIM).requires_grad_())).square().mean().backward()
     if then == "reset_iter_state":
         model.reset_iter_state()
-        optimizer.step()
+        twins.optimizers[0].step()
     model.zero_grad()
-    for start, requires in ((10, False), (20, True)):
-        model.set_requires_all_reduce(requires)
-        model(random_input(start + rank, 4, DIM)).square().mean().backward()
-        for one in range(4):
-            (plain(random_input(start + one, 4, DIM)).square().mean() / 4).backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+    for number in (1, 2):
+        model.set_requires_all_reduce(number == 2)
+        twins.backward(number)
+    twins.check_gradients()
 
 
 def chosen_apart() -> str:
@@ -230,20 +220,15 @@ def test_collectives_and_bytes_of_each_leg_are_those_of_the_plan(
 @on_ranks(4)
 def test_shards_that_wait_are_divided_once_whatever_hooks_come_and_go(hooks: list[bool]) -> None:
     """Register a communication hook, or take it away, while shards wait for their second leg."""
-    model, plain, rank = sharded_net((2, 2)), net(), dist.get_rank()
-    group, removable = fully_shard.state(model).mesh.get_group(), None
+    twins = twins_on((2, 2))
+    group = fully_shard.state(twins.model).mesh.get_group()
     for number, is_hooked in enumerate(hooks):
-        if is_hooked:
-            removable = register_comm_hook(model, DefaultState(group), reduce_scatter_hook)
-        model.set_requires_all_reduce(number + 1 == len(hooks))
-        model(random_input(10 * number + rank, 4, DIM)).square().mean().backward()
-        for one in range(4):
-            (plain(random_input(10 * number + one, 4, DIM)).square().mean() / 4).backward()
+        twins.model.set_requires_all_reduce(number + 1 == len(hooks))
+        removable = register_comm_hook(twins.model, DefaultState(group), reduce_scatter_hook) if is_hooked else None
+        twins.backward(number)
         if removable is not None:
             removable.remove()
-            removable = None
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+    twins.check_gradients()
 
 
 def keep_and_halve(shard: torch.Tensor) -> None:
@@ -286,14 +271,10 @@ def trained(shape: tuple[int, int]) -> tuple[nn.Sequential, torch.optim.Optimize
     return model, optimizer
 
 
-def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param) for fqn, param in model.named_parameters()}
-
-
 @on_ranks(4)
 def test_full_state_is_read_and_written_once_and_the_same_everywhere() -> None:
     model, _ = trained((2, 2))
-    expected = full_values(model)
+    expected = full_params(model)
     for dst in range(4):
         found = full_state_dict(model, dst=dst)
         assert bool(found) == (dist.get_rank() == dst)
@@ -302,7 +283,7 @@ def test_full_state_is_read_and_written_once_and_the_same_everywhere() -> None:
         other = sharded_net((2, 2))
         state = {key: value.clone() for key, value in net().state_dict().items()} | expected
         load_full_state_dict(other, state if dist.get_rank() == src else None, src=src)
-        assert all(torch.equal(value, expected[fqn]) for fqn, value in full_values(other).items())
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in full_params(other).items())
     for rank0_only in (False, True):
         for fqn, value in iter_full_params(model, rank0_only=rank0_only):
             assert (value is not None) == (not rank0_only or dist.get_rank() == 0)
@@ -310,7 +291,7 @@ def test_full_state_is_read_and_written_once_and_the_same_everywhere() -> None:
     with unshard_params(model, rank0_only=True), torch.no_grad():
         for param in model.parameters() if dist.get_rank() == 0 else ():
             param += 1
-    assert all(torch.equal(value, expected[fqn] + 1) for fqn, value in full_values(model).items())
+    assert all(torch.equal(value, expected[fqn] + 1) for fqn, value in full_params(model).items())
 
 
 @on_ranks(4)
@@ -336,14 +317,14 @@ def test_copies_and_unannotated_models_have_the_same_gradients() -> None:
 def save(folder: str, shape: tuple[int, int]) -> tuple[dict[str, torch.Tensor], int]:
     model, optimizer = trained(shape)
     save_checkpoint(folder, 1, model, optimizer)
-    return full_values(model), sum(path.stat().st_size for path in Path(folder).rglob("*.distcp"))
+    return full_params(model), sum(path.stat().st_size for path in Path(folder).rglob("*.distcp"))
 
 
 def load(folder: str, shape: tuple[int, int] | None) -> dict[str, torch.Tensor]:
     model = fully_shard(net(), policy={MLPBlock}) if shape is None else sharded_net(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     load_checkpoint(folder, model, optimizer)
-    return full_values(model)
+    return full_params(model)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), None), ((1, 3), (2, 1)), ((2, 1), (3, 2))])
@@ -435,7 +416,16 @@ def test_replicas_may_come_in_any_order(ranks: list[list[int]]) -> None:
     assert all(bool(full_state_dict(model, dst=dst)) == (dst == rank) for dst in range(4))
 
 
-def misplaced(ranks: Any) -> str:
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "expected"),
+    [
+        ([[0, 1], [3, 2]], 4, r"in the order \[3, 2\], process groups have them ascending"),
+        ((((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 3), (1, 2), (1, 2), (0, 3))), 4, "form no grid"),
+        ((((0, 1), (0, 1)), ((0, 1), (0, 1))), 2, "form no grid"),
+    ],
+)
+@on_ranks()
+def test_ranks_whose_copies_are_of_other_shards_are_refused_on_every_rank(ranks: Any, expected: str) -> None:
     model = net()
     where: dict[str, Any] = {}
     if isinstance(ranks, list):
@@ -443,23 +433,9 @@ def misplaced(ranks: Any) -> str:
     else:
         made = {one: dist.new_group(list(one)) for one in dict.fromkeys((*ranks[0], *ranks[1]))}
         where["process_group"] = tuple(made[of[dist.get_rank()]] for of in ranks)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=expected):
         fully_shard(model, **where)
     assert fully_shard.state(model) is None
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([[0, 1], [3, 2]], "in the order [3, 2], process groups have them ascending"),
-        ((((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 3), (1, 2), (1, 2), (0, 3))), "form no grid"),
-        ((((0, 1), (0, 1)), ((0, 1), (0, 1))), "form no grid"),
-    ],
-)
-def test_ranks_whose_copies_are_of_other_shards_are_refused_on_every_rank(ranks: Any, expected: str) -> None:
-    world_size = 4 if isinstance(ranks, list) else len(ranks[0])
-    assert all(expected in text for text in run_threads(misplaced, world_size, ranks))
 
 
 def test_a_plan_knows_its_replicas() -> None:
@@ -532,25 +508,21 @@ def test_copies_that_begin_different_are_an_error_on_every_rank(*, case: str) ->
     assert f"parameter '{name.get(case, '')}" in text
 
 
-def train_after(fix: str, folder: str) -> None:
-    rank, plain = dist.get_rank(), net(0)
-    is_synced = fix == "sync_module_states"
-    model = fully_shard(net(rank), policy={MLPBlock}, mesh=mesh_of((2, 2)), sync_module_states=is_synced)
-    if fix == "load_full_state_dict":
-        load_full_state_dict(model, plain.state_dict() if rank == 0 else {})
-    elif fix == "load_checkpoint":
-        save_checkpoint(folder, 1, sharded_net((2, 2)))
-        load_checkpoint(folder, model)
-    model(random_input(rank, 4, DIM)).square().mean().backward()
-    for one in range(4):
-        (plain(random_input(one, 4, DIM)).square().mean() / 4).backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("fix", ["sync_module_states", "load_full_state_dict", "load_checkpoint"])
+@on_ranks(4)
 def test_copies_that_a_load_makes_equal_train(tmp_path: Path, fix: str) -> None:
-    run_threads(train_after, 4, fix, str(tmp_path))
+    def annotate(model: nn.Module) -> None:
+        first = model.state_dict() if dist.get_rank() == 0 else {}
+        model.load_state_dict(net(dist.get_rank()).state_dict())
+        is_synced = fix == "sync_module_states"
+        fully_shard(model, policy={MLPBlock}, mesh=mesh_of((2, 2)), sync_module_states=is_synced)
+        if fix == "load_full_state_dict":
+            load_full_state_dict(model, first)
+        elif fix == "load_checkpoint":
+            save_checkpoint(tmp_path, 1, sharded_net((2, 2)))
+            load_checkpoint(tmp_path, model)
+
+    train(Twins(net, annotate), 1)
 
 
 @on_ranks(4)
@@ -564,15 +536,11 @@ def test_copies_are_compared_once() -> None:
     assert root.has_begun
 
 
-def join_apart() -> str:
-    model = fully_shard(net(dist.get_rank()), mesh=mesh_of((2, 2)))
-    with pytest.raises(DesyncError) as caught, Join([joinable(model, step=list)]):
-        pass
-    return str(caught.value)
-
-
+@on_ranks(4)
 def test_a_join_compares_copies_for_ranks_without_inputs() -> None:
-    assert all("hold different values" in text for text in run_threads(join_apart, 4))
+    model = fully_shard(net(dist.get_rank()), mesh=mesh_of((2, 2)))
+    with pytest.raises(DesyncError, match="hold different values"), Join([joinable(model, step=list)]):
+        pass
 
 
 # Several dims of a mesh that count as one
@@ -606,22 +574,22 @@ def test_dims_of_context_parallelism_shard_with_those_of_data_and_the_mean_is_ov
         ({"shard": ("b",)}, ((0, 2), (), 2)),
     ],
 )
+@on_ranks(8)
 def test_tuples_of_dims_and_replicate_alone_are_values(dims: Any, expected: Any) -> None:
-    assert run_threads(grid_and_training, 8, dims)[0] == expected
-
-
-def grid_and_training(dims: Any) -> Any:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-    model, plain = net(), net()
-    for part in (model[1], model[2], model):
-        fully_shard(part, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
-    grid = fully_shard.state(model).grid
-    for rank in grid.everyone.numbers:
-        (plain(random_input(rank, 4, DIM)).square().mean() / grid.divisor).backward()
-    model(random_input(dist.get_rank(), 4, DIM)).square().mean().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-6, atol=1e-6)
-    return grid.shard.numbers, () if grid.replicas is None else grid.replicas.numbers, grid.divisor
+
+    def annotate(model: nn.Module) -> None:
+        for part in (model[1], model[2], model):  # type: ignore[index]
+            fully_shard(part, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+
+    twins = Twins(net, annotate)
+    grid = fully_shard.state(twins.model).grid
+    everyone = grid.everyone.numbers
+    twins.size, twins.rank = grid.divisor, everyone.index(dist.get_rank())
+    twins.backward()
+    twins.check_gradients()
+    if dist.get_rank() == 0:
+        assert (grid.shard.numbers, grid.replicas.numbers if grid.replicas else (), grid.divisor) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What no_sync kept of modules that the last micro-batch leaves out, over random trees of annotations and programs."""
 
-import copy
 import itertools
 import random
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ from composable import (
 )
 from composable.errors import UsageError
 from tests.counting import counting_ranks
-from tests.models import seeded
-from tests.parity import assert_equal_params, full, full_params, gradients_of
+from tests.parity import assert_equal_params, gradients_of
+from tests.programs import Loss, Twins, sgd
 from tests.world import on_ranks, run_ranks, run_threads
 
 KIDS = 3
@@ -38,7 +37,6 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.scale = nn.Parameter(torch.ones(4))
         self.kids = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(KIDS))
         self.pairs = nn.ModuleList([self.kids[:2], self.kids[1:]])
@@ -65,24 +63,35 @@ def input_of(step: int, rank: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 8).view(2, 4) * (1 + step + 2 * rank) / 10
 
 
+def calling(*chosen: Sequence[int]) -> Loss:
+    """Return the loss of a model that runs such kids: the same on all ranks, or on each those in its place."""
+    return lambda model, step, rank: model(input_of(step, rank), chosen[rank % len(chosen)]).square().mean()
+
+
+def twins_of(kinds: Sequence[str], root: str = "none") -> Twins:
+    """Return twins of which each kid is annotated, then the whole."""
+
+    def annotate_all(model: Chosen) -> None:
+        for kid, kind in zip(model.kids, kinds, strict=False):
+            annotate(kid, kind)
+        annotate(model, root)
+
+    return Twins(Chosen, annotate_all)
+
+
 def run(seed: int) -> None:
     """Compare a random program with one process; what a module's annotation allows each rank to choose, each does."""
     rng = random.Random(seed)
-    model, plain = Chosen(), Chosen()
     kinds = [rng.choice(["none", "replicate", "static", "all used", "shard"]) for _ in range(KIDS)]
     root = rng.choice(["replicate", "shard"]) if "none" in kinds or rng.randrange(3) else "none"
-    for kid, kind in zip(model.kids, kinds, strict=True):
-        annotate(kid, kind)
-    annotate(model, root)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    twins = twins_of(kinds, root)
     way = rng.choice(WAYS) if root != "none" else "context"
     for number in range(3):
         count, has_kept_pair = rng.randrange(1, 4), False
         together: set[int] = set()  # what waits because of one context for several
         alone: set[int] = set()  # what averages in its own backward only
         for micro in range(count):
+            model = twins.model
             is_last = micro == count - 1
             syncs = is_last or not rng.randrange(4)
             common = [kid for kid in range(KIDS) if rng.randrange(2)] or [rng.randrange(KIDS)]
@@ -105,26 +114,20 @@ def run(seed: int) -> None:
             elif not syncs:
                 context, together = no_sync(model), {*range(KIDS)}
             together = {*covered} if has_kept_pair else together & {*covered}
-            chosen = [list(common) for _ in range(size)]
-            for one, kid in itertools.product(range(size), covered):
+            chosen = [list(common) for _ in range(twins.size)]
+            for one, kid in itertools.product(range(twins.size), covered):
                 # Without synchronisation whole copies talk to nobody: ranks may call others.
                 if kinds[kid] in ("replicate", "all used") and rng.randrange(4) == 0:
                     chosen[one] = [other for other in chosen[one] if other != kid]
-            step = 3 * number + micro
             with context:
-                model(input_of(step, rank), chosen[rank]).square().mean().backward()
-            for one in range(size):
-                (plain(input_of(step, one), chosen[one]).square().mean() / size).backward()
+                twins.backward(3 * number + micro, loss=calling(*chosen))
             if not is_last and not rng.randrange(6):
-                model.zero_grad()
-                plain.zero_grad()
-                model, optimizer = copy.deepcopy((model, optimizer))  # and train the copy on
+                twins.drop()
+                twins.copy()  # and train the copy on
         if root == "none":
-            model.scale.grad = plain.scale.grad.clone()  # Nothing manages it.
-        assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
-        for one in (optimizer, plain_optimizer):
-            one.step()
-            one.zero_grad()
+            twins.model.scale.grad = twins.plain.scale.grad.clone()  # Nothing manages it.
+        twins.check_gradients()
+        twins.step()
 
 
 @pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(36)])
@@ -143,64 +146,45 @@ def test_they_are_on_processes() -> None:
 @on_ranks(3)
 def test_ranks_without_inputs_follow(kid: str, root: str) -> None:
     """Let rank 0 run three steps, the others fewer; the last micro-batch of each leaves out a module."""
-    model, plain = Chosen(), Chosen()
-    annotate(model.kids[0], kid)
-    annotate(model, root)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    twins = twins_of([kid], root)
+    calls = [[0, 1, 2], [1, 2]]
 
     def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+        twins.optimizers[0].step()
+        twins.optimizers[0].zero_grad()
 
-    with Join([joinable(model, step=step)]):
-        for number in range(3 - rank):
-            with no_sync(model):
-                model(input_of(number, rank), [0, 1, 2]).square().mean().backward()
-            model(input_of(number, rank), [1, 2]).square().mean().backward()
+    with Join([joinable(twins.model, step=step)]):
+        for number in range(3 - twins.rank):
+            with no_sync(twins.model):
+                calling(calls[0])(twins.model, number, twins.rank).backward()
+            calling(calls[1])(twins.model, number, twins.rank).backward()
             step()
     for number in range(3):
-        for one in range(3 - number):
-            for chosen in ([0, 1, 2], [1, 2]):
-                (plain(input_of(number, one), chosen).square().mean() / size).backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    params = {name: full(param) for name, param in model.named_parameters()}
-    assert_equal_params(params, dict(plain.named_parameters()), tolerance=1e-6)
+        for one, chosen in itertools.product(range(3 - number), calls):
+            (calling(chosen)(twins.plain, number, one) / 3).backward()
+        twins.step(of_ranks=False)
+    twins.check()
 
 
 @on_ranks(2)
 def test_what_ends_by_hand_ends_the_rest_too() -> None:
     """Keep all gradients of a step, and end it outside of any backward."""
-    model, plain = Chosen(), Chosen()
-    replicate(model.kids[0])
-    fully_shard(model.kids[1])
-    fully_shard(model)
-    model.set_manual_backward_finalization(True)
-    rank = dist.get_rank()
-    model(input_of(0, rank), [1]).square().mean().backward()
-    model.finalize_backward()
-    model.zero_grad()
-    with no_sync(model):
-        model(input_of(1, rank), [0, 1]).square().mean().backward()
-    model.finalize_backward()
-    for one in range(2):
-        (plain(input_of(1, one), [0, 1]).square().mean() / 2).backward()
-    assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
+    twins = twins_of(["all used", "shard"], "shard")
+    twins.model.set_manual_backward_finalization(True)
+    twins.backward(0, loss=calling([1]))
+    twins.model.finalize_backward()
+    twins.drop()
+    twins.backward(1, keeps=True, loss=calling([0, 1]))
+    twins.model.finalize_backward()
+    twins.check_gradients()
 
 
 @on_ranks(2)
 def test_a_root_that_first_runs_after_the_context_ends_what_others_keep() -> None:
-    model, plain, rank = Chosen(), Chosen(), dist.get_rank()
-    for kid in model.kids[:2]:
-        fully_shard(kid)
-    with no_sync(model):
-        model(input_of(0, rank), [0]).square().mean().backward()
-    model(input_of(1, rank), [1]).square().mean().backward()
-    for step, one in itertools.product(range(2), range(2)):
-        (plain(input_of(step, one), [step]).square().mean() / 2).backward()
-    for kid, expected in zip(model.kids[:2], plain.kids, strict=False):
+    twins = twins_of(["shard", "shard"])
+    twins.backward(0, keeps=True, loss=calling([0]))
+    twins.backward(1, loss=calling([1]))
+    for kid, expected in zip(*(one.kids[:2] for one in twins), strict=True):
         assert_equal_params(gradients_of(kid), gradients_of(expected), tolerance=1e-6)
 
 
@@ -208,17 +192,11 @@ def test_a_root_that_first_runs_after_the_context_ends_what_others_keep() -> Non
 @pytest.mark.parametrize("kinds", [["replicate"] * 3, ["shard"] * 3, ["replicate", "shard", "shard"]], ids=" ".join)
 @on_ranks(2)
 def test_the_rest_ends_after_one_is_unannotated(kinds: list[str], left: int) -> None:
-    model, plain, rank = Chosen(), Chosen(), dist.get_rank()
-    for kid, kind in zip(model.kids, kinds, strict=True):
-        annotate(kid, kind)
-    calls = [[0, 1, 2], [(left + 1) % KIDS]]
-    with no_sync(model):
-        model(input_of(0, rank), calls[0]).square().mean().backward()
-    unannotate(model.kids[left])
-    model(input_of(1, rank), calls[1]).square().mean().backward()
-    for step, one in itertools.product(range(2), range(2)):
-        (plain(input_of(step, one), calls[step]).square().mean() / 2).backward()
-    assert_equal_params(gradients_of(model.kids), gradients_of(plain.kids), tolerance=1e-6)
+    twins = twins_of(kinds)
+    twins.backward(0, keeps=True, loss=calling([0, 1, 2]))
+    unannotate(twins.model.kids[left])
+    twins.backward(1, loss=calling([(left + 1) % KIDS]))
+    assert_equal_params(*(gradients_of(one.kids) for one in twins), tolerance=1e-6)
 
 
 def keep_and_end(*, has_fewer_ranks: bool, backwards: int) -> None:
@@ -248,42 +226,28 @@ def run_parts(seed: int) -> int:
     Every step is that of one process, or refused on all ranks; then ``reduce_gradients`` makes it right.
     """
     rng = random.Random(seed)
-    model, plain = Chosen(), Chosen()
-    for one in (model, plain):
+    twins, refused = twins_of([rng.choice(["replicate", "static", "shard"]) for _ in range(KIDS)]), 0
+    for one in twins:
         one.scale.requires_grad = False
-    kinds = [rng.choice(["replicate", "static", "shard"]) for _ in range(KIDS)]
-    for kid, kind in zip(model.kids, kinds, strict=True):
-        annotate(kid, kind)
-    size, rank, refused = dist.get_world_size(), dist.get_rank(), 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number in range(4):
         for micro in range(rng.randrange(1, 4)):
             chosen = [kid for kid in range(KIDS) if rng.randrange(2)] or [rng.randrange(KIDS)]
-            kept = [model.kids[kid] for kid in range(KIDS) if rng.randrange(3) == 0]
-            step = 3 * number + micro
             with ExitStack() as stack:
-                for kid in kept:
-                    stack.enter_context(no_sync(kid))
-                model(input_of(step, rank), chosen).square().mean().backward()
-            for other in range(size):
-                (plain(input_of(step, other), chosen).square().mean() / size).backward()
+                for kid in twins.model.kids:
+                    if rng.randrange(3) == 0:
+                        stack.enter_context(no_sync(kid))
+                twins.backward(3 * number + micro, loss=calling(chosen))
         if rng.randrange(6) == 0:
-            sets_to_none = rng.randrange(2) == 0
-            for each in (model, plain):
-                each.zero_grad(set_to_none=sets_to_none)
+            twins.drop(set_to_none=rng.randrange(2) == 0)
         try:
-            optimizer.step()
+            twins.step()
         except UsageError as error:
             if "gradients that are not complete: they wait on their rank" not in str(error):
                 raise
             refused += 1
-            reduce_gradients(model)
-            optimizer.step()
-        plain_optimizer.step()
-        assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-6)
-        for each in (optimizer, plain_optimizer):
-            each.zero_grad()
+            reduce_gradients(twins.model)
+            twins.step()
+        twins.check()
     return refused
 
 
@@ -316,7 +280,6 @@ class Heads(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        torch.manual_seed(2)
         self.trunk = nn.Linear(4, 4)
         self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
 
@@ -325,33 +288,34 @@ class Heads(nn.Module):
         return [head(h) for head in self.heads]
 
 
+def loss_of_heads(model: Heads, number: int, rank: int, heads: Sequence[int] | None = None) -> torch.Tensor:
+    outputs = model(input_of(number, rank))
+    return torch.stack([outputs[head].square().sum() for head in heads or range(len(outputs))]).sum()
+
+
 def run_heads(seed: int) -> None:
     """Run a backward for each group of the outputs of one forward: refused by default, exact in two other ways."""
     rng = random.Random(seed)
     count = rng.randrange(2, 5)
     order = rng.sample(range(count), count)
     cut = rng.randrange(1, count)
-    groups = [order[:cut], order[cut:]]
     way = rng.choice(["unused", "no_sync", "default"])
-    model, plain = Heads(count), Heads(count)
-    replicate(model, find_unused_parameters=way == "unused", bucket_cap_mb=rng.choice([25, 1e-4]))
-    size, rank = dist.get_world_size(), dist.get_rank()
+    options = {"find_unused_parameters": way == "unused", "bucket_cap_mb": rng.choice([25, 1e-4])}
+    twins = Twins(lambda: Heads(count), lambda model: replicate(model, **options), loss=loss_of_heads)
     for step in range(3):
-        outputs = model(input_of(step, rank))
-        for number, group in enumerate(groups):
-            is_last = number == len(groups) - 1
-            loss = sum(outputs[each].square().sum() for each in group)
-            with no_sync(model) if way == "no_sync" and not is_last else nullcontext():
-                if way == "default":
-                    with pytest.raises(
-                        UsageError, match=r"fix: .*find_unused_parameters=True, which several backwards"
-                    ):
-                        loss.backward(retain_graph=True)
-                    return
-                loss.backward(retain_graph=not is_last)
-        for other in range(size):
-            (sum(output.square().sum() for output in plain(input_of(step, other))) / size).backward()
-        assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
+        outputs = twins.model(input_of(step, twins.rank))
+        first, last = (
+            torch.stack([outputs[each].square().sum() for each in of]).sum() for of in (order[:cut], order[cut:])
+        )
+        if way == "default":
+            with pytest.raises(UsageError, match=r"fix: .*find_unused_parameters=True, which several backwards"):
+                first.backward(retain_graph=True)
+            return
+        with no_sync(twins.model) if way == "no_sync" else nullcontext():
+            first.backward(retain_graph=True)
+        last.backward()
+        twins.backward_alone(step)
+        twins.check_gradients()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -364,24 +328,21 @@ def test_several_backwards_of_one_forward_are_refused_or_right(world_size: int) 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 1e-6])
 @on_ranks(2)
 def test_an_optimizer_in_backward_steps_on_what_was_kept(ends_by_hand: bool, bucket_cap_mb: float) -> None:
-    model, plain = Heads(3), Heads(3)
     low = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # averages are copied back into the kept gradients
-    replicate(model, bucket_cap_mb=bucket_cap_mb, mp_policy=low)
-    step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    size, rank = dist.get_world_size(), dist.get_rank()
+    twins = Twins(
+        lambda: Heads(3),
+        lambda model: replicate(model, bucket_cap_mb=bucket_cap_mb, mp_policy=low),
+        loss=loss_of_heads,
+    )
+    step_in_backward(twins.optimizers[0])
     for number in range(6):
         ends = number % 2 == 1
-        with nullcontext() if ends and not ends_by_hand else no_sync(model):
-            sum(output.square().sum() for output in model(input_of(number, rank))).backward()
-        for other in range(size):
-            (sum(output.square().sum() for output in plain(input_of(number, other))) / size).backward()
+        twins.backward(number, keeps=ends_by_hand or not ends)
         if ends:
             if ends_by_hand:
-                reduce_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-6)
+                reduce_gradients(twins.model)
+            twins.step(of_ranks=False)
+            twins.check()
 
 
 class StoppedError(Exception):
@@ -403,54 +364,39 @@ def stop_in(kid: nn.Module, chosen: Sequence[int], model: nn.Module, x: torch.Te
 def run_stopped(seed: int) -> None:
     """Stop a backward, with no_sync or without, and drop its gradients: nothing of it is in what comes next."""
     rng = random.Random(seed)
-    model, plain = Chosen(), Chosen()
     kinds = [rng.choice(["replicate", "shard"]) for _ in range(KIDS)]
     root = rng.choice(["replicate", "shard", "none", "none"])
 
-    def annotate_all() -> None:
+    def annotate_all(model: Chosen) -> None:
+        model.scale.requires_grad = False
         for kid, kind in zip(model.kids, kinds, strict=True):
-            for layer in (kid[0], kid[2]) if kind == "shard" else ():
+            for layer in (kid[0], kid[2]) if kind == "shard" else ():  # type: ignore[index]
                 annotate(layer, rng.choice(["shard", "none"]))
             annotate(kid, kind)
         annotate(model, root)
 
-    for one in (model, plain):
-        one.scale.requires_grad = False
-    annotate_all()
-    size, rank = dist.get_world_size(), dist.get_rank()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-
-    def train(number: int, *, keeps: bool) -> None:
-        chosen = rng.sample(range(KIDS), 3)
-        with no_sync(model) if keeps else nullcontext():
-            model(input_of(number, rank), chosen).square().mean().backward()
-        for one in range(size):
-            (plain(input_of(number, one), chosen).square().mean() / size).backward()
-
+    twins = Twins(Chosen, annotate_all)
+    twins.plain.scale.requires_grad = False
     for number in range(4):
-        with no_sync(model) if rng.randrange(3) else nullcontext():
+        with no_sync(twins.model) if rng.randrange(3) else nullcontext():
             chosen = rng.sample(range(KIDS), rng.randrange(1, KIDS + 1))
-            stop_in(model.kids[rng.choice(chosen)], chosen, model, input_of(9, rank))
-        model.zero_grad()
+            stop_in(twins.model.kids[rng.choice(chosen)], chosen, twins.model, input_of(9, twins.rank))
+        twins.model.zero_grad()
         way = rng.choice(["nothing", "copy", "copy", "reduce", "step", "anew"])
         if way == "anew":
-            unannotate(model)
-            annotate_all()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            unannotate(twins.model)
+            annotate_all(twins.model)
+            twins.optimizers[0] = sgd(twins.model.parameters())
         elif way == "copy":
-            model, optimizer = copy.deepcopy((model, optimizer))
+            twins.copy()
         elif way == "reduce":
-            reduce_gradients(model)
+            reduce_gradients(twins.model)
         elif way == "step":
-            optimizer.step()
-        for _ in range(rng.randrange(2)):
-            train(number, keeps=True)
-        train(number, keeps=False)
-        assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=1e-6)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
+            twins.optimizers[0].step()
+        for keeps in [*([True] * rng.randrange(2)), False]:
+            twins.backward(number, keeps=keeps, loss=calling(rng.sample(range(KIDS), 3)))
+        twins.check_gradients()
+        twins.step()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -485,36 +431,34 @@ def stop_now(grad: torch.Tensor) -> None:
 def run_stopped_alike(seed: int) -> None:
     """Stop a backward on all ranks, at a place in the middle, where each has used other parameters."""
     rng = random.Random(seed)
-    model, plain = (seeded(lambda: Stage(3), seed) for _ in range(2))
-    for stage in reversed([one for one in model.modules() if isinstance(one, Stage)]):
-        kind = rng.choice(["replicate", "shard", "none"] if stage is not model else ["replicate", "shard"])
-        if kind == "shard":
-            fully_shard(stage)
-        elif kind == "replicate":
-            replicate(stage, find_unused_parameters=True, bucket_cap_mb=rng.choice([25, 1e-6]))
-    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def annotate_all(model: Stage) -> None:
+        for stage in reversed([one for one in model.modules() if isinstance(one, Stage)]):
+            kind = rng.choice(["replicate", "shard", "none"] if stage is not model else ["replicate", "shard"])
+            if kind == "shard":
+                fully_shard(stage)
+            elif kind == "replicate":
+                replicate(stage, find_unused_parameters=True, bucket_cap_mb=rng.choice([25, 1e-6]))
 
     def loss_at(one: nn.Module, number: int, of: int) -> torch.Tensor:
-        x = input_of(number, of).requires_grad_()
-        return one(x, random.Random(f"{seed} {number} {of}")).square().mean()
+        return one(input_of(number, of).requires_grad_(), random.Random(f"{seed} {number} {of}")).square().mean()
 
-    stages = [one for one in model.modules() if isinstance(one, Stage)]
+    twins = Twins(lambda: Stage(3), annotate_all, loss=loss_at)
+    stages = [one for one in twins.model.modules() if isinstance(one, Stage)]
     for number in range(3):
         stopping = rng.choice(stages)
         stopping.stops = True
         with pytest.raises(StoppedError):
-            loss_at(model, number + 10, rank).backward()
+            twins.backward(number + 10)
         stopping.stops = False
-        model.zero_grad()
-        loss_at(model, number, rank).backward()
-        for of in range(size):
-            (loss_at(plain, number, of) / size).backward()
-        found, wanted = gradients_of(model), gradients_of(plain)
-        for fqn, param in plain.named_parameters():
-            pair = [one.get(fqn, torch.zeros_like(param)) for one in (found, wanted)]
-            torch.testing.assert_close(*pair, msg=lambda text, fqn=fqn: f"seed {seed}, {fqn}: {text}")
-        model.zero_grad()
-        plain.zero_grad()
+        twins.drop()
+        twins.backward(number)
+        # A parameter without a gradient on any rank has zeros where it is sharded.
+        for one in twins:
+            for param in one.parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        twins.check_gradients(1e-5, where=seed)
+        twins.drop()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -12,7 +12,7 @@ from torch import nn
 
 from composable import fully_shard
 from tests.models import seeded
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "naive_fully_shard.py"
 
@@ -45,7 +45,9 @@ def annotated(annotate: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-def train_both() -> None:
+@pytest.mark.parametrize("world_size", [2])
+@on_ranks(run=run_ranks)
+def test_the_naive_version_gives_the_same_numbers() -> None:
     naive = runpy.run_path(str(EXAMPLE))
     ours, theirs = annotated(fully_shard), annotated(naive["naive_fully_shard"])
     shards = naive["shards_of"](theirs)
@@ -56,8 +58,3 @@ def train_both() -> None:
             module.unit.unshard()  # type: ignore[operator]  # the example's
     for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), its)  # type: ignore[operator]  # sharded
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_the_naive_version_gives_the_same_numbers(world_size: int) -> None:
-    run_ranks(train_both, world_size)

@@ -28,7 +28,7 @@ from composable.errors import ComposableError
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.parity import full
 from tests.test_reshard_int import mesh_of, net, root_of
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 LR = 0.1
 BATCH = 4
@@ -121,7 +121,8 @@ def test_so_it_does_in_real_processes(world_size: int) -> None:
     run_ranks(move_the_shards, world_size, "FULL_SHARD")
 
 
-def move_before_the_first_step() -> None:
+@on_ranks(2)
+def test_a_model_moves_before_its_first_step_too() -> None:
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     training = Training("FULL_SHARD")
     update_process_group(training.model, group)
@@ -129,11 +130,8 @@ def move_before_the_first_step() -> None:
     assert_as_one_process(training, [[0, 1]])
 
 
-def test_a_model_moves_before_its_first_step_too() -> None:
-    run_threads(move_before_the_first_step, 2)
-
-
-def let_another_rank_take_a_place() -> None:
+@on_ranks(4)
+def test_another_rank_with_the_same_shards_takes_the_place_of_one() -> None:
     """Let rank 2, which holds the second shard in a group with rank 3, take the place of rank 1."""
     rank = dist.get_rank()
     pairs, mixed = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.new_group([0, 3])
@@ -143,10 +141,6 @@ def let_another_rank_take_a_place() -> None:
         update_process_group(training.model, mixed)
         training.step(1, [rank % 2])
         assert_as_one_process(training, [[0, 1], [0, 1]])
-
-
-def test_another_rank_with_the_same_shards_takes_the_place_of_one() -> None:
-    run_threads(let_another_rank_take_a_place, 4)
 
 
 # Groups of copies
@@ -234,7 +228,8 @@ def test_copies_that_die_in_a_step_are_left_behind(how: str, tmp_path: Path) -> 
     assert {one.name for one in tmp_path.iterdir()} == {"0", "1"}, caught.value
 
 
-def keep_gradients_first() -> None:
+@on_ranks(2)
+def test_gradients_that_no_sync_kept_are_averaged_in_the_new_group() -> None:
     rank = dist.get_rank()
     training = Training("FULL_SHARD")
     with no_sync(training.model):
@@ -248,17 +243,14 @@ def keep_gradients_first() -> None:
     torch.testing.assert_close(training.params(), reference.params(), rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_that_no_sync_kept_are_averaged_in_the_new_group() -> None:
-    run_threads(keep_gradients_first, 2)
-
-
 def split_net(mesh: Any) -> nn.Module:
     model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)), 0)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard", replicate="replicate"))
 
 
-def move_copies_beside_tensor_parallelism() -> None:
+@on_ranks(8)
+def test_copies_move_beside_tensor_parallelism_and_shards_do_not() -> None:
     rank = dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     models = [split_net(mesh), split_net(mesh)]
@@ -273,10 +265,6 @@ def move_copies_beside_tensor_parallelism() -> None:
             torch.testing.assert_close(full(one.grad), full(other.grad), rtol=1e-6, atol=1e-6)
     with pytest.raises(ConfigError, match="tensor parallelism has split parameters over a mesh with the present group"):
         update_process_group(models[0], (shards, copies))
-
-
-def test_copies_move_beside_tensor_parallelism_and_shards_do_not() -> None:
-    run_threads(move_copies_beside_tensor_parallelism, 8)
 
 
 def test_ranks_that_come_back_with_other_values_are_an_error_at_the_first_forward() -> None:

@@ -15,11 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import no_sync, register_comm_hook, replicate
 from composable.errors import ComposableError, UsageError
-from tests.models import BATCH, DIM, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
-from tests.parity import (
-    gradients_of,
-    inputs_of,
-)
+from tests.models import BATCH, DIM, MLPBlock, WithBuffers, make_model, random_input, seeded
+from tests.parity import gradients_of
+from tests.programs import Loss, Twins, loss_at
 from tests.world import on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 600 / 2**20
@@ -32,71 +30,42 @@ def message(call: Callable[[], object]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def average_of_plain(name: str, losses: Callable[[nn.Module, int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the mean over ranks of the gradients that a plain model has for ``losses(model, rank)``."""
-    model = make_model(name)
-    for rank in range(dist.get_world_size()):
-        (losses(model, rank) / dist.get_world_size()).backward()
-    return gradients_of(model)
-
-
-def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    args, kwargs = inputs_of(model, step, rank)
-    return loss_of(model(*args, **kwargs))
-
-
-# -- parity
-
-
 # -- ways to run forward and backward
 
 
-def submodule_runs_alone() -> None:
-    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
-    for _ in range(2):
-        model.zero_grad()
-        model.blocks[1](random_input(dist.get_rank(), BATCH, DIM)).square().mean().backward()
-        expected = average_of_plain(
-            "mlp", lambda plain, rank: plain.blocks[1](random_input(rank, BATCH, DIM)).square().mean()
-        )
-        # The others keep no gradient, as they would without replicate.
-        torch.testing.assert_close(gradients_of(model), expected)
+def loss_of_a_block(model: Any, number: int, rank: int) -> torch.Tensor:
+    return model.blocks[1](random_input(rank, BATCH, DIM)).square().mean()
 
 
-def evaluation_on_one_rank() -> None:
-    model = replicate(make_model("mlp"))
-    for step in range(2):
-        model.zero_grad()
-        loss_at(model, step, dist.get_rank()).backward()
-        expected = average_of_plain("mlp", lambda plain, rank, step=step: loss_at(plain, step, rank))
-        torch.testing.assert_close(gradients_of(model), expected)
-        model.eval()
-        if dist.get_rank() == 0:
-            loss_at(model, step, 0)
-        model.train()
+def loss_with_slope(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    """Return a loss to which the gradient of the input adds, in every step but the first."""
+    x = random_input(rank, BATCH, DIM).requires_grad_()
+    before = gradients_of(model).keys()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=number == 1)
+    assert gradients_of(model).keys() == before
+    return loss_at(model, 0, rank) + number * slope.square().sum()
 
 
-def gradients_of_inputs_alone() -> None:
-    model = replicate(make_model("mlp"))
-    for step in range(2):
-        model.zero_grad()
-        x = random_input(dist.get_rank(), BATCH, DIM).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=step == 1)
-        assert gradients_of(model) == {}
-        (loss_at(model, 0, dist.get_rank()) + step * slope.square().sum()).backward()
-
-        def losses(plain: nn.Module, rank: int, step: int = step) -> torch.Tensor:
-            x = random_input(rank, BATCH, DIM).requires_grad_()
-            (slope,) = torch.autograd.grad(plain(x).sum(), x, create_graph=True)
-            return loss_at(plain, 0, rank) + step * slope.square().sum()
-
-        torch.testing.assert_close(gradients_of(model), average_of_plain("mlp", losses))
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    if dist.get_rank() == 0:
+        loss_at(model, 0, 0)
+    model.train()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("scenario", [submodule_runs_alone, evaluation_on_one_rank, gradients_of_inputs_alone])
-def test_gradients_equal_those_of_one_process(scenario: Callable[[], None], world_size: int) -> None:
-    run_threads(scenario, world_size)
+@pytest.mark.parametrize(("loss", "between"), [(loss_of_a_block, None), (loss_at, evaluate), (loss_with_slope, None)])
+@on_ranks()
+def test_gradients_equal_those_of_one_process(loss: Loss, between: Callable[[nn.Module], None] | None) -> None:
+    """Run a submodule alone, evaluate on one rank between steps, ask for gradients of inputs alone."""
+    twins = Twins("mlp", lambda model: replicate(model, bucket_cap_mb=TINY_CAP_MB), loss=loss)
+    for step in range(2):
+        twins.backward(step)
+        # Those of a submodule alone leave the others without a gradient, as they would without replicate.
+        twins.check_gradients()
+        twins.drop()
+        if between is not None:
+            between(twins.model)
 
 
 # -- unused parameters
@@ -169,16 +138,16 @@ def test_parameters_unused_on_one_rank_are_an_error_on_every_rank_and_the_next_s
 @on_ranks(3)
 def test_parameters_unused_on_some_ranks_count_as_zero_if_allowed(*, accumulates: bool) -> None:
     used = ["left", "", "left"]
-    model = replicate(seeded(Gated, 0), bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
-    plain = seeded(Gated, 0)
+    twins = Twins(
+        Gated,
+        lambda model: replicate(model, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True),
+        loss=lambda model, _, rank: model(random_input(rank, BATCH, DIM), used[rank]).square().mean(),
+    )
     for _ in range(3):
         if not accumulates:
-            model.zero_grad()
-            plain.zero_grad()
-        model(random_input(dist.get_rank(), BATCH, DIM), used[dist.get_rank()]).square().mean().backward()
-        for rank in range(3):
-            (plain(random_input(rank, BATCH, DIM), used[rank]).square().mean() / 3).backward()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+            twins.drop()
+        twins.backward()
+        twins.check_gradients()
 
 
 @on_ranks(2)
@@ -250,23 +219,18 @@ def raise_stop(*_: object) -> None:
 
 
 def fail_in_backward(fqn: str, ranks: list[int], *, set_to_none: bool = True) -> str:
-    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
-    rank = dist.get_rank()
-    loss_at(model, 0, rank).backward()
-    model.zero_grad()
-    handle = model.get_parameter(fqn).register_hook(raise_stop) if rank in ranks else None
-    error = ""
-    try:
-        loss_at(model, 1, rank).backward()
-    except (StopHereError, UsageError) as caught:
-        error = str(caught) or "stopped"
+    twins = Twins("mlp", lambda model: replicate(model, bucket_cap_mb=TINY_CAP_MB))
+    twins.backward(0)
+    twins.drop()
+    handle = twins.model.get_parameter(fqn).register_hook(raise_stop) if twins.rank in ranks else None
+    with pytest.raises((StopHereError, UsageError)) as caught:
+        twins.backward(1)
     if handle is not None:
         handle.remove()
-    model.zero_grad(set_to_none=set_to_none)
-    loss_at(model, 2, rank).backward()
-    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 2, rank))
-    torch.testing.assert_close(gradients_of(model), expected)
-    return error
+    twins.drop(set_to_none=set_to_none)
+    twins.backward(2)
+    twins.check_gradients()
+    return str(caught.value) or "stopped"
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -1,6 +1,7 @@
 """The methods that a replicated module gains, and that its class comes back."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -11,20 +12,18 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from composable import ConfigError, ReplicateModule, UsageError, fully_shard, replicate, unannotate
-from tests.models import BATCH, DIM, make_model, random_input
+from tests.models import make_model
 from tests.parity import gradients_of
+from tests.programs import loss_at
 from tests.world import on_ranks
 
 
-def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
-
-
-def expected(steps: list[int]) -> dict[str, torch.Tensor]:
+def plain_gradients(steps: list[int], *, rank: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the mean gradients of a plain model over all ranks, or those of one."""
+    ranks = range(dist.get_world_size()) if rank is None else [rank]
     model = make_model("mlp")
-    for step in steps:
-        for rank in range(dist.get_world_size()):
-            (loss_at(model, step, rank) / dist.get_world_size()).backward()
+    for step, one in itertools.product(steps, ranks):
+        (loss_at(model, step, one) / len(ranks)).backward()
     return gradients_of(model)
 
 
@@ -38,8 +37,6 @@ def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str) -> Non
     replicate(model.blocks[1])
     replicate(model)
     rank = dist.get_rank()
-    local = make_model("mlp")
-    loss_at(local, 0, rank).backward()
     for _ in range(2):
         model.zero_grad()
         if way == "no_sync":
@@ -49,9 +46,9 @@ def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str) -> Non
             getattr(model, way)(False)
             loss_at(model, 0, rank).backward()
             getattr(model, way)(True)
-        torch.testing.assert_close(gradients_of(model), gradients_of(local))
+        torch.testing.assert_close(gradients_of(model), plain_gradients([0], rank=rank))
         loss_at(model, 1, rank).backward()
-        torch.testing.assert_close(gradients_of(model), expected([0, 1]))
+        torch.testing.assert_close(gradients_of(model), plain_gradients([0, 1]))
 
 
 @on_ranks(2)
@@ -62,9 +59,8 @@ def test_without_recursion_a_replicated_module_below_goes_on_averaging() -> None
     rank = dist.get_rank()
     model.set_requires_gradient_sync(False, recurse=False)
     loss_at(model, 0, rank).backward()
-    local = make_model("mlp")
-    loss_at(local, 0, rank).backward()
-    wanted = {fqn: (expected([0]) if "blocks.1." in fqn else gradients_of(local))[fqn] for fqn in gradients_of(local)}
+    average, local = plain_gradients([0]), plain_gradients([0], rank=rank)
+    wanted = {fqn: (average if "blocks.1." in fqn else local)[fqn] for fqn in local}
     torch.testing.assert_close(gradients_of(model), wanted)
 
 
@@ -73,11 +69,11 @@ def test_a_communication_hook_is_registered_on_the_module_itself() -> None:
     model: Any = replicate(make_model("mlp"))
     handle = model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     loss_at(model, 0, dist.get_rank()).backward()
-    torch.testing.assert_close(gradients_of(model), expected([0]), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(gradients_of(model), plain_gradients([0]), rtol=2e-3, atol=2e-3)
     handle.remove()
     model.zero_grad()
     loss_at(model, 0, dist.get_rank()).backward()
-    torch.testing.assert_close(gradients_of(model), expected([0]))
+    torch.testing.assert_close(gradients_of(model), plain_gradients([0]))
 
 
 @on_ranks(2)
@@ -90,12 +86,12 @@ def test_the_class_is_swapped_and_comes_back() -> None:
     twin = copy.deepcopy(model)
     assert type(twin) is type(model) and replicate.state(twin) is not replicate.state(model)
     loss_at(twin, 0, dist.get_rank()).backward()
-    torch.testing.assert_close(gradients_of(twin), expected([0]))
+    torch.testing.assert_close(gradients_of(twin), plain_gradients([0]))
     assert gradients_of(model) == {}
     assert type(unannotate(model)) is cls and type(unannotate(twin)) is cls
     replicate(model)
     loss_at(model, 0, dist.get_rank()).backward()
-    torch.testing.assert_close(gradients_of(model), expected([0]))
+    torch.testing.assert_close(gradients_of(model), plain_gradients([0]))
     for loaded in (unannotate(model), pickle.loads(pickle.dumps(model))):
         assert type(loaded) is cls
 

@@ -10,10 +10,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from composable import ConfigError, no_sync, replicate, step_in_backward, unannotate
-from tests.models import random_input, seeded
+from composable import ConfigError, replicate, step_in_backward, unannotate
+from tests.models import seeded
 from tests.parity import full, gradients_of
-from tests.world import on_ranks, run_threads
+from tests.programs import Twins, loss_at
+from tests.world import on_ranks
 
 DIM = 8
 TINY_CAP_MB = 200 / 2**20
@@ -33,58 +34,48 @@ class Split(nn.Module):
         return self.out(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
-def split(mesh: Any) -> Split:
-    model = seeded(Split, 0)
+def split(model: nn.Module, mesh: Any) -> nn.Module:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(model, mesh, {**plan, "norm": SequenceParallel(sequence_dim=0)})
 
 
-def loss_at(model: nn.Module, step: int, data_rank: int) -> torch.Tensor:
-    return model(random_input(100 * step + data_rank, 4, DIM)).square().mean()
+def split_model(mesh: Any) -> nn.Module:
+    return split(seeded(Split, 0), mesh)
 
 
-def train(**options: Any) -> None:
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}])
+@on_ranks(4)
+def test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim(options: dict[str, Any]) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data_rank = mesh["dp"].get_local_rank()
-    model, plain = split(mesh["tp"]), seeded(Split, 0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(1.0 + data_rank)  # The first rank's values are to come.
-    replicate(model, mesh=mesh["dp"], bucket_cap_mb=TINY_CAP_MB, **options)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+
+    def annotate(model: nn.Module) -> None:
+        split(model, mesh["tp"])
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.0 + data_rank)  # The first rank's values are to come.
+        replicate(model, mesh=mesh["dp"], bucket_cap_mb=TINY_CAP_MB, **options)
+
+    twins = Twins(Split, annotate, size=2, rank=data_rank)
+    model, plain = twins
     for step in range(4):
         if step == 2:
-            with no_sync(model):
-                loss_at(model, 7, data_rank).backward()
-            for rank in range(2):
-                (loss_at(plain, 7, rank) / 2).backward()
-        loss_at(model, step, data_rank).backward()
-        for rank in range(2):
-            (loss_at(plain, step, rank) / 2).backward()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            twins.backward(7, keeps=True)
+        twins.backward(step)
+        twins.check_gradients()
+        twins.step(set_to_none=step % 2 == 0)
     assert isinstance(model.up.weight, DTensor)
     saved = model.state_dict()
     torch.testing.assert_close({fqn: full(value) for fqn, value in saved.items()}, dict(plain.state_dict()))
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     torch.testing.assert_close(whole, dict(plain.state_dict()))
-    other = replicate(split(mesh["tp"]), mesh=mesh["dp"])
+    other: Any = replicate(split_model(mesh["tp"]), mesh=mesh["dp"])
     other.load_state_dict(saved)
     torch.testing.assert_close(full(other.up.weight), plain.up.weight.detach())
-    with no_sync(model):
-        loss_at(model, 8, data_rank).backward()
+    twins.drop()
+    twins.backward(8, keeps=True)
     unannotate(model)
-    plain.zero_grad()
-    for rank in range(2):
-        (loss_at(plain, 8, rank) / 2).backward()
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-
-
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}])
-def test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim(options: dict[str, bool]) -> None:
-    run_threads(train, 4, **options)
+    twins.check_gradients()
 
 
 class Normed(torch.optim.Optimizer):
@@ -104,7 +95,7 @@ class Normed(torch.optim.Optimizer):
 def test_split_parameters_are_stepped_inside_backward_in_one_order_on_all_ranks() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data_rank = mesh["dp"].get_local_rank()
-    models = [replicate(split(mesh["tp"]), mesh=mesh["dp"], bucket_cap_mb=TINY_CAP_MB) for _ in range(2)]
+    models = [replicate(split_model(mesh["tp"]), mesh=mesh["dp"], bucket_cap_mb=TINY_CAP_MB) for _ in range(2)]
     inside, after = (Normed(model.parameters()) for model in models)
     with step_in_backward(inside):
         for step in range(4):
@@ -120,7 +111,7 @@ def test_split_parameters_are_stepped_inside_backward_in_one_order_on_all_ranks(
 def test_a_parameter_split_over_the_ranks_that_average_is_refused() -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigError) as caught:
-        replicate(split(mesh), mesh=mesh)
+        replicate(split_model(mesh), mesh=mesh)
     assert str(caught.value).startswith("parameter is a DTensor, which is sharded already\n  at:  rank ")
     assert "parameter 'norm.weight' of module Split" in str(caught.value)
 

@@ -363,15 +363,12 @@ def test_it_is_opened_once_and_in_the_main_thread() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def end_with_other_codes() -> None:
+@on_ranks(2, run=run_ranks)
+def test_codes_that_differ_by_rank_are_an_error() -> None:
     model, before = build("replicate")[0], signal.getsignal(signal.SIGTERM)
     with pytest.raises(DesyncError, match=r"different arguments\n    rank 0: exit_code=75\n    rank 1: exit_code=None"):
         save_on_signal("run", model, exit_code=None if dist.get_rank() else 75)
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_codes_that_differ_by_rank_are_an_error() -> None:
-    run_ranks(end_with_other_codes, 2)
 
 
 @pytest.mark.parametrize(
@@ -428,14 +425,12 @@ def test_a_rank_that_has_gone_past_the_step_says_so(tmp_path: Path) -> None:
     assert str(error).splitlines()[0] == ("this rank is after step 3, and rank 1 has asked all to save after 2")
 
 
-def ask_again(run: str) -> list[int | None]:
+@on_ranks(2, run=run_ranks)
+def test_a_context_does_not_see_the_notice_of_the_one_before(tmp_path: Path) -> None:
     """Two contexts of one process group, each with a notice of its own."""
+    run = str(tmp_path / "run")
     found = []
     for part in range(2):
         asking = signal_self(2, "forward", (part,), (signal.SIGUSR1,))
         found.append(train("replicate", f"{run}{part}", asking)[1])
-    return found
-
-
-def test_a_context_does_not_see_the_notice_of_the_one_before(tmp_path: Path) -> None:
-    assert run_ranks(ask_again, 2, str(tmp_path / "run")) == [[3, 3], [3, 3]]
+    assert found == [3, 3]

@@ -31,17 +31,19 @@ from composable import (
     clip_grad_norm_,
     fully_shard,
     iter_full_params,
-    no_sync,
     step_in_backward,
     strict_mode,
     unannotate,
     unshard_params,
 )
 from tests.models import random_input, seeded
-from tests.parity import full, gradients_of
+from tests.parity import full
+from tests.programs import Twins, sgd, train
 from tests.world import on_ranks, run_ranks, run_threads
 
 DIM = 6
+# Blocks add up in another order than the whole.
+CLOSE = 5e-6
 
 
 class Block(nn.Module):
@@ -126,45 +128,40 @@ def annotated(mesh: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=data_mesh(mesh), policy={Block}, **options)
 
 
-def train(sizes: tuple[int, ...], freed: bool | int) -> None:
-    mesh = mesh_of(*sizes)
-    model, plain = annotated(mesh, reshard_after_forward=freed), seeded(Model, 0)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-    for step in range(3):
-        if step == 1:
-            with no_sync(model):
-                loss_at(model, 7, data_rank(mesh)).backward()
-        loss_at(model, step, data_rank(mesh)).backward()
-        for rank in range(data_size(mesh)):
-            for each in (7, 1) if step == 1 else (step,):
-                (loss_at(plain, each, rank) / data_size(mesh)).backward()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step == 0)
-    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-5, atol=1e-6)
+def twins_on(
+    mesh: DeviceMesh,
+    *,
+    make: Callable[[Any], torch.optim.Optimizer] = sgd,
+    tp: DeviceMesh | None = None,
+    **options: Any,
+) -> Twins:
+    """Return twins of which the one on ranks is split along ``tp`` and sharded along the other dims."""
+
+    def annotate(model: nn.Module) -> None:
+        fully_shard(split(model, tp or mesh["tp"]), mesh=data_mesh(mesh), policy={Block}, **options)
+
+    return Twins(Model, annotate, make=make, loss=loss_at, size=data_size(mesh), rank=data_rank(mesh))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "freed"),
+    ("sizes", "freed", "world_size"),
     [
-        *[((1, 2), True), ((2, 1), False), ((3, 2), True), ((2, 3), False), ((1, 2, 2), True), ((2, 2, 1), False)],
+        *[((1, 2), True, 2), ((2, 1), False, 2), ((3, 2), True, 6), ((2, 3), False, 6), ((1, 2, 2), True, 4)],
+        ((2, 2, 1), False, 4),
         # Backward gathers among a part of the data ranks.
-        ((4, 2), 2),
+        ((4, 2), 2, 8),
     ],
 )
+@on_ranks()
 def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], freed: bool | int) -> None:
-    run_threads(train, math.prod(sizes), sizes, freed)
-
-
-def compare_step(model: nn.Module, mesh: DeviceMesh, **tolerance: float) -> None:
-    """Hold one step of ``model`` against one process."""
-    plain = seeded(Model, 0)
-    loss_at(model, 0, data_rank(mesh)).backward()
-    for rank in range(data_size(mesh)):
-        (loss_at(plain, 0, rank) / data_size(mesh)).backward()
-    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain), **tolerance)
+    twins = twins_on(mesh_of(*sizes), reshard_after_forward=freed)
+    for step in range(3):
+        if step == 1:
+            twins.backward(7, keeps=True)
+        twins.backward(step)
+        twins.check_gradients(CLOSE)
+        twins.step(set_to_none=step == 0)
+    twins.check(CLOSE)
 
 
 def error_of(build: Callable[[], object]) -> str:
@@ -262,8 +259,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @on_ranks(4)
 def test_optimizers_step_as_in_one_process(name: str, is_inside: bool) -> None:
     mesh = mesh_of(2, 2)
-    model, plain = annotated(mesh), seeded(Model, 0)
-    optimizer, expected = (OPTIMIZERS[name](list(one.parameters())) for one in (model, plain))
+    twins = twins_on(mesh, make=lambda params: OPTIMIZERS[name](list(params)))
+    (model, plain), (optimizer, expected) = twins, twins.optimizers
     if is_inside:
         step_in_backward(optimizer)
     for step in range(3):
@@ -297,28 +294,19 @@ def test_optimizers_step_as_in_one_process(name: str, is_inside: bool) -> None:
     torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-4, atol=2e-5)
 
 
-def trained(mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Return a sharded model with gradients."""
-    model = annotated(mesh, **options)
-    loss_at(model, 0, data_rank(mesh)).backward()
-    return model
-
-
-def trained_in_one_process() -> nn.Module:
-    model = seeded(Model, 0)
-    for rank in range(2):
-        (loss_at(model, 0, rank) / 2).backward()
-    return model
+def trained_twins(mesh: DeviceMesh) -> Twins:
+    twins = twins_on(mesh)
+    twins.backward()
+    return twins
 
 
 @on_ranks(4)
 def test_torch_clips_split_and_plain_parameters_together() -> None:
-    mesh = mesh_of(2, 2)
-    model, plain = trained(mesh), trained_in_one_process()
+    twins = trained_twins(mesh_of(2, 2))
     for order in (2.0, 1.0, math.inf):
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1, order) for one in (model, plain)]
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1, order) for one in twins]
         torch.testing.assert_close(full(norms[0]), norms[1])
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+    twins.check_gradients(CLOSE)
 
 
 @on_ranks(4)
@@ -353,7 +341,7 @@ def test_operations_give_what_they_give_of_the_whole() -> None:
 @on_ranks(4)
 def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
     mesh = mesh_of(2, 2)
-    model, plain = trained(mesh), trained_in_one_process()
+    model, plain = trained_twins(mesh)
     with unshard_params(model, **dict.fromkeys(options, True)):
         weight = model.blocks[0].up.weight
         if "rank0_only" not in options or data_rank(mesh) == 0:
@@ -395,17 +383,19 @@ def test_values_are_iterated_over_as_wholes() -> None:
 @on_ranks(4)
 def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None:
     mesh = mesh_of(2, 2)
-    model, plain = annotated(mesh), trained_in_one_process()
-    with no_sync(model) if keeps else nullcontext():
-        loss_at(model, 0, data_rank(mesh)).backward()
+    twins = twins_on(mesh)
+    model = twins.model
+    twins.backward(keeps=keeps)
     unannotate(model)
     assert type(model.blocks[0].up.weight) is DTensor
     assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
     assert type(model.out.weight) is nn.Parameter
-    torch.testing.assert_close(values_of(model), values_of(plain))
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
-    model.zero_grad()
-    compare_step(fully_shard(model, mesh=mesh["dp"]), mesh)
+    twins.check()
+    twins.check_gradients(CLOSE)
+    twins.drop()
+    fully_shard(model, mesh=mesh["dp"])
+    twins.backward()
+    twins.check_gradients(CLOSE)
 
 
 @on_ranks(4)
@@ -493,9 +483,7 @@ def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
 @on_ranks(4)
 def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
     first, second = mesh_of(2, 2), mesh_of(2, 1, 2)
-    model = split(seeded(Model, 0), first["tp"])
-    fully_shard(model, mesh=data_mesh(second), policy={Block})
-    compare_step(model, second)
+    train(twins_on(second, tp=first["tp"]), 1, tolerance=CLOSE)
 
 
 class Product(nn.Module):
@@ -520,48 +508,54 @@ class Product(nn.Module):
 @on_ranks(8)
 def test_two_other_dims_split_a_parameter(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
-    rank = mesh.get_local_rank("dp")
-    model, plain = seeded(Product, 0), seeded(Product, 0)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["one", "two"], placements))
-    fully_shard(model, mesh=mesh["dp"])
+
+    def annotate(model: Product) -> None:
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["one", "two"], placements))
+        fully_shard(model, mesh=mesh["dp"])
+
+    twins = Twins(
+        Product,
+        annotate,
+        make=lambda params: torch.optim.Adam(params, lr=0.1),
+        loss=lambda model, step, rank: model(random_input(10 * step + rank, 3, 7)).square().mean(),
+        size=2,
+        rank=mesh.get_local_rank("dp"),
+    )
+    model, plain = twins
     assert model.weight.device_mesh.mesh_dim_names == names
-    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, plain)]
     for step in range(2):
-        model(random_input(10 * step + rank, 3, 7)).square().mean().backward()
-        for each in range(2):
-            (plain(random_input(10 * step + each, 3, 7)).square().mean() / 2).backward()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
-        norms = [clip_grad_norm_(one.parameters(), 0.1) for one in (model, plain)]
-        torch.testing.assert_close(*norms)
+        twins.backward(step)
+        twins.check_gradients(CLOSE)
+        torch.testing.assert_close(*(clip_grad_norm_(one.parameters(), 0.1) for one in twins))
         torch.testing.assert_close(full(model.weight.grad.norm(dim=0)), plain.weight.grad.norm(dim=0))
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-    torch.testing.assert_close(values_of(model), values_of(plain))
+        twins.step()
+    twins.check(CLOSE)
 
 
 @on_ranks(4)
 def test_the_data_dim_may_be_several_flattened_into_one() -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     data = mesh["dp", "cp"]._flatten("data")
-    model = split(seeded(Model, 0), mesh["tp"])
-    fully_shard(model, mesh=data, policy={Block})
-    loss_at(model, 0, data.get_local_rank()).backward()
-    torch.testing.assert_close(gradients_of(model), gradients_of(trained_in_one_process()), rtol=1e-5, atol=1e-6)
+
+    def annotate(model: nn.Module) -> None:
+        fully_shard(split(model, mesh["tp"]), mesh=data, policy={Block})
+
+    train(Twins(Model, annotate, loss=loss_at, size=2, rank=data.get_local_rank()), 1, tolerance=CLOSE)
 
 
 @on_ranks(4)
 def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
     mesh = mesh_of(2, 2)
-    model, plain = annotated(mesh), trained_in_one_process()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    twins = twins_on(mesh)
+    twins.backward_alone()
+    model, optimizer, scaler = twins.model, twins.optimizers[0], torch.amp.GradScaler("cpu", init_scale=4.0)
     for spoils in (False, True):
         optimizer.zero_grad()
         scaler.scale(loss_at(model, 0, data_rank(mesh))).backward()
         before, local = values_of(model), model.blocks[0].up.weight.grad.to_local()
         if not spoils:
             scaler.unscale_(optimizer)
-            torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+            twins.check_gradients(CLOSE)
         elif mesh.get_local_rank("tp") == 1 and local.numel():
             local.fill_(math.inf)
         scaler.step(optimizer)
@@ -571,13 +565,12 @@ def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
 
 @on_ranks(4)
 def test_hooks_on_a_parameter_get_its_gradient() -> None:
-    mesh, plain, seen = mesh_of(2, 2), trained_in_one_process(), []
-    model = annotated(mesh)
-    weight = model.blocks[0].up.weight
+    twins, seen = twins_on(mesh_of(2, 2)), []
+    weight = twins.model.blocks[0].up.weight
     weight.register_hook(lambda grad: 2 * grad)
     weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.shape))
-    loss_at(model, 0, data_rank(mesh)).backward()
-    torch.testing.assert_close(full(weight.grad), 2 * plain.blocks[0].up.weight.grad, rtol=1e-5, atol=1e-6)
+    twins.backward()
+    torch.testing.assert_close(full(weight.grad), 2 * twins.plain.blocks[0].up.weight.grad, rtol=1e-5, atol=1e-6)
     assert seen == [weight.shape]
 
 
@@ -649,17 +642,9 @@ WAYS = [
 ]
 
 
-def told_of(way: str, failing: int, sizes: tuple[int, ...]) -> str:
-    mesh = mesh_of(*sizes)
-    try:
-        differ(way, failing, mesh)
-    except (ConfigError, DesyncError, UsageError) as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
 def test_what_one_rank_does_alone_is_an_error_on_ranks_with_other_blocks_too(way: str) -> None:
-    failing = random.Random(way).randrange(4)
-    texts = run_threads(told_of, 4, way, failing, (2, 2))
-    assert not any("no error" in text or "every rank that is left waits" in text for text in texts), texts
+    with pytest.raises((ConfigError, DesyncError, UsageError)) as caught:
+        differ(way, random.Random(way).randrange(4), mesh_of(2, 2))
+    assert "every rank that is left waits" not in str(caught.value)

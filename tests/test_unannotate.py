@@ -1,6 +1,7 @@
 """``unannotate``: an ordinary module again, and nothing half-undone."""
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,11 @@ from tests.parity import (
     assert_equal_runs,
     full,
     full_params,
-    global_inputs,
     inputs_of,
     train_annotated,
     train_reference,
 )
+from tests.programs import Twins, loss_at
 from tests.world import on_ranks, run_threads
 
 Annotate = Callable[[nn.Module], Any]
@@ -54,8 +55,7 @@ CASES = [
 
 
 def backward(model: nn.Module, seed: int) -> torch.Tensor:
-    args, kwargs = inputs_of(model, seed, dist.get_rank())
-    loss = loss_of(model(*args, **kwargs))
+    loss = loss_at(model, seed, dist.get_rank())
     loss.backward()
     return loss
 
@@ -75,68 +75,42 @@ def is_plain(model: nn.Module, reference: nn.Module) -> bool:
     return _traversal_utils._get_fsdp_states(model) == []
 
 
-Result = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, bool]]
-
-
-def result_of(model: nn.Module) -> Result:
-    params = dict(model.named_parameters(remove_duplicate=False))
-    return (
-        {fqn: param.detach() for fqn, param in params.items()},
-        {fqn: param.grad for fqn, param in params.items() if param.grad is not None},
-        {fqn: param.requires_grad for fqn, param in params.items()},
-    )
-
-
-def undo_reference(name: str, world_size: int) -> Result:
-    model = make_model(name)
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    for seed in range(3):
-        args, kwargs = global_inputs(model, seed, world_size)
-        loss_of(model(*args, **kwargs)).backward()
-        if not seed:
-            optimizer.step()
-            optimizer.zero_grad()
-    return result_of(model)
-
-
-def undo(cases: list[tuple[str, str]]) -> list[Result]:
-    results = []
-    for way, name in cases:
-        model = make_model(name)
-        for param in model.parameters():
-            param.tag = "mark"
-        WAYS[way](model)
-        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-        backward(model, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(model, 1)
-        twin = copy.deepcopy(model)
-        for one in (model, twin):
-            with no_sync(one):
-                backward(one, 2)
-        assert unannotate(model) is model
-        assert is_plain(model, make_model(name))
-        assert is_plain(unannotate(twin), make_model(name))
-        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, other.grad)
-        assert all(param.tag == "mark" for param in model.parameters())
-        results.append(result_of(model))
-        if "gpt_tied" in name:
-            assert model.head.weight is model.tokens.weight
-    return results
+def tag_and_annotate(way: str, model: nn.Module) -> None:
+    for param in model.parameters():
+        param.tag = "mark"
+    WAYS[way](model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameters_gradients_and_everything_else_are_as_in_one_process(world_size: int) -> None:
-    cases = CASES[world_size - 1 :: 3]
-    expected = [undo_reference(name, world_size) for _, name in cases]
-    for results in run_threads(undo, world_size, cases):
-        for case, (params, grads, trainable), reference in zip(cases, results, expected, strict=True):
-            tolerance = 1e-2 if "mixed_dtypes" in case else 1e-6
-            assert_equal_params(params, reference[0], tolerance=tolerance, where=f"{case}")
-            assert_equal_params(grads, reference[1], tolerance=tolerance, where=f"{case}, gradients")
-            assert trainable == reference[2]
+@on_ranks()
+def test_parameters_gradients_and_everything_else_are_as_in_one_process() -> None:
+    for way, name in CASES[dist.get_world_size() - 1 :: 3]:
+        twins = Twins(name, functools.partial(tag_and_annotate, way), make=sgd_of_trained)
+        twins.backward(0)
+        twins.step()
+        twins.backward(1)
+        other = copy.deepcopy(twins.model)
+        with no_sync(other):
+            backward(other, 2)
+        twins.backward(2, keeps=True)
+        model = twins.model
+        assert unannotate(model) is model
+        assert is_plain(model, twins.plain)
+        assert is_plain(unannotate(other), twins.plain)
+        for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, twin.grad)
+            assert param.tag == "mark"
+        tolerance = 1e-2 if name == "mixed_dtypes" else 1e-6
+        twins.check(tolerance, (way, name))
+        twins.check_gradients(tolerance, (way, name))
+        for found, expected in zip(*(one.named_parameters(remove_duplicate=False) for one in twins), strict=True):
+            assert (found[0], found[1].requires_grad) == (expected[0], expected[1].requires_grad)
+        if "gpt_tied" in name:
+            assert model.head.weight is model.tokens.weight
+
+
+def sgd_of_trained(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in params if param.requires_grad], lr=0.1)
 
 
 def undo_one_block(model: nn.Module, block: nn.Module) -> None:

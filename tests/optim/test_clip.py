@@ -15,7 +15,7 @@ from composable.dtensor.gather import strict_mode
 from composable.dtensor.spec import ragged_spec
 from tests.counting import counting_ranks
 from tests.ragged_pairs import from_full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 ORDERS = [2.0, 1.0, 3.0, math.inf]
 
@@ -65,7 +65,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_mixed(foreach: bool | None) -> None:
+@pytest.mark.parametrize(("world_size", "foreach"), [(4, None), (2, True), (4, False)])
+@on_ranks(run=run_ranks)
+def test_each_element_counts_once_whatever_holds_it(foreach: bool | None) -> None:
     for order in ORDERS:
         params, grads = mixed(make_grads()), make_grads()
         # torch itself has no inf norm of a tensor without elements.
@@ -87,12 +89,8 @@ def clip_mixed(foreach: bool | None) -> None:
         assert len({value.item() for value in norms}) == 1
 
 
-@pytest.mark.parametrize(("world_size", "foreach"), [(4, None), (2, True), (4, False)])
-def test_each_element_counts_once_whatever_holds_it(world_size: int, foreach: bool | None) -> None:
-    run_ranks(clip_mixed, world_size, foreach)
-
-
-def clip_odd_lists() -> None:
+@on_ranks(3)
+def test_lists_that_are_empty_partial_or_of_few_bits() -> None:
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     assert clip_grad_norm_([], 1.0).item() == 0.0
     assert clip_grad_norm_(nn.Parameter(torch.ones(2)), 1.0).item() == 0.0
@@ -116,24 +114,18 @@ def clip_odd_lists() -> None:
         view + 1
 
 
-def test_lists_that_are_empty_partial_or_of_few_bits() -> None:
-    run_threads(clip_odd_lists, 3)
-
-
-def clip_with_a_gradient_on_one_rank() -> float:
+@on_ranks(2)
+def test_a_gradient_that_one_rank_lacks_does_not_make_the_others_wait() -> None:
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     spec = ragged_spec(line, (4,), torch.float32, (0, 2, 4))
     param = nn.Parameter(from_full(torch.zeros(4), spec))
     if dist.get_rank() == 1:
         param.grad = from_full(torch.tensor([3.0, 0.0, 4.0, 0.0]), spec)
-    return clip_grad_norm_([param], 1.0).item()
+    assert clip_grad_norm_([param], 1.0).item() == 4.0
 
 
-def test_a_gradient_that_one_rank_lacks_does_not_make_the_others_wait() -> None:
-    assert run_threads(clip_with_a_gradient_on_one_rank, 2) == [4.0, 4.0]
-
-
-def meet_nonfinite_values() -> None:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_is_seen_on_every_rank() -> None:
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     spec = ragged_spec(line, (4,), torch.float32, (0, 2, 4))
     for value in (math.nan, math.inf):
@@ -149,11 +141,8 @@ def meet_nonfinite_values() -> None:
             torch.testing.assert_close(norm, torch.tensor(value), equal_nan=True)
 
 
-def test_a_norm_that_is_not_finite_is_seen_on_every_rank() -> None:
-    run_threads(meet_nonfinite_values, 2)
-
-
-def pass_wrong_values() -> None:
+@on_ranks(3)
+def test_wrong_values_are_refused() -> None:
     param = nn.Parameter(torch.ones(2))
     for order in (0.0, -1.0, -math.inf, math.nan):
         with pytest.raises(ConfigError, match="norm_type is"):
@@ -169,7 +158,3 @@ def pass_wrong_values() -> None:
             get_total_norm([far])
     else:
         torch.testing.assert_close(get_total_norm([far, torch.ones(5)]), torch.tensor(3.0))
-
-
-def test_wrong_values_are_refused() -> None:
-    run_threads(pass_wrong_values, 3)

@@ -26,7 +26,7 @@ from composable import (
     replicate,
 )
 from tests.parity import full
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 BATCH = 4
 STEPS = 5
@@ -185,7 +185,8 @@ def test_element_wise_optimizers_to_the_bit(world_size: int, names: list[str]) -
             )
 
 
-def clip_by_optimizer() -> None:
+@on_ranks(3)
+def test_gradients_of_an_optimizer_are_clipped() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for order in (2.0, 1.0, math.inf):
         plain = make_net()
@@ -216,25 +217,19 @@ def clip_by_optimizer() -> None:
                 clip_grad_norm_(optimizer, 0.1, order, error_if_nonfinite=True)
 
 
-def test_gradients_of_an_optimizer_are_clipped() -> None:
-    run_threads(clip_by_optimizer, 3)
-
-
-def clip_two_dtypes() -> torch.dtype:
+@on_ranks(2)
+def test_the_norm_has_one_dtype_on_all_ranks_also_where_one_owns_nothing_of_it() -> None:
     model = nn.Linear(4, 4)
     model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
     fully_shard(model)
     optimizer = accelerate_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    return clip_grad_norm_(optimizer, 1.0).dtype
+    assert clip_grad_norm_(optimizer, 1.0).dtype == torch.float64
 
 
-def test_the_norm_has_one_dtype_on_all_ranks_also_where_one_owns_nothing_of_it() -> None:
-    assert run_threads(clip_two_dtypes, 2) == [torch.float64, torch.float64]
-
-
-def state_changed_by_hand() -> None:
+@on_ranks(2)
+def test_changes_to_state_and_options_between_steps_count() -> None:
     pairs = twins()
     for step in range(2):
         step_twins(pairs, step, "before")
@@ -270,11 +265,8 @@ def state_changed_by_hand() -> None:
         step_twins(pairs, step, "after a new start")
 
 
-def test_changes_to_state_and_options_between_steps_count() -> None:
-    run_threads(state_changed_by_hand, 2)
-
-
-def checkpoints() -> None:
+@on_ranks(3)
+def test_checkpoints_load_before_and_after_the_first_step() -> None:
     pairs = twins()
     for step in range(2):
         step_twins(pairs, step, "before")
@@ -309,11 +301,8 @@ def checkpoints() -> None:
     step_twins(pairs, 7, "a step later")
 
 
-def test_checkpoints_load_before_and_after_the_first_step() -> None:
-    run_threads(checkpoints, 3)
-
-
-def closures_and_errors() -> None:
+@on_ranks(2)
+def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did() -> None:
     pairs = twins("adamw fused")
     losses: list[list[float]] = [[], []]
     for step in range(3):
@@ -360,11 +349,8 @@ def closures_and_errors() -> None:
         step_twins(pairs, step, "after errors")
 
 
-def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did() -> None:
-    run_threads(closures_and_errors, 2)
-
-
-def scaled() -> None:
+@on_ranks(2)
+def test_gradient_scalers_and_schedulers() -> None:
     for name in ("adamw fused", "momentum foreach"):
         pairs = twins(name)
         for index, (model, optimizer) in enumerate(pairs):
@@ -384,10 +370,6 @@ def scaled() -> None:
                 optimizer.zero_grad()
             assert scaler.get_scale() == 16.0, (name, index)
         compare_twins(pairs, name)
-
-
-def test_gradient_scalers_and_schedulers() -> None:
-    run_threads(scaled, 2)
 
 
 class Mixed(nn.Module):
@@ -433,21 +415,19 @@ def test_parameters_that_are_not_sharded_go_along() -> None:
     run_threads(mixed, 2)
 
 
-def low_precision() -> None:
+@on_ranks(2)
+def test_low_precision_is_stepped_parameter_by_parameter_on_the_cpu() -> None:
     pairs = twins("momentum foreach", torch.bfloat16)
     for step in range(3):
         step_twins(pairs, step, f"step {step}")
-
-
-def test_low_precision_is_stepped_parameter_by_parameter_on_the_cpu() -> None:
-    run_threads(low_precision, 2)
 
 
 class OwnAdam(torch.optim.Adam):
     """May do anything."""
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_what_cannot_be_accelerated_is_an_error_that_says_what_can() -> None:
     model, other = sharded_net(), sharded_net()
     params = list(model.parameters())
     accelerated = accelerate_optimizer(torch.optim.SGD(params, lr=0.1), model)
@@ -468,7 +448,3 @@ def refused() -> None:
         with pytest.raises((ConfigError, UsageError), match=f"(?s){text}.*") as caught:
             accelerate_optimizer(optimizer, its_model)
         assert "fix:" in str(caught.value)
-
-
-def test_what_cannot_be_accelerated_is_an_error_that_says_what_can() -> None:
-    run_threads(refused, 1)

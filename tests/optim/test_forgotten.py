@@ -14,7 +14,7 @@ from composable import DesyncError, clip_grad_norm_, fully_shard, has_finite_gra
 from composable.errors import warn_once
 from tests.models import random_input, seeded
 from tests.parity import full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 NAMES = ["stem.weight", "stem.bias", "head.weight", "head.bias"]
 
@@ -155,19 +155,17 @@ def test_clipping_of_forgotten_gradients_that_differ_is_an_error_on_every_rank()
         assert "fully_shard(model)" in lines[4]
 
 
-def clips_nan() -> list[str]:
+@on_ranks(2)
+def test_clipping_of_forgotten_gradients_that_are_nan_says_nan() -> None:
     model = seeded(Model, 0)
     blocks(model)
     (model(batch(0)).square().mean() * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
     norm = clip_grad_norm_(model.parameters(), 0.01)
-    return [str(norm.item())]
+    assert norm.isnan()
 
 
-def test_clipping_of_forgotten_gradients_that_are_nan_says_nan() -> None:
-    assert run_threads(clips_nan, 2) == [["nan"], ["nan"]]
-
-
-def clips_right() -> None:
+@on_ranks(3)
+def test_gradients_that_are_averaged_by_hand_are_clipped_as_in_one_process() -> None:
     """Forget the root, and average by hand: the norm and the step are those of one process."""
     world_size, model, plain = dist.get_world_size(), seeded(Model, 0), seeded(Model, 0)
     blocks(model)
@@ -181,7 +179,3 @@ def clips_right() -> None:
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), expected.grad)
-
-
-def test_gradients_that_are_averaged_by_hand_are_clipped_as_in_one_process() -> None:
-    run_threads(clips_right, 3)

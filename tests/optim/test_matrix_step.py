@@ -199,7 +199,10 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_other_owners(
         assert_equal(found, expected)
 
 
-def with_equal_gradients(kind: str) -> None:
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_equal_gradients_give_equal_bits_at_any_number_of_ranks(kind: str) -> None:
     plain, expected = build(kind, shards=False)
     model, optimizers = build(kind, shards=True)
     draws = torch.Generator().manual_seed(0)
@@ -220,12 +223,6 @@ def with_equal_gradients(kind: str) -> None:
                 where = getattr(value, "placements", None)  # none of a plain number
                 assert places.setdefault((param, key), where) == where
     assert_equal(values_of(model, optimizers), values_of(plain, expected))
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_equal_gradients_give_equal_bits_at_any_number_of_ranks(kind: str, world_size: int) -> None:
-    run_threads(with_equal_gradients, world_size, kind)
 
 
 def on_own_data() -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable import ConfigError, RaggedDTensor, UsageError, accelerate_optimizer, fully_shard, rebind_optimizer
 from composable.planning import mark_replaced
 from tests.parity import full
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 CONFIGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
@@ -138,7 +138,8 @@ def test_training_goes_on_through_an_annotation_and_out_of_it(world_size: int, n
             )
 
 
-def exact_state() -> None:
+@on_ranks(3)
+def test_no_bit_of_the_state_changes() -> None:
     """Right after rebinding the state is, to the bit, what it was."""
     model = make_net()
     optimizer = make_optimizer("adamw", model)
@@ -165,10 +166,6 @@ def exact_state() -> None:
     for index, entry in saved.items():
         for key, value in entry.items():
             assert torch.equal(full(found[index][key]), value)
-
-
-def test_no_bit_of_the_state_changes() -> None:
-    run_threads(exact_state, 3)
 
 
 def refused() -> dict[str, str]:

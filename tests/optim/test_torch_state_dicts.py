@@ -27,7 +27,7 @@ from composable import (
     step_in_backward,
 )
 from tests.models import seeded
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 State = dict[str, Any]
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -218,7 +218,9 @@ def test_an_optimizer_in_a_wrapper_without_hooks_or_state_steps_as_alone(api: st
     assert_alike(run_threads(steps_in_a_wrapper, 2, api, begun[1])[0], ended)
 
 
-def step_by_hand(api: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_a_step_by_hand_that_would_move_something_stays_an_error(api: str) -> None:
     model, optimizer = make(api, "adamw", in_backward=True)
     inputs = torch.ones(2, 3)
     with pytest.raises(UsageError, match="an optimizer that steps inside backward"):
@@ -227,8 +229,3 @@ def step_by_hand(api: str) -> None:
         model(inputs).sum().backward()
     with pytest.raises(UsageError, match=r"an optimizer that steps inside backward|gradients that are not complete"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-def test_a_step_by_hand_that_would_move_something_stays_an_error(api: str) -> None:
-    run_threads(step_by_hand, 2, api)
