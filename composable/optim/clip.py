@@ -287,7 +287,7 @@ class _NormTree:
 
         Collective after ``total_norm``, where ``params`` of any shapes lie beside annotated ones.
         """
-        if params:
+        if params and self._outer.size > 1:
             norms = [float(param.grad.norm()) for param in params if param.grad is not None]
             told = [float(one) for one in self._outer.objects(str(math.hypot(*norms)))]  # Text: it may be NaN.
             if max(told) > _ALIKE * min(told):
