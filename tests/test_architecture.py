@@ -224,7 +224,7 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 
 # The most lines of code, as `python -m tools.size` counts them. The core is what a reader must carry. A rise is a
 # commit of its own, whose body says what went for it.
-CEILINGS = {"core": 19_199, "runs": 1_775, "extras": 1_721, "testing": 1_451, "rehearsal": 1_954, "commands": 644}
+CEILINGS = {"core": 19_174, "runs": 1_775, "extras": 1_721, "testing": 1_451, "rehearsal": 1_954, "commands": 644}
 
 
 def test_the_package_keeps_its_budget() -> None:
@@ -262,7 +262,7 @@ def test_what_a_constructor_gives_is_not_asserted() -> None:
 # What this process remembers outside of objects that its users hold, each with its reason.
 GLOBALS = {
     "comm.hang_watchdog._WATCH": "one thread looks after all groups",
-    "comm.rank_status._RECORD": "what that thread looks at",
+    "comm.waits._RECORD": "what that thread looks at",
     "comm.mesh._MESHES_OF_HOSTS": "ranks make them together, so none ends when its users do",
     "comm.ranks._KEPT": "groups that were made of others, which live as long",
     "comm.transport._REGISTERED": "the transports by name, filled by imports",

@@ -23,7 +23,7 @@ from composable import (
     replicate,
     set_divergence_timeout,
 )
-from composable.comm.rank_status import Diagnosis
+from composable.comm.waits import Diagnosis
 from composable.ground.torch_private import store_of_default_group
 from tests.world import on_ranks, run_ranks
 

@@ -35,7 +35,7 @@ from composable import (
 )
 from composable.annotation import sharded_state_of
 from composable.comm import Ranks
-from composable.comm.rank_status import Diagnosis
+from composable.comm.waits import Diagnosis
 from composable.ground.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded

@@ -29,7 +29,6 @@ from composable.comm.own_groups import (
     settle_transport_for,
     transport_of,
 )
-from composable.comm.rank_status import AnnotationStatus, Started, Tree, described, notice_tree
 from composable.comm.ranks import (
     LOADED,
     Ranks,
@@ -41,3 +40,4 @@ from composable.comm.ranks import (
     wait_for_work,
 )
 from composable.comm.transport import Pending, Transport, register_transport, transport_class, transport_names
+from composable.comm.waits import AnnotationStatus, Started, Tree, described, notice_tree

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -28,19 +28,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from composable.comm.rank_status import (
+from composable.comm.users_frames import call_around, collective_in, is_torchs_wait
+from composable.comm.waits import (
     Diagnosis,
     Meeting,
     RankStatus,
     Started,
-    call_around,
     described,
     diagnose,
-    group_in,
-    is_torchs_wait,
     is_training_thread,
     local_status,
     name_of,
+    order_of,
     transports_of,
     waiting_here,
 )
@@ -75,10 +74,9 @@ def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **detail
     """Record a wait while the context lasts, and explain torch's errors in it; arguments as for ``Meeting``."""
     try:
         with Meeting(group, kind, what, **details) as own:
-            if group is not None and real_backend(group):
-                orders = [one.order for one in transports_of([group])]
-                if own.before_in_another_thread() or any(order.is_taken() for order in orders):
-                    raise two_threads()
+            is_real = group is not None and real_backend(group)
+            if group is not None and is_real and (own.before_in_another_thread() or order_of(group).is_taken()):
+                raise two_threads()
             yield
     except ComposableError:
         raise
@@ -135,7 +133,7 @@ def explain_waits() -> Iterator[None]:
             trace = trace.tb_next
         if isinstance(error, ComposableError) or trace is None or not is_torchs_wait(trace.tb_frame):
             raise
-        raise explained(error, group_in(trace.tb_frame), what=call_around(trace.tb_frame)) from error
+        raise explained(error, collective_in(trace.tb_frame)[0], what=call_around(trace.tb_frame)) from error
 
 
 def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *, what: str = "") -> RuntimeError:
@@ -147,9 +145,8 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
     thread = _WATCH.thread
     if thread is not None:
         thread.look_now()
-        for group in groups:
-            if group is not None and group in _WATCH.closed:
-                return diverged(_WATCH.closed[group])
+        for group in filter(_WATCH.closed.get, filter(None, groups)):
+            return diverged(_WATCH.closed[group])
     what = name_of(waited)[0] if isinstance(waited, Started) else f"the other ranks in {what}"
     at = place_of_rank()
     fix = (
@@ -159,9 +156,8 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *
     with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
         others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
         at = f"{at}, waiting for {ranks_text(others)}"
-        words: dict[int, str] = {}
-        if thread is not None:
-            words = _in_time(partial(_words_of, thread.words, others), words)
+        none: dict[int, str] = {}
+        words = none if thread is None else _in_time(partial(_words_of, thread.words, others), none)
         # An exception, if there is one: the others may have left because of it.
         for rank, word in sorted(words.items(), key=lambda told: told[1] != _LEFT):
             fix = f"rank {rank} has ended by {word[:_LONGEST_WORD]}; start again from a checkpoint"
@@ -258,10 +254,10 @@ class _Watch:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is not None and not real_backend(group):
             return
-        if self.thread is not None:
-            if self.thread.is_alive() and self.thread.limit_s == self.limit_s and self.thread.group() is group:
+        if (old := self.thread) is not None:
+            if old.is_alive() and (old.limit_s, old.group()) == (self.limit_s, group):
                 return
-            self.thread.end()
+            old.end()
             self.thread = None
         if group is None or not self.limit_s or group.size() == 1:
             return
@@ -291,15 +287,6 @@ class _Watch:
             _end_all_waits()
 
 
-@dataclass
-class _Seen:
-    """A wait that the thread has seen."""
-
-    mark: tuple[object, ...]
-    since: float
-    patience_s: float  # The time until the thread asks the ranks.
-
-
 class _Thread(threading.Thread):
     """The watchdog thread, until the process group is destroyed; it asks the ranks where a wait takes ``limit_s``."""
 
@@ -322,7 +309,8 @@ class _Thread(threading.Thread):
         self._last_word = ""
         self._looking = threading.Lock()
         self._has_caught_up = False
-        self._seen: _Seen | None = None
+        self._seen: tuple[object, ...] = ()  # The mark of the wait that it has seen last; empty: there is none.
+        self._since = self._asks_after_s = 0.0  # Since when it sees that wait, and the time until it asks the ranks.
         self._told: set[str] = set()
 
     def end(self, word: str = "") -> None:
@@ -369,17 +357,15 @@ class _Thread(threading.Thread):
                 self._answer(is_asker=is_asker)
 
     def _has_waited_too_long(self) -> bool:
-        now, found, seen = time.monotonic(), waiting_here(), self._seen
-        if found is None or not found.is_ours:
-            self._seen = None
-            return False
-        if seen is None or seen.mark != found.mark:
+        now, found = time.monotonic(), waiting_here()
+        mark = found.mark if found is not None and found.is_ours else ()
+        if mark != self._seen:
             # The wait may be a pause old already, and a look may come a pause late: ask within the limit even so.
-            seen = self._seen = _Seen(found.mark, now, self.limit_s - 2 * self._pause_s)
-        if now - seen.since < seen.patience_s:
+            self._seen, self._since, self._asks_after_s = mark, now, self.limit_s - 2 * self._pause_s
+        if not mark or now - self._since < self._asks_after_s:
             return False
         # Ask again after twice the time.
-        seen.patience_s = 2 * (now - seen.since) + self.limit_s
+        self._asks_after_s = 2 * (now - self._since) + self.limit_s
         return True
 
     def _answer(self, *, is_asker: bool) -> None:
@@ -392,14 +378,12 @@ class _Thread(threading.Thread):
         groups = groups_of_process()
         if self._is_over():
             return
-        diagnosis = Diagnosis()
-        if is_asker:
-            ranks = self._collect()
-            diagnosis = diagnosis if self._is_over() else diagnose(ranks)
         # Without a diagnosis in time, the asking rank has ended or is slow. All ranks read the same one: the first.
         if is_asker or not self._has_come(self._key("verdict"), 4 * self._patience_s):
+            ranks = self._collect() if is_asker else {}
+            diagnosis = Diagnosis() if self._is_over() else diagnose(ranks)
             self._store.compare_set(self._key("verdict"), "", diagnosis.as_text())
-        diagnosis = self._read(self._key("verdict"), Diagnosis.from_text, Diagnosis())
+        diagnosis = self._read(self._key("verdict"), Diagnosis.from_text) or Diagnosis()
         self._question += 1
         if diagnosis.groups:
             self._close(diagnosis, groups)
@@ -410,21 +394,18 @@ class _Thread(threading.Thread):
 
     def _collect(self) -> dict[int, RankStatus | None]:
         deadline = time.monotonic() + self._patience_s
-        found: dict[int, RankStatus | None] = {}
-        for rank in range(self._size):
-            key = self._key(f"place/{rank}")
-            is_there = self._has_come(key, deadline - time.monotonic())
-            found[rank] = self._read(key, RankStatus.from_text, None) if is_there else None
-        return found
+        keys = {rank: self._key(f"place/{rank}") for rank in range(self._size)}
+        has_come = {rank: self._has_come(key, deadline - time.monotonic()) for rank, key in keys.items()}
+        return {rank: self._read(key, RankStatus.from_text) if has_come[rank] else None for rank, key in keys.items()}
 
-    def _read(self, key: str, read: Callable[[str], _T], otherwise: _T) -> _T:
-        """Return what ``read`` makes of an answer; ``otherwise`` if it is none: others can reach the store too."""
+    def _read(self, key: str, read: Callable[[str], _T]) -> _T | None:
+        """Return what ``read`` makes of an answer; ``None`` if it is none: others can reach the store too."""
         answer = self._store.get(key)
         try:
             return read(answer.decode())
         except (ValueError, RecursionError) as error:
             self._warn("an answer in the store is not from this library, and counts as none", f"{key}: {error}")
-            return otherwise
+            return None
 
     def _warn(self, what: str, why: object) -> None:
         """Log a fault of the store, each kind once."""
@@ -478,14 +459,10 @@ def _end_waits(group: dist.ProcessGroup) -> None:
 
 def _limit(value: object, name: str) -> float:
     """Return the limit in seconds; 0: no limit."""
-    if value is None:
-        return 0.0
-    if isinstance(value, str):  # of the environment
-        with suppress(ValueError):
-            value = float(value)
-    seconds = check_number(
-        name, value, least=0.0, fix="give a number of seconds, 0 to wait as long as the process group does"
-    )
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value  # Text of the environment.
+    fix = "give a number of seconds, 0 to wait as long as the process group does"
+    seconds = 0.0 if value is None else check_number(name, value, least=0.0, fix=fix)
     return seconds if seconds < math.inf else 0.0
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from composable.comm.hosts import hosts_of
-from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, default_group, kept_with, make_group
 from composable.comm.shared_memory import MET, SharedMemoryTransport, meet
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
+from composable.comm.waits import Started
 from composable.errors import ConfigError, warn_once
 from composable.ground.torch_private import real_backend, replace_body
 

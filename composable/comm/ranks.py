@@ -31,7 +31,8 @@ from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.hang_watchdog import check_store, meeting
-from composable.comm.rank_status import call_around, described
+from composable.comm.users_frames import call_around
+from composable.comm.waits import described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
 from composable.ground.modes import with_values
 from composable.ground.names import check_int

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
 from composable.comm.hang_watchdog import diverged, explained
-from composable.comm.rank_status import Order, Started, notice_transport
-from composable.comm.ranks import kept_with
+from composable.comm.waits import Order, Started, notice_transport, order_of
 from composable.errors import ConfigError
 from composable.ground.modes import with_values
 from composable.ground.torch_private import (
@@ -356,7 +355,7 @@ class ProcessGroupTransport(Transport):
         self.world_size = group.size()
         self._group = group
         self.groups = (group,)
-        self.order = kept_with(group, "order", Order)
+        self.order = order_of(group)
         notice_transport(self)
         self.in_flight = {}
         self._all_gather = all_gather_into(group)

@@ -20,7 +20,7 @@ Question                  Why nothing else tells it             Where the frames
                           do; averagers and loads set values.   a load assigns counts as assigned by the user.
 ========================  ====================================  ======================================================
 
-``comm/rank_status.py`` reads frames of other threads for places in messages, and for waits in users' own collectives.
+``comm/users_frames.py`` reads frames of other threads for places in messages, and for waits in users' own collectives.
 """
 
 import copy

@@ -1,11 +1,11 @@
-"""Tests ``diagnose`` of composable/comm/rank_status.py on programs that nobody runs: lists of what each rank starts."""
+"""Tests ``diagnose`` of composable/comm/waits.py on programs that nobody runs: lists of what each rank starts."""
 
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
-from composable.comm.rank_status import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
+from composable.comm.waits import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
 
 
 @dataclass(frozen=True)

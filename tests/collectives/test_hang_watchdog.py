@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, explain_waits, set_divergence_timeout
 from composable.comm import Ranks
-from composable.comm.rank_status import Diagnosis, RankStatus, Tree, Wait
+from composable.comm.waits import Diagnosis, RankStatus, Tree, Wait
 from composable.ground.torch_private import store_of_default_group
 from tests.saving.test_hostile import Bomb
 from tests.world import on_ranks, run_ranks

@@ -1,9 +1,8 @@
 """The waits of this process, and whether they can end.
 
 A ``Started`` exists from the start of a transport's collective until its end, a ``Meeting`` while a call waits for
-other ranks. The watchdog thread reads these records, and the steps of annotations, so both may be a moment old. It
-reads frames of threads for two things: the place of a thread in the user's code, for messages, and the waits of users'
-own calls of ``torch.distributed``, of which there is no record.
+other ranks; users' own calls of ``torch.distributed`` are read from frames. Each is told to other ranks as a ``Wait``.
+The watchdog thread reads these records, and the steps of annotations, so both may be a moment old.
 
 ``diagnose`` is a pure function of the status of all ranks. All ranks of a group start the same collectives in the same
 order. So a rank that waits for a collective which another rank has not started yet is ahead of that rank. If ranks are
@@ -12,26 +11,29 @@ collective will never come. A rank that is behind and still under way is slow, w
 asked at the same moment: a rank that waits in a circle stays where it is.
 """
 
-import contextlib
-import inspect
 import itertools
 import json
-import os
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from composable.ground.frames import outwards, place_in
+from composable.comm.users_frames import (
+    call_around,
+    collective_in,
+    count_in,
+    is_in_our_call,
+    is_torchs_wait,
+    users_place,
+)
 from composable.ground.names import as_kind, ranks_text
 from composable.ground.torch_hooks import any_backward_runs
 from composable.ground.torch_private import groups_of_process, started_in
@@ -41,28 +43,6 @@ ORDERED = -1
 COUNTED = -2
 # How many of the last started collectives are kept: a rank runs ahead by a few handles at most.
 _RECENT = 64
-# With the separator: others' packages may begin with the same name.
-_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
-_TESTING = f"{_OURS}testing{os.sep}"
-_TORCHS_WAITS = (dist.distributed_c10d.__file__, torch.futures.__file__)
-_NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
-# Functions that users call by other names; empty: around the call of another function.
-_AS_USERS_SAY = {
-    "annotate": "",
-    "annotate_on_rank": "",
-    "join_hook": "Join",
-    "load_model_state_dict": "set_model_state_dict",
-    "write": "save_checkpoint",
-}
-# torch's collectives, by their code objects: unlike messages, the n-th one of a group is the same on all ranks.
-_COLLECTIVES = {
-    inspect.unwrap(getattr(dist, name)).__code__: name
-    for name in (
-        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
-        *("barrier", "broadcast", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-    if hasattr(dist, name)
-}
 
 
 @dataclass(frozen=True)
@@ -209,12 +189,8 @@ class Meeting:
     __slots__ = ("__weakref__", "group", "kind", "number", "serial", "thread", "what")
 
     def __init__(self, group: dist.ProcessGroup | None, kind: str, what: str = "", *, ahead: int | None = 1) -> None:
-        self.group = group
-        self.kind = kind
-        self.what = what
-        self.serial = next(_RECORD.serials)
-        self.thread = threading.get_ident()
-        self.number = 0
+        self.group, self.kind, self.what = group, kind, what
+        self.serial, self.thread, self.number = next(_RECORD.serials), threading.get_ident(), 0
         if group is not None and ahead is not None:
             with suppress(RuntimeError):  # Not every backend counts.
                 self.number = started_in(group) + ahead
@@ -252,6 +228,7 @@ class _ProcessRecord:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.orders: weakref.WeakKeyDictionary[dist.ProcessGroup, Order] = weakref.WeakKeyDictionary()
         self.trainer: int | None = None  # The thread that has annotated last.
 
 
@@ -261,6 +238,11 @@ _RECORD = _ProcessRecord()
 def notice_transport(transport: Any) -> None:
     """Record the collectives that ``transport`` starts, as long as it lives; see ``Transport``."""
     _RECORD.transports.add(transport)
+
+
+def order_of(group: dist.ProcessGroup) -> Order:
+    """Return the order of the collectives of ``group``, one for all its transports."""
+    return _RECORD.orders.get(group) or _RECORD.orders.setdefault(group, Order())
 
 
 def notice_tree(tree: Any) -> None:
@@ -285,75 +267,91 @@ def described(error: BaseException, where: str = "") -> str:
     return f"{type(error).__name__}{where}{': ' if text else ''}{text}"
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A thread that waits for other ranks."""
+class Waiting(NamedTuple):
+    """A thread of this process that waits for other ranks."""
 
     mark: tuple[object, ...]  # Differs from the mark of the thread's next wait.
-    record: Started | Meeting | None  # None: the user's own call of torch.distributed.
-    around: Meeting | None  # The recorded call that contains the wait, if there is one.
-    frame: FrameType
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group in which the thread waits, where it is known."""
-        if self.record is None:
-            return group_in(self.frame)
-        return self.record.transport.groups[0] if isinstance(self.record, Started) else self.record.group
-
-    @property
-    def is_ours(self) -> bool:
-        """The thread waits in a call of this package."""
-        return bool(self.record or self.around) or any(
-            frame.f_code.co_filename.startswith(_OURS) for frame in outwards(self.frame)
-        )
+    is_ours: bool  # It waits in a call of this package.
+    told: Callable[[Mapping[int, AnnotationStatus]], Wait]  # What other ranks are told, given ``annotations_here()``.
 
 
 def waiting_here() -> Waiting | None:
-    """Return the thread that waits for other ranks: the training thread, or a thread of autograd that works for it.
+    """Return the wait for other ranks of the training thread, or of a thread of autograd that works for it.
 
     Waits of other threads, such as a thread that writes a checkpoint, end by the timeouts of their groups.
     """
     others = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
     others -= {_RECORD.trainer, threading.main_thread().ident}
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in others}
-    meetings: dict[int, list[Meeting]] = {}
-    for meeting in filter(None, [reference() for reference in _RECORD.meetings.valuerefs()]):
-        meetings.setdefault(meeting.thread, []).append(meeting)
     started = {one.waiter: one for transport in _all_of(_RECORD.transports) for one in list(transport.in_flight)}
-    for thread, frame in frames.items():
-        own = meetings.get(thread, [])
+    meetings = _all_of(_RECORD.meetings.values())
+    for thread, frame in sys._current_frames().items():
+        own = [one for one in meetings if one.thread == thread]
         around = next((one for one in own if one.group is None), None)
-        record: Started | Meeting | None = started.get(thread) or next((one for one in own[::-1] if one.group), None)
-        if isinstance(record, Started):
-            mark: tuple[object, ...] = (thread, id(record.transport), record.tag, record.number)
-        elif record is not None:
-            mark = (thread, record.serial)
-        elif is_torchs_wait(frame):
-            group = group_in(frame)
-            mark = (thread, id(frame), frame.f_lasti, 0 if group is None else started_in(group))
-        else:
-            continue
-        return Waiting(mark, record, around, frame)
+        record = started.get(thread) or next((one for one in own[::-1] if one.group is not None), None)
+        if thread not in others and (record is not None or is_torchs_wait(frame)):
+            if isinstance(record, Started):
+                mark: tuple[object, ...] = id(record.transport), record.tag, record.number
+            else:
+                mark = (record.serial,) if record is not None else (id(frame), frame.f_lasti, count_in(frame))
+            is_ours = bool(record or around) or is_in_our_call(frame)
+            return Waiting((thread, *mark), is_ours, partial(_told, record, around, frame))
     return None
+
+
+def _told(
+    record: Started | Meeting | None, around: Meeting | None, frame: FrameType, trees: Mapping[int, AnnotationStatus]
+) -> Wait:
+    """Return the wait of ``record``, or of the user's call in ``frame``, inside of the call ``around``."""
+    tree = next((one for one in trees.values() if around is None and one.tree.is_inside), None)
+    tag = COUNTED
+    if isinstance(record, Started):
+        text, owner = name_of(record)
+        tree = trees.get(id(owner))
+        transport, number, kind = record.transport, record.number, str(record.tag)
+        group, names = transport.groups[0], [one.group_name for one in transport.groups]
+        names += () if tree is None else tree.groups
+        # Less the collectives that the transport has started since: the group has counted each, and maybe others.
+        sequence = 0 if record.has_tag else started_in(group) - (transport.order.count - number)
+        tag = record.tag if record.has_tag else ORDERED
+    else:
+        group, kind = (record.group, record.kind) if record is not None else collective_in(frame)
+        number = sequence = record.number if record is not None else count_in(frame)
+        names = [] if group is None else [group.group_name]
+        named = around or record
+        called = f"torch.distributed.{kind}" if record is None and kind and tree is not None else call_around(frame)
+        text = f"the other ranks in {(named is not None and named.what) or called}"
+    place, known = users_place(frame), group if number else None
+    return Wait(
+        f"{text}{f', {tree.tree.text}' if tree is not None else ''}{f', at {place}' if place else ''}",
+        "" if known is None else known.group_name,
+        () if known is None else tuple(dist.get_process_group_ranks(known)),
+        tag,
+        number,
+        kind,
+        sequence,
+        "" if tree is None else tree.name,
+        tuple(dict.fromkeys(names)),
+        is_call=around is not None,
+    )
+
+
+def annotations_here() -> dict[int, AnnotationStatus]:
+    """Return the status of each annotation of this process whose groups still exist, by its ``id``."""
+    groups = groups_of_process()
+    found = {id(tree): tree.tell(in_backward=any_backward_runs()) for tree in _all_of(_RECORD.trees)}
+    return {key: one for key, one in found.items() if one is not None and _is_alive(one.transport, groups)}
 
 
 def local_status() -> RankStatus:
     """Return the status of this process."""
-    groups = groups_of_process()
+    groups, told, found = groups_of_process(), annotations_here(), waiting_here()
     talking = [one for one in _all_of(_RECORD.transports) if _is_alive(one, groups)]
-    told: dict[int, AnnotationStatus] = {}
-    for tree in _all_of(_RECORD.trees):
-        one = tree.tell(in_backward=any_backward_runs())
-        if one is not None and _is_alive(one.transport, groups):
-            told[id(tree)] = one
     started = {f"{name} {COUNTED}": started_in(group) for name, group in groups.items()}
     for one in talking:
         name = one.groups[0].group_name
         started |= {f"{name} {tag}": number for tag, number in {ORDERED: one.order.count, **one.begun}.items()}
-    found = waiting_here()
     return RankStatus(
-        None if found is None else _wait_of(found, told),
+        None if found is None else found.told(told),
         started=started,
         recent={one.groups[0].group_name: [str(tag) for tag in one.order.recent.copy()] for one in talking},
         trees={one.name: one.tree for one in told.values()},
@@ -371,48 +369,8 @@ def _doing(trees: Sequence[Tree]) -> str:
     last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
     text = "has run no annotated module" if last is None else last.text
     frames, main = sys._current_frames(), threading.main_thread().ident or 0
-    here = place_in(frames.get(_RECORD.trainer or main) or frames.get(main), _NOT_THE_USERS)
+    here = users_place(frames.get(_RECORD.trainer or main) or frames.get(main))
     return f"{text}; now at {here}" if here else text
-
-
-def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus]) -> Wait:
-    record, group = found.record, found.group
-    tree: AnnotationStatus | None = None
-    tag, number, kind, sequence = COUNTED, 0, "", 0
-    groups = [] if group is None else [group.group_name]
-    if isinstance(record, Started):
-        what, owner = name_of(record)
-        tree = told.get(id(owner))
-        tag, number, kind = record.tag if record.has_tag else ORDERED, record.number, str(record.tag)
-        groups = [each.group_name for each in record.transport.groups] + list(tree.groups if tree is not None else ())
-        if group is not None and not record.has_tag:
-            # Less the collectives that the transport has started since: the group has counted each, and maybe others.
-            sequence = started_in(group) - (record.transport.order.count - number)
-    else:
-        tree = next((one for one in told.values() if found.around is None and one.tree.is_inside), None)
-        if record is not None:
-            number, kind = record.number, record.kind
-        elif group is not None:
-            number, kind = started_in(group), _COLLECTIVES[found.frame.f_code]
-        sequence = number
-        named = found.around or record
-        is_users = record is None and kind and tree is not None
-        own = f"torch.distributed.{kind}" if is_users else call_around(found.frame)
-        what = f"the other ranks in {(named.what if named is not None else '') or own}"
-    place = place_in(found.frame, _NOT_THE_USERS)
-    known = group if number else None
-    return Wait(
-        f"{what}{f', {tree.tree.text}' if tree is not None else ''}{f', at {place}' if place else ''}",
-        "" if known is None else known.group_name,
-        () if known is None else tuple(dist.get_process_group_ranks(known)),
-        tag,
-        number,
-        kind=kind,
-        sequence=sequence,
-        tree="" if tree is None else tree.name,
-        groups=tuple(dict.fromkeys(groups)),
-        is_call=found.around is not None,
-    )
 
 
 def name_of(started: Started) -> tuple[str, object]:
@@ -422,30 +380,6 @@ def name_of(started: Started) -> tuple[str, object]:
         if name is not None:
             return name, one
     return f"an exchange of {started.transport.world_size} ranks", None
-
-
-def call_around(frame: FrameType | None) -> str:
-    """Return the name, for messages, of this package's call that contains a frame; if none does, of torch's call."""
-    name = ""
-    for each in outwards(frame):
-        own, file = each.f_code.co_name, each.f_code.co_filename
-        if file.startswith(_OURS) and not file.startswith(_TESTING):
-            name = (not own.startswith(("_", "<")) and _AS_USERS_SAY.get(own, own)) or name
-        elif name and not file.startswith((_TESTING, *_NOT_THE_USERS)):
-            break
-    return name or ("a collective" if frame is None else f"torch.distributed.{frame.f_code.co_name}")
-
-
-def group_in(frame: FrameType) -> dist.ProcessGroup | None:
-    """Return the group of torch's collective that runs in ``frame``; ``None``: the frame runs no collective."""
-    if frame.f_code not in _COLLECTIVES:
-        return None
-    return frame.f_locals.get("group") or dist.group.WORLD
-
-
-def is_torchs_wait(frame: FrameType) -> bool:
-    """Say whether a thread with this innermost frame waits in a call of torch, or has raised there."""
-    return frame.f_code.co_filename in _TORCHS_WAITS
 
 
 def transports_of(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
