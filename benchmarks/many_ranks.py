@@ -115,11 +115,11 @@ def report_of(state: dict[str, tuple[list[str], torch.Tensor]], rank: int) -> st
         pieces = []
         for box in boxes(layout.shape, layout.bounds[rank], layout.bounds[rank + 1]):
             length = math.prod(box[1]) * value.itemsize + 1100
-            pieces.append([box, start, length])
+            pieces.append([start, length, *box[0], *box[1]])
             start += length
         if pieces:
-            values[fqn] = [path, [str(value.dtype)[6:], False, value.shape], pieces]
-    return json.dumps((None, {f"__{rank}_0.distcp": (start, zlib.crc32(bytes(start)))}, values))
+            values[fqn] = [path, str(value.dtype)[6:], value.shape, pieces]
+    return json.dumps(([(f"__{rank}_0.distcp", (start, zlib.crc32(bytes(start))), values)], {}))
 
 
 def measure(rank: int, size: int, config: Config, folder: Path, rounds: int, said: Any, loads: bool) -> tuple[Any, ...]:
@@ -138,15 +138,15 @@ def measure(rank: int, size: int, config: Config, folder: Path, rounds: int, sai
     for index in range(rounds + 1):
         with Others(rank, size) as others:
             run = folder / f"run-{rank}-{index}"
-            partial = folder / f"partial-{rank}-{index}"
+            partial = run / ".partial-000001-00000000"
             if rank:
-                partial.mkdir()
-                others.said = [str(partial), str(partial)]
+                partial.mkdir(parents=True)
+                others.said = [partial.name]
             else:
                 others.reports = [*said["reports"], *(report_of(state, other) for other in range(2, size))]
-                lengths = {name: one[0] for text in others.reports for name, one in json.loads(text)[1].items()}
+                lengths = {name: one[0] for text in others.reports for name, one, _ in json.loads(text)[0]}
                 begin = _filled(others, lengths, said["file"])
-                others.stack.enter_context(mock.patch("composable.runs.checkpoint.FolderRun.begin", begin))
+                others.stack.enter_context(mock.patch("composable.runs.run.Run.begin", begin))
             figures["save"].append(_timed(others, lambda run=run: save_checkpoint(run, 1, model, optimizer)))
             reports = others.reports
         if rank:
@@ -174,17 +174,18 @@ def measure_load(rank: int, size: int, config: Config, rounds: int, told: Any) -
 
 def _filled(others: Others, lengths: dict[str, int], file: Path) -> Any:
     """Return a ``begin`` of a save after which the files of all other ranks are there."""
-    from composable.runs.run_folder import FolderRun
+    from composable.runs.run import Run
 
-    original = FolderRun.begin
+    original = Run.begin
 
-    def begin(run: FolderRun, step: int) -> str:
+    def begin(run: Run, step: int) -> str:
         partial = original(run, step)
         started = time.process_time()
-        for name, nbytes in lengths.items():
-            with Path(partial, name).open("wb") as one:
-                one.truncate(nbytes)
-        shutil.copy(file, partial)
+        with run.room(partial) as room:
+            for name, nbytes in lengths.items():
+                with (room / name).open("wb") as one:
+                    one.truncate(nbytes)
+            shutil.copy(file, room)
         others.made_s += time.process_time() - started
         return partial
 

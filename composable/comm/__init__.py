@@ -33,7 +33,6 @@ from composable.comm.ranks import (
     LOADED,
     Ranks,
     all_reduce_in,
-    as_told,
     compare_in_each,
     reduce_scatter_in,
     wait_for_hook,

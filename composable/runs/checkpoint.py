@@ -1,8 +1,8 @@
 """Saves a run, and loads it.
 
 A saved run is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its ``get_state_dict``;
-torch alone reads it too. This library adds the folder that is whole or invisible (``run_folder.py``),
-and checks of bytes and names before anything is changed (``contents.py``). Loading
+torch alone reads it too. This library adds the folder that is whole or invisible (``run.py``), a description
+that is no pickle (``pieces.py``), and checks of bytes and names before anything is changed. Loading
 verifies first and then reads in place: beside the model's own tensors it needs memory for the state of optimizers only.
 """
 
@@ -12,12 +12,13 @@ import json
 import logging
 import os
 import pickle
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from os import PathLike
 from pathlib import Path
 from threading import Thread
@@ -28,20 +29,32 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from composable.comm import Ranks, as_told, call_before_destroy, make_host_ranks
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank, warn_once
+from composable.comm import Ranks, call_before_destroy, make_host_ranks
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank, warn_once
 from composable.ground.names import check_bool, check_int, check_module, described, list_text
 from composable.ground.torch_private import tree_map
-from composable.runs import contents, run_folder
-from composable.runs.run_folder import EXTRA, METADATA, FileSum, FolderRun, Manifest, RankRun, warned
-from composable.runs.shares import SharePlanner, describe_all
-from composable.runs.storage import Storage, StoredFolder, folder_at
-from composable.runs.stored_run import StoredRun, find_stored
+from composable.runs import contents
+from composable.runs.pieces import DataReader, merge
+from composable.runs.run import (
+    EXTRA,
+    METADATA,
+    PIECES,
+    Manifest,
+    RankRun,
+    Run,
+    find_damage,
+    find_folder,
+    read_manifest,
+    warned,
+)
+from composable.runs.shares import SharePlanner
+from composable.runs.storage import FileSum, Storage, StoredFolder, folder_at, write_summed
 from composable.saving import Names, NamesOnAll, as_data, names_on_all, read_data
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
+_LOG = logging.getLogger("composable")
 _WRITE_FIX = "make room and let this process write there, or save to another folder"
 _READ_FIX = "pass a folder that the first rank can read"
 _WITH_STORAGE = "pass one path, one URL, or a storage, on every rank"
@@ -200,7 +213,7 @@ def save_checkpoint(
         check_int("step", step, 0, fix="pass a number from 0")
         check_bool("asynchronous", asynchronous)
         check_bool("per_rank", per_rank)
-        run = run_at(place, step, per_rank=per_rank)
+        run = RankRun(place, step) if per_rank else Run(place)
         previous = _settle(model)
     shown = str(run if isinstance(folder, Storage) else folder)
     common = "one for each rank" if per_rank else shown
@@ -212,28 +225,16 @@ def save_checkpoint(
         with ranks.agreed():
             state = contents.state_to_save(model, optimizers, every)
             packed = None if extra is None else as_data(extra, "extra")
-            digests = _digests(extra)
             if asynchronous:
                 state = contents.staged(state, _SAVES.copies.pop(model, None))
                 _SAVES.copies[model] = state
+            save = Save(step, state, every, packed, _digests(extra), keep)
         partial = _on_first(ranks, lambda: run.begin(step), f"cannot write to {shown}", _WRITE_FIX)
     writers = _writers(ranks, previous) if asynchronous else ranks
 
-    def publish(room: Path, sums: dict[str, FileSum]) -> Path | str:
-        if packed is not None:
-            sums[EXTRA] = run_folder.write_summed(room / EXTRA, packed)
-            run.put(partial, room / EXTRA)
-        return run.publish(partial, Manifest(step, sums, every.optimizers))
-
     def write() -> Path | str:
-        try:
-            with _named(this):
-                return write_shares(writers, run, partial, state, every, publish, digests, keep)
-        except BaseException as error:
-            if ranks.rank == 0:
-                # After an error no rank writes any more: all ranks have reported.
-                run.abandon(partial, remove=isinstance(error, Exception))
-            raise
+        with _named(this):
+            return write_shares(writers, run, partial, save)
 
     handle = SaveHandle(writers, ranks, this)
     if asynchronous:
@@ -260,10 +261,10 @@ def find_checkpoint(path: str | PathLike[str] | Storage) -> SavedCheckpoint:
         ConfigError: There is no checkpoint, its description cannot be read, or ``extra`` is damaged or no data.
         OSError: The disk or the storage cannot be read.
     """
-    folder = locate(path)
-    manifest = run_folder.read_manifest(folder)
+    folder = find_folder(folder_at("path", path))
+    manifest = read_manifest(folder)
     check_undamaged(
-        folder, run_folder.find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
+        folder, find_damage(folder, {name: manifest.files[name] for name in manifest.files if name == EXTRA})
     )
     return read_saved(folder, manifest)
 
@@ -301,9 +302,8 @@ def load_checkpoint(
         _settle(model)
 
     def find() -> tuple[str, bool, bytes]:
-        found = locate(path)
-        text = str(found) if isinstance(found, Path) else found.path
-        return text, isinstance(path, Storage), run_folder.read_manifest(found).as_bytes()
+        found = find_folder(folder_at("path", path))
+        return str(found.path), isinstance(path, Storage), read_manifest(found).as_bytes()
 
     shown = "the storage" if isinstance(path, Storage) else path
     text, is_name, content = _on_first(ranks, find, f"cannot read {shown}", _READ_FIX)
@@ -311,28 +311,28 @@ def load_checkpoint(
         if is_name and not isinstance(path, Storage):
             raise ConfigError(f"path is {described(path)}, and a storage on the first rank", fix=_WITH_STORAGE)
         folder = StoredFolder(path, text) if is_name and isinstance(path, Storage) else folder_at("path", text)
-        manifest = run_folder.read_manifest(folder, content)
+        manifest = read_manifest(folder, content)
+        check_version(folder, manifest)
     # All files are read, each on one rank.
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    with ranks.agreed(), _as_ours(f"{folder} cannot be read", _READ_FIX):
-        damage = run_folder.find_damage(folder, mine)
+    with _agreed(ranks, f"{folder} cannot be read", _READ_FIX):
+        damage = find_damage(folder, mine)
     check_undamaged(folder, _on_any(ranks, damage))
     failure = f"{folder} was not loaded to its end"
     every = names_on_all(ranks, model, optimizers, names)
-    description = _on_first(ranks, lambda: contents.read_description(folder, manifest.files), failure, _HALF_LOADED_FIX)
-    with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
-        reader = contents.DataReader(folder, manifest.files, description)
-        metadata = reader.metadata
-        contents.check_fit(metadata, manifest.optimizers, every, names)
-        flat = contents.targets(metadata, model, optimizers, every)
+    description = _on_first(ranks, lambda: pieces_text(folder, manifest), failure, _HALF_LOADED_FIX)
+    with _agreed(ranks, failure, _HALF_LOADED_FIX):
+        reader = DataReader(folder, manifest.files, description)
+        contents.check_fit(reader, manifest.optimizers, every, names)
+        flat = contents.targets(reader, model, optimizers, every)
         checkpoint = read_saved(folder, manifest)
     check_undamaged(folder, _on_any(ranks, reader.find_faults(flat)))
     with _named(f"the load of {folder}"):
-        with ranks.agreed(), _as_ours(failure, _HALF_LOADED_FIX):
+        with _agreed(ranks, failure, _HALF_LOADED_FIX):
             reader.read_into(flat)
         with ranks.agreed():
             try:
-                contents.apply(flat, metadata, model, optimizers, every.picked)
+                contents.apply(reader.tree(flat), model, optimizers, every.picked)
             # Whoever made a checkpoint up may have given the optimizer, or a module's extra state, values of any type.
             except Exception as error:
                 at = f"{place_of_rank()}: {type(error).__name__}: {error}"
@@ -340,25 +340,9 @@ def load_checkpoint(
     return checkpoint
 
 
-def run_at(place: Path | StoredFolder, step: int, *, per_rank: bool = False) -> FolderRun | StoredRun | RankRun:
-    """Return the folder of a run, in which a checkpoint of ``step`` is to be saved."""
-    if isinstance(place, Path):
-        return RankRun(place, step) if per_rank else FolderRun(place)
-    if per_rank:
-        what, fix = f"per_rank is True, and folder is {place}", "leave it out: all ranks see a storage"
-        raise ConfigError(what, fix=fix)
-    return StoredRun(place)
-
-
-def locate(path: object) -> Path | StoredFolder:
-    """Return the folder of the checkpoint that ``find_checkpoint`` finds."""
-    place = folder_at("path", path)
-    return run_folder.find_folder(place.absolute()) if isinstance(place, Path) else find_stored(place)
-
-
 def checked_run(
     name: str, folder: object, model: nn.Module, optimizer: Optimizers, keep: int
-) -> tuple[Path | StoredFolder, tuple[torch.optim.Optimizer, ...]]:
+) -> tuple[StoredFolder, tuple[torch.optim.Optimizer, ...]]:
     """Check what saves of a run have in common; return the folder, which is the argument ``name``, and optimizers."""
     optimizers = _checked(model, optimizer)
     place = folder_at(name, folder)
@@ -379,7 +363,7 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optim
 def _on_first(ranks: Ranks, call: Callable[[], T], failure: str, fix: str) -> T:
     """Return on every rank what ``call`` returns on the first; ``failure`` is the text for other errors than ours."""
     result: Any = None
-    with ranks.agreed(), _as_ours(failure, fix):
+    with _agreed(ranks, failure, fix):
         if ranks.rank == 0:
             result = call()
     first: T = ranks.object_of(0, result)
@@ -425,70 +409,82 @@ class _SummedFiles(FileSystem):
         self.sums[Path(path).name] = summed.sum
 
 
-def write_shares(
-    ranks: Ranks,
-    run: FolderRun | StoredRun | RankRun,
-    partial: str,
-    state: dict[str, Any],
-    every: NamesOnAll,
-    publish: Callable[[Path, dict[str, FileSum]], Path | str],
-    digests: Mapping[str, int],
-    keep: int,
-) -> Path | str:
-    """Write this rank's share; return when the checkpoint of all ranks is whole. Collective.
+@dataclass(frozen=True)
+class Save:
+    """What is saved: values as ``state_to_save`` gives them, and ``extra`` as bytes, with a digest of each entry."""
 
-    ``digests`` of ``extra``, by key, are compared with those of the first rank, whose ``extra`` is saved.
-    The first rank calls ``publish`` with the sums of all files. Whatever fails after that is a warning.
+    step: int
+    state: dict[str, Any]
+    every: NamesOnAll
+    extra: bytes | None = None
+    digests: Mapping[str, int] = field(default_factory=dict)
+    keep: int = 1
+
+
+def write_shares(ranks: Ranks, run: Run, partial: str, save: Save) -> Path | str:
+    """Write this rank's share; return the path once the checkpoint of all ranks is whole. Collective.
+
+    Digests of ``extra`` are compared with those of the first rank, whose ``extra`` is saved. Whatever fails after the
+    first rank has made the checkpoint is a warning, also the end of a rank that has not heard of it.
     """
     what = f"{run.folder(partial)} was not written to its end; earlier checkpoints are as they were"
-    is_local = not isinstance(run, StoredRun)
-    failure: BaseException | None = None
-    written: dict[str, Any] = {}
-    with ExitStack() as stack:
-        with ranks.agreed(), _as_ours(what, _WRITE_FIX):
-            room = stack.enter_context(run.room(partial))
-            planner = SharePlanner(state, every, ranks)
-        plan = planner.share()
-        writer = FileSystemWriter(room, sync_files=is_local)
-        writer.fs = files = _SummedFiles()
-        try:
-            if plan.items:
-                written = planner.report(writer.write_data(plan, planner).value())
-            for name in files.sums:
-                run.put(partial, room / name)
-        # The other ranks wait for word from this one, also after Ctrl-C.
-        except BaseException as error:
-            # An error of torch is about its archive; its context has the cause.
-            cause = error.__context__ if isinstance(error, RuntimeError) else None
-            failure = cause if isinstance(cause, OSError | KeyboardInterrupt) else error
-        sums = {name: astuple(saved) for name, saved in files.sums.items()}
-        told = None if failure is None else as_told(_ours(failure, what, _WRITE_FIX))
-        reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((told, sums, written, digests)))]
-        _warn_of_others(digests, [own for *_, own in reports])
-        outcome: Any = next(((rank, told) for rank, (told, *_) in enumerate(reports) if told), None)
-        if reports and outcome is None:
+    # On the first rank: the path, once there is a checkpoint, and then an interrupt.
+    done: list[Any] = []
+    try:
+        with ExitStack() as stack:
+            with _agreed(ranks, what, _WRITE_FIX):
+                room = stack.enter_context(run.room(partial))
+                planner = SharePlanner(save.state, save.every, ranks)
+            plan = planner.share()
+            writer = FileSystemWriter(room, sync_files=run.local is not None)
+            writer.fs = files = _SummedFiles()
+            with _agreed(ranks, what, _WRITE_FIX):
+                written = planner.report(writer.write_data(plan, planner).value()) if plan.items else {}
+                for name in files.sums:
+                    run.put(partial, room / name)
+            own = [(name, astuple(one), written) for name, one in files.sums.items()]
+            reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((own, save.digests)))]
             try:
-                metadata, places = describe_all({"".join(sums): values for _, sums, values, _ in reports if values})
-                writer.finish(metadata, [places])
-                run.put(partial, room / METADATA)
-                every_sum = {name: FileSum(*saved) for _, sums, *_ in reports for name, saved in sums.items()}
-                every_sum[METADATA] = files.sums[f"{METADATA}.tmp"]
-                outcome = str(publish(room, every_sum))
-                with warned(f"{outcome} is saved, but not all earlier checkpoints and leftovers could be removed"):
-                    run.tidy(partial, keep=keep)
-            except BaseException as error:
-                failure = error
-                outcome = outcome or (0, as_told(_ours(error, what, _WRITE_FIX)))
-        outcome = ranks.object_of(0, outcome)
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure  # Ctrl-C
-        if not isinstance(outcome, str):
-            is_own = outcome[0] == ranks.rank
-            ours = _ours(failure, what, _WRITE_FIX) if failure and is_own else error_of(*outcome[1])
-            raise ours from None if ours is failure else failure
-    if isinstance(run, RankRun):
-        return run.folder(partial)
-    return Path(outcome) if is_local else str(outcome)
+                with _agreed(ranks, what, _WRITE_FIX):
+                    if ranks.rank == 0:
+                        _warn_of_others(save.digests, [digests for _, digests in reports])
+                        _publish(run, partial, room, save, [file for every, _ in reports for file in every], done)
+            except Exception as error:
+                if not done:
+                    raise
+                _LOG.warning("%s is whole, and not all ranks have answered that they know it: %s", done[0], error)
+    except BaseException as error:
+        if ranks.rank == 0:
+            # After an error no rank writes any more: all ranks have said so. What is committed stays.
+            run.abandon(partial, remove=isinstance(error, Exception))
+        raise
+    if done[1:]:
+        raise done[1]
+    return run.path(partial)
+
+
+def _publish(run: Run, partial: str, room: Path, save: Save, reported: Iterable[Any], done: list[Any]) -> None:
+    """Describe what the ranks have written, and make a checkpoint of it."""
+    files = {name: (FileSum(*one), values) for name, one, values in reported}
+    sums = {name: one for name, (one, _) in files.items()}
+
+    def put(name: str, content: bytes) -> None:
+        sums[name] = write_summed(room / name, content)
+        run.put(partial, room / name)
+
+    text = merge({name: values for name, (_, values) in files.items()})
+    put(METADATA, pickle.dumps(DataReader(run.folder(partial), sums, text).metadata()))
+    put(PIECES, text.encode())
+    if save.extra is not None:
+        put(EXTRA, save.extra)
+    run.commit(partial, Manifest(save.step, sums, save.every.optimizers))
+    done.append(run.path(partial))
+    try:
+        with warned(f"{done[0]} is saved, but not all earlier checkpoints and leftovers could be removed"):
+            run.settle(partial, keep=save.keep)
+    # The other ranks wait for word from this one, also after Ctrl-C.
+    except BaseException as error:
+        done.append(error)
 
 
 def _digests(extra: Any) -> dict[str, int]:
@@ -527,15 +523,26 @@ def check_undamaged(folder: object, damage: list[str]) -> None:
         raise ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
-def read_saved(folder: Path | StoredFolder, manifest: Manifest) -> SavedCheckpoint:
+def check_version(folder: StoredFolder, manifest: Manifest) -> None:
+    """Raise if an earlier version has saved a checkpoint, whose description is a pickle."""
+    if PIECES not in manifest.files:
+        command = f"python -m composable convert {shlex.quote(str(folder))} NEW"
+        fix = f"run `{command}`, which writes a copy for this version to the folder NEW, and load that"
+        raise ConfigError(f"{folder} was saved by an earlier version, and has to be converted", fix=fix)
+
+
+def pieces_text(folder: StoredFolder, manifest: Manifest) -> str:
+    """Return the text of ``pieces.json``."""
+    return folder.read(PIECES, 0, manifest.files[PIECES].bytes).decode(errors="replace")
+
+
+def read_saved(folder: StoredFolder, manifest: Manifest) -> SavedCheckpoint:
     """Return the checkpoint in ``folder`` with its ``extra``; raises if that is no data."""
-    path = folder if isinstance(folder, Path) else folder.path
     if EXTRA not in manifest.files:
-        return SavedCheckpoint(path, manifest.step, None)
-    with run_folder.open_in(folder, EXTRA) as file:
-        # At once: torch would tell an error of the disk as one of the archive.
-        content = io.BytesIO(file.read())
-    return SavedCheckpoint(path, manifest.step, read_data(content, f"{folder}/{EXTRA}"))
+        return SavedCheckpoint(folder.path, manifest.step, None)
+    # At once: torch would tell an error of the disk as one of the archive.
+    content = io.BytesIO(folder.read(EXTRA, 0, manifest.files[EXTRA].bytes))
+    return SavedCheckpoint(folder.path, manifest.step, read_data(content, f"{folder}/{EXTRA}"))
 
 
 @contextmanager
@@ -559,11 +566,21 @@ def _ours(error: BaseException, what: str, fix: str) -> ComposableError:
 
 
 @contextmanager
-def _as_ours(what: str, fix: str) -> Iterator[None]:
-    """Turn any error into an error of this library."""
+def _agreed(ranks: Ranks, what: str, fix: str) -> Iterator[None]:
+    """Run a block as ``ranks.agreed`` does; any error becomes one of this library. Ctrl-C is told too, and stays."""
+    failure: BaseException | None = None
     try:
         yield
-    except ComposableError:
-        raise
+    except BaseException as error:
+        failure = error
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError | KeyboardInterrupt):
+            # An error of torch is about its archive; its context has the cause.
+            failure = error if isinstance(error, ComposableError) else error.__context__
+    try:
+        ranks.raise_together(None if failure is None else _ours(failure, what, fix))
     except Exception as error:
-        raise _ours(error, what, fix) from error
+        if failure is None or failure is error:
+            raise
+        raise (error if isinstance(failure, Exception) else failure) from (
+            failure if isinstance(failure, Exception) else None
+        )

@@ -25,8 +25,7 @@ from torch import nn
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError
 from composable.ground.names import check_bool, check_int, list_text
-from composable.runs.run_folder import sync_folder, write_summed
-from composable.runs.storage import Storage, StoredFolder, folder_at
+from composable.runs.storage import Storage, StoredFolder, folder_at, sync_folder, write_summed
 from composable.saving import (
     Entries,
     IncompatibleKeys,
@@ -181,7 +180,7 @@ def check_types(values: Mapping[str, Any], dtype: torch.dtype | None = None) -> 
 
 
 def open_writer(
-    place: Path | StoredFolder,
+    place: StoredFolder,
     values: Mapping[str, torch.Tensor],
     stack: ExitStack,
     aliases: Mapping[str, str] | None = None,
@@ -192,7 +191,9 @@ def open_writer(
 
     When ``stack`` ends, what was not published is removed.
     """
-    target = _room_for(place, stack) if isinstance(place, StoredFolder) else place
+    if not str(place).endswith(".safetensors") and (held := weights_in(place)):
+        raise ConfigError(f"{place} holds weights already: {held[0]}", fix="pass a new folder, or remove them")
+    target = place.local or Path(stack.enter_context(tempfile.TemporaryDirectory()), place.last or "weights")
     limit = math.inf if target.suffix == ".safetensors" else max_shard_bytes
     writer = WeightsWriter(target, _plan_files(values, aliases or {}, dtype, limit), place)
     stack.callback(writer.close)
@@ -224,34 +225,15 @@ def _plan_files(
     return files
 
 
-def holds_weights(place: Path | StoredFolder) -> bool:
-    """Say whether a place is a file of this format, or a folder with such files."""
-    if str(place).endswith(".safetensors"):
-        return True
-    return (
-        any((place / name).is_file() for name in (_SINGLE, _INDEX))
-        if isinstance(place, Path)
-        else bool(_weights_in(place))
-    )
-
-
-def _weights_in(place: StoredFolder) -> list[str]:
-    """Return the names of the weights in a folder of a storage."""
+def weights_in(place: StoredFolder) -> list[str]:
+    """Return the names of the weights in a folder."""
     return sorted(name for name in place.list() if name.startswith("model") and ".safetensors" in name)
-
-
-def _room_for(place: StoredFolder, stack: ExitStack) -> Path:
-    """Return a local path for what will be copied to ``place``; raises if there are weights already."""
-    name = place.name.rpartition("/")[2] or "weights"
-    if not name.endswith(".safetensors") and (held := _weights_in(place)):
-        raise ConfigError(f"{place} holds weights already: {held[0]}", fix="pass a new folder, or remove them")
-    return Path(stack.enter_context(tempfile.TemporaryDirectory()), name)
 
 
 class WeightsWriter:
     """A writer of values into files of a hidden folder, which get their final names at the end."""
 
-    def __init__(self, target: Path, files: list[_File], place: Path | StoredFolder) -> None:
+    def __init__(self, target: Path, files: list[_File], place: StoredFolder) -> None:
         self._target = target
         self._place = place
         self._folder = target.with_name(f".partial-{target.name}")
@@ -259,13 +241,7 @@ class WeightsWriter:
         self._opened: dict[str, BinaryIO] = {}
 
     def begin(self) -> None:
-        """Make the files with their headers; raises if the target holds weights already."""
-        is_file = self._target.suffix == ".safetensors"
-        held = [] if is_file else sorted(map(str, self._target.glob("model*.safetensors*")))
-        if held:
-            raise ConfigError(
-                f"{self._target} holds weights already: {held[0]}", fix="pass a new folder, or remove them"
-            )
+        """Make the files with their headers."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         for file in self._files:
@@ -297,7 +273,7 @@ class WeightsWriter:
     def publish(self) -> None:
         """Make the files durable, then visible under their names, and copy them to a storage."""
         self._show()
-        if isinstance(self._place, StoredFolder):
+        if self._place.local is None:
             # The index comes last, as by name.
             files = sorted(self._target.iterdir()) if self._target.is_dir() else [self._target]
             names = [file.name if self._target.is_dir() else "" for file in files]
@@ -379,16 +355,16 @@ def _fetch(place: StoredFolder, stack: ExitStack) -> Path:
     """Copy weights from a storage into a local folder, which is removed when ``stack`` ends; return their path."""
     local = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     is_file = place.name.endswith(".safetensors")
-    folder, last = (place.parent, place.name.rpartition("/")[2]) if is_file else (place, "")
-    for name in [last] if is_file else _weights_in(place) or [_SINGLE]:
-        with _naming(f"{folder}/{name}"), folder.open(name) as source, (local / name).open("wb") as copy:
-            shutil.copyfileobj(source, copy)
+    folder, last = (place.parent, place.last) if is_file else (place, "")
+    for name in [last] if is_file else weights_in(place) or [_SINGLE]:
+        with _naming(f"{folder}/{name}"), (local / name).open("wb") as copy:
+            copy.writelines(folder.parts(name, folder.length(name)))
     return local / last
 
 
-def open_files(place: Path | StoredFolder, stack: ExitStack) -> WeightsFiles:
+def open_files(place: StoredFolder, stack: ExitStack) -> WeightsFiles:
     """Open the files at ``place``, in a storage copies of them, until ``stack`` ends."""
-    path = _fetch(place, stack) if isinstance(place, StoredFolder) else place
+    path = place.local or _fetch(place, stack)
     try:
         library: Any = importlib.import_module("safetensors")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The share of a checkpoint that each rank writes, and the description of all shares.
+"""The share of a checkpoint that each rank writes.
 
 No rank plans for others. Copies of a value are dealt out among the ranks that have it, which each of them knows from
 the value's mesh and from the names that ``entries.py`` has compared. One sum over the ranks tells whether each value is
@@ -6,22 +6,13 @@ written once. If not, because an optimizer has state on some ranks only, or torc
 tell each other what they have.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b
-from sys import intern
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor
-from composable.ground.torch_private import place_in_file, plan_for_rank, root_mesh
-from composable.runs.contents import is_covered
+from composable.ground.torch_private import plan_for_rank, root_mesh
+from composable.runs.pieces import Report
 from composable.saving import NamesOnAll
 
 # The ranks that may write a value: all of them, or their numbers in order.
@@ -73,14 +64,14 @@ class SharePlanner(DefaultSavePlanner):
         plan: SavePlan = plan_for_rank(SavePlan(self._mine), self._ranks.rank)
         return plan
 
-    def report(self, results: Iterable[WriteResult]) -> dict[str, Any]:
-        """Return what ``describe_all`` needs of the values that were written."""
+    def report(self, results: Iterable[WriteResult]) -> Report:
+        """Return what ``merge`` needs of the values that were written."""
         data_of, values = {item.index: item.tensor_data for item in self._mine}, dict[str, Any]()
         for result in results:
             fqn, data, place = result.index.fqn, data_of[result.index], result.storage_data
-            kind = data and [str(data.properties.dtype)[6:], data.properties.requires_grad, data.size]
-            box = data and [data.chunk.offsets, data.chunk.sizes]
-            values.setdefault(fqn, [self.mappings[fqn], kind, []])[2].append([box, place.offset, place.length])
+            value = [str(data.properties.dtype)[6:], data.size] if data else [None, ()]
+            box = [*data.chunk.offsets, *data.chunk.sizes] if data else []
+            values.setdefault(fqn, [self.mappings[fqn], *value, []])[-1].append([place.offset, place.length, *box])
         return values
 
     def _home(self, fqn: str) -> Holders:
@@ -103,36 +94,6 @@ class SharePlanner(DefaultSavePlanner):
         if key not in self._copies:
             self._copies[key] = tuple(sorted(_copies(mesh, cut, chosen).intersection(home)))
         return self._copies[key]
-
-
-def describe_all(reports: Mapping[str, dict[str, Any]]) -> tuple[Metadata, list[WriteResult]]:
-    """Return torch's description of the values in the reports, by file, and where each piece lies.
-
-    Raises ``ValueError`` if pieces of a tensor are missing, or doubled.
-    """
-    found, paths, places = dict[str, Any](), dict[str, Any](), list[WriteResult]()
-    for file, report in reports.items():
-        for name, (path, kind, pieces) in report.items():
-            fqn = intern(name)  # A pickle has a text twice if it is two objects.
-            paths[fqn] = tuple(path)
-            if fqn not in found:
-                found[fqn] = BytesStorageMetadata() if kind is None else _entry(*kind)
-            for box, start, length in pieces:
-                index = MetadataIndex(fqn)
-                if box is not None:
-                    index = MetadataIndex(fqn, box[0], len(found[fqn].chunks))
-                    found[fqn].chunks.append(ChunkStorageMetadata(*map(torch.Size, box)))
-                places.append(WriteResult(index, length, place_in_file(file, start, length)))
-    for fqn, entry in found.items():
-        boxes = tuple((chunk.offsets, chunk.sizes) for chunk in getattr(entry, "chunks", ()))
-        if not isinstance(entry, BytesStorageMetadata) and not is_covered(entry.size, boxes):
-            raise ValueError(f"pieces of {fqn} {list(entry.size)} are missing or doubled")
-    return Metadata(found, paths), places
-
-
-def _entry(dtype: str, requires_grad: bool, size: Sequence[int]) -> TensorStorageMetadata:
-    properties = TensorProperties(getattr(torch, dtype), requires_grad=requires_grad)
-    return TensorStorageMetadata(properties, torch.Size(size), [])
 
 
 def _deal(items: Iterable[WriteItem], holders: Callable[[WriteItem], Holders], rank: int) -> list[WriteItem]:

@@ -1,23 +1,26 @@
-"""Places of files other than a local folder: object stores by URL, or an object of the user's.
+"""Places of files: the local disk, object stores by URL, or an object of the user's.
 
-A store is less than a folder: nothing is renamed, nothing is locked, and a folder is only a part of names. So it is
-asked for five things, and whoever saves decides in which order (``stored_run.py``). URLs are served by ``fsspec``,
-which torch brings along, and by the package for each scheme, such as ``s3fs``.
+A store is less than a disk: nothing is renamed, nothing is locked, and a folder is only a part of names. So each place
+is asked for five things, and ``run.py`` decides in which order. A disk can do three more: lock, rename and sync. URLs
+are served by ``fsspec``, which torch brings along, and by the package for each scheme, such as ``s3fs``.
 """
 
-import io
+import errno
 import os
 import re
+import shutil
+import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from composable.errors import ConfigError
 from composable.ground.names import as_path, class_name, described
 
-_BUFFER_BYTES = 2**22
+_PART_BYTES = 2**22
 _URL = re.compile(r"([A-Za-z][\w+.-]*)(::|://)(.*)", re.DOTALL)
 # What pathlib, or a slip, makes of a URL.
 _BROKEN_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)|(?i:data|file):|[^/]+://")
@@ -52,6 +55,85 @@ class Storage(Protocol):
         """Remove a file, or a folder with all that is in it; no error if there is none."""
 
 
+@dataclass(frozen=True)
+class FileSum:
+    """Length and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+
+def write_summed(path: Path, content: bytes) -> FileSum:
+    """Write and sync a new file; return its length and checksum."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(content), zlib.crc32(content))
+
+
+def sync_folder(path: str | Path) -> None:
+    """Make the names in a folder last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a file; raises ``OSError`` at once for a pipe, a device, a folder, or a link."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        what = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, what, str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a folder", str(path))
+    return descriptor
+
+
+class Disk:
+    """The local disk as a storage; names are paths. Links among files are not followed."""
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        found: dict[str, int | None] = {}
+        try:
+            entries = [*os.scandir(folder)]
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        for one in entries:
+            # Another program may remove its files here meanwhile. Links, pipes and devices are no files either.
+            with suppress(FileNotFoundError):
+                is_file = one.is_file(follow_symlinks=False)
+                found[one.name] = one.stat(follow_symlinks=False).st_size if is_file else None
+        return found
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with os.fdopen(open_regular(name), "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def write(self, name: str, file: Path) -> None:
+        shutil.copyfile(file, name)
+        with open(name, "rb") as copy:
+            os.fsync(copy.fileno())
+
+    def commit(self, name: str, content: bytes) -> None:
+        # All names that are there before it last before it does.
+        write_summed(Path(f"{name}.tmp"), content)
+        sync_folder(os.path.dirname(name))
+        os.rename(f"{name}.tmp", name)
+
+    def remove(self, name: str) -> None:
+        if os.path.isdir(name) and not os.path.islink(name):
+            shutil.rmtree(name)
+            return
+        with suppress(FileNotFoundError):
+            os.remove(name)
+
+
 class _FsspecStorage:
     """The storage of a URL; names are the paths of ``fsspec``."""
 
@@ -83,18 +165,9 @@ class _FsspecStorage:
             self._files.rm(name, recursive=True)
 
 
-@contextmanager
-def _told(name: str) -> Iterator[None]:
-    """Turn any error of a storage, which may be one of its package's own, into an ``OSError`` that names the file."""
-    try:
-        yield
-    except Exception as error:
-        raise OSError(f"{name}: {type(error).__name__}: {error}") from error
-
-
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder in a storage; empty, ``name`` is all of it, and ``url`` that of an object of the user's.
+    """A folder in a storage; empty, ``name`` is all of it. ``url`` is that of a store, or the path on a disk.
 
     The methods of ``Storage`` are those of a storage in which this folder is all. They raise ``OSError`` only.
     """
@@ -114,9 +187,19 @@ class StoredFolder:
         return replace(self, name=self.name.rpartition("/")[0], url=self.url.rpartition("/")[0])
 
     @property
-    def path(self) -> str:
-        """The URL, or the name in an object of the user's."""
-        return self.url or self.name
+    def last(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def local(self) -> Path | None:
+        """The path on the local disk, if the folder is there."""
+        return Path(self.name) if isinstance(self.storage, Disk) else None
+
+    @property
+    def path(self) -> Path | str:
+        """What users get: the path on a disk, the URL, or the name in an object of theirs."""
+        return self.local or self.url or self.name
 
     def of(self, *names: str) -> str:
         """Return the name in the storage of what has these names, one below the other, in this folder."""
@@ -124,64 +207,67 @@ class StoredFolder:
 
     def list(self, name: str = "") -> Mapping[str, int | None]:
         """Return what is in the folder, or in a folder of it."""
-        with _told(self.of(name)):
+        with self._told(name):
             return dict(self.storage.list(self.of(name)))
+
+    def has(self, name: str) -> bool:
+        """Say whether there is a file of this name in the folder."""
+        return self.list().get(name) is not None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes ``[start, stop)`` of a file, or fewer."""
-        with _told(self.of(name)):
+        with self._told(name):
             return bytes(self.storage.read(self.of(name), start, stop))[: None if stop is None else stop - start]
+
+    def length(self, name: str) -> int:
+        """Return the length of a file, which is there."""
+        nbytes = self.list().get(name)
+        if nbytes is None:
+            # A disk says whether it is no file, or not there.
+            raise OSError(f"{self}/{name} is not there" if self.local is None else str(self.read(name, 0, 1)))
+        return nbytes
+
+    def parts(self, name: str, nbytes: int) -> Iterator[bytes]:
+        """Yield the first ``nbytes`` bytes of a file, some at a time."""
+        for start in range(0, nbytes, _PART_BYTES):
+            yield self.read(name, start, min(start + _PART_BYTES, nbytes))
 
     def write(self, name: str, file: Path) -> None:
         """Copy a local file to ``name``."""
-        with _told(self.of(name)):
+        with self._told(name):
             self.storage.write(self.of(name), file)
 
     def commit(self, name: str, content: bytes) -> None:
         """Write a small file in one go."""
-        with _told(self.of(name)):
+        with self._told(name):
             self.storage.commit(self.of(name), content)
 
     def remove(self, *names: str) -> None:
         """Remove a file or a folder, if it is there."""
-        with _told(self.of(*names)):
+        with self._told(*names):
             self.storage.remove(self.of(*names))
 
-    def open(self, name: str) -> BinaryIO:
-        """Open a file in the folder to read it, at any place."""
-        nbytes = self.list().get(name)
-        if nbytes is None:
-            raise FileNotFoundError(f"{self}/{name} is not there")
-        return io.BufferedReader(_StoredFile(self, name, nbytes), _BUFFER_BYTES)
+    @contextmanager
+    def _told(self, *names: str) -> Iterator[None]:
+        """Turn any error of a storage, which may be one of its package's own, into an ``OSError`` that names the file.
+
+        Those of a disk say it themselves.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError) and self.local:
+                raise
+            raise OSError(f"{self.of(*names)}: {type(error).__name__}: {error}") from error
 
 
-class _StoredFile(io.RawIOBase):
-    """A file in a storage, which is read where its reader goes."""
-
-    def __init__(self, folder: StoredFolder, name: str, nbytes: int) -> None:
-        self._folder, self._name, self._nbytes = folder, name, nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._nbytes)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._nbytes)
-        content = self._folder.read(self._name, self._at, stop) if self._at < stop else b""
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
+def on_disk(path: Path) -> StoredFolder:
+    """Return a local folder."""
+    return StoredFolder(Disk(), str(path), str(path))
 
 
-def folder_at(name: str, value: object) -> Path | StoredFolder:
-    """Return the folder that the argument ``name``, which is ``value``, means: a local one, or one in a storage.
+def folder_at(name: str, value: object) -> StoredFolder:
+    """Return the folder that the argument ``name``, which is ``value``, means.
 
     Raises ``ConfigError`` if it is no path, URL or ``Storage``, or the scheme of the URL is not served.
     """
@@ -196,13 +282,13 @@ def folder_at(name: str, value: object) -> Path | StoredFolder:
         if isinstance(text, str) and _BROKEN_URL.match(text):
             fix = "pass a URL as a str, with two slashes; for a local folder of this name: its absolute path"
             raise ConfigError(f"{name} is {text!r}, which is no URL, and looks like one", fix=fix)
-        return as_path(name, value)
+        return on_disk(as_path(name, value))
     if _PASSWORD.search(text):
         # Errors and log lines have the URL.
         fix = "leave it out, and put it into the configuration of fsspec, such as FSSPEC_FTP_PASSWORD"
         raise ConfigError(f"{name} is a URL of {match[1]} with a secret, or what looks like one, before its @", fix=fix)
     if match[2] == "://" and match[1].lower() in ("file", "local"):
-        return as_path(name, match[3].removeprefix("localhost"))
+        return on_disk(as_path(name, match[3].removeprefix("localhost")))
     try:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # loads what few runs need
 

@@ -39,7 +39,7 @@ def test_a_whole_checkpoint_is_described(tmp_path: Path, capsys: pytest.CaptureF
         "ranks that wrote  2\n"
         "optimizers        AdamW with 1 param group\n"
         "extra             yes\n"
-        "files             4\n"
+        "files             5\n"
         "file bytes        N\n"
         "not listed        none\n"
         "model             tensors 9\n"
@@ -76,10 +76,10 @@ def test_everything_that_is_wrong_is_listed_and_is_code_1(tmp_path: Path, capsys
     found = json.loads(capsys.readouterr().out)
     assert found["is whole"] is False and len(found["problems"]) == 3
     # Then what it describes is not read.
-    (folder / ".metadata").write_bytes(b"x")
+    (folder / "pieces.json").write_bytes(b"x")
     assert main(["check", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "tensors" not in text and f" {folder}/.metadata has 1 bytes" in text
+    assert "tensors" not in text and f" {folder}/pieces.json has 1 bytes" in text
 
 
 def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

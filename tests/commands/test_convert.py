@@ -2,19 +2,26 @@
 
 import json
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
-from composable import load_checkpoint, save_checkpoint
+from composable import ConfigError, find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
 from composable.__main__ import main
 from composable.commands import convert
 from composable.runs.storage import StoredFolder, _FsspecStorage, folder_at
 from tests.commands.test_check import save
-from tests.world import run_threads
+from tests.saving.test_hostile import reseal
+from tests.world import run_threads, told
 
 library = pytest.importorskip("safetensors.torch", reason="an extra")
 
@@ -202,3 +209,130 @@ def test_what_another_process_puts_there_meanwhile_stays(
     assert main(["convert", "run", "new"]) == 1
     assert "new was not written: " in capsys.readouterr().err
     assert sorted(os.listdir()) == ["new", "run"] and os.listdir("new") == ["mine"]
+
+
+# -- checkpoints of earlier versions
+
+
+def make_old(folder: Path) -> None:
+    """Make a checkpoint one of an earlier version, which had no ``pieces.json``."""
+    (folder / "pieces.json").unlink()
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    del manifest["files"]["pieces.json"]
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+
+
+def save_odd(run: str) -> dict[str, torch.Tensor]:
+    """Save what has pieces of all kinds: uneven, of one rank, whole, empty, of no dims, and no tensors."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model.register_buffer("none", torch.zeros(0, 3))
+    fully_shard(model, policy={nn.Linear})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(run, 7, model, optimizer, extra={"at": 7})
+    return whole(model, optimizer)
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    values = dict(model.state_dict())
+    for name, param in model.named_parameters():
+        values |= {f"{name}.{key}": one for key, one in optimizer.state[param].items()}
+    return {name: getattr(one, "full_tensor", one.clone)() for name, one in values.items()}
+
+
+def load_after(run: str, command: list[str]) -> dict[str, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    model.register_buffer("none", torch.zeros(0, 3))
+    fully_shard(model, policy={nn.Linear})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for said in told(lambda: load_checkpoint(run, model, optimizer)):
+        assert said.startswith(f"ConfigError: {run}/step-000007 was saved by an earlier version"), said
+        assert f"`python -m composable {' '.join(command)}`" in said, said
+    if dist.get_rank() == 0:
+        assert main([command[0], command[1], f"{run}-new"]) == 0
+    dist.barrier()
+    found = load_checkpoint(f"{run}-new", model, optimizer)
+    assert (found.step, found.extra, optimizer.param_groups[0]["lr"]) == (7, {"at": 7}, 0.25)
+    return whole(model, optimizer)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_converted_by_the_line_in_the_error(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    expected = run_threads(save_odd, 3, run)[0]
+    make_old(tmp_path / "run" / "step-000007")
+    command = ["convert", f"{run}/step-000007", "NEW"]
+    assert are_equal(run_threads(load_after, 2, run, command)[0], expected)
+    assert main(["check", f"{run}-new"]) == 0
+
+
+def test_checkpoints_of_earlier_versions_are_counted_and_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, make(), keep=3)
+        make_old(tmp_path / f"step-{step:06d}")
+    assert find_checkpoint(tmp_path).step == 3
+    with pytest.raises(ConfigError, match="holds checkpoints of later steps than 2: step-000003"):
+        save_checkpoint(tmp_path, 2, make())
+    save_checkpoint(tmp_path, 3, make(), keep=2)
+    assert load_checkpoint(tmp_path, make()).step == 3
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002", "step-000003"]
+
+
+def test_parts_and_buckets_of_an_earlier_version_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_threads(save, 2, "parts", per_rank=True)
+    save("run")
+    make_old(Path("parts/rank0/step-000007"))
+    assert main(["convert", "parts/rank0", "parts/rank1", "memory://parts"]) == 0
+    assert are_equal(loaded("memory://parts"), loaded("run"))
+    make_old(Path("run/step-000007"))
+    expected = loaded("memory://parts")
+    fsspec.filesystem("memory").put("run/step-000007", "/old/step-000007", recursive=True)
+    assert main(["convert", "memory://old", "new"]) == 0
+    assert are_equal(loaded("new"), expected)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('pathlib').Path('fuse').write_text('code was run')",)
+
+
+def lies(found: Metadata) -> dict[str, Callable[[], object]]:
+    """Ways in which a description of an earlier version may be wrong."""
+    index = next(one for one in found.storage_data if one.fqn == "model.0.weight")
+    place, entry = found.storage_data[index], found.state_dict_metadata["model.0.weight"]
+    return {
+        "code": lambda: found.planner_data.update(more=Bomb()),
+        "no place": lambda: found.storage_data.pop(index),
+        "another file": lambda: setattr(place, "relative_path", "../../secret"),
+        "beyond its file": lambda: setattr(place, "length", 10**6),
+        "a piece twice": lambda: entry.chunks.append(entry.chunks[0]),
+        "no piece": entry.chunks.clear,
+        "larger": lambda: setattr(entry, "size", torch.Size([6, 3])),
+        "no path": lambda: found.planner_data.pop("model.0.weight"),
+        "another path": lambda: found.planner_data.update({"model.0.weight": ("model", "0.bias")}),
+        "transformed": lambda: setattr(place, "transform_descriptors", ["zstd"]),
+    }
+
+
+LIES = ["code", "no place", "another file", "beyond its file", "a piece twice", "no piece", "larger", "no path"]
+
+
+@pytest.mark.parametrize("kind", [*LIES, "another path", "transformed", "a bomb", "no pickle"])
+def test_what_others_made_up_as_of_an_earlier_version_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("run")
+    folder = Path("run/step-000007")
+    make_old(folder)
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    if kind in (ways := lies(found)):
+        ways[kind]()
+    content = {"a bomb": pickle.dumps(Bomb()), "no pickle": b"x"}.get(kind) or pickle.dumps(found)
+    (folder / ".metadata").write_bytes(content)
+    reseal(folder)
+    assert main(["convert", "run", "new"]) == 1
+    assert ".metadata does not describe a checkpoint: " in capsys.readouterr().err
+    assert not Path("fuse").exists() and not Path("new").exists()

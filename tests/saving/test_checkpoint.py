@@ -452,7 +452,13 @@ def damage_everything(run: Path) -> None:
     train(model, trained, range(1))
     folder = run / "step-000003"
     files = sorted(path.name for path in folder.iterdir())
-    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(2)), "checkpoint.json", "extra.pt"]
+    assert files == [
+        ".metadata",
+        *(f"__{rank}_0.distcp" for rank in range(2)),
+        "checkpoint.json",
+        "extra.pt",
+        "pieces.json",
+    ]
     for name in files:
         path, content = folder / name, (folder / name).read_bytes()
         # Not in the name of an optimizer, which would be another one then.

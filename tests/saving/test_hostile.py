@@ -19,19 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from composable import ConfigError, find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
-from composable.runs.contents import DataReader, read_description
-from composable.runs.run_folder import FileSum
+from composable.runs.pieces import DataReader
+from composable.runs.storage import FileSum, on_disk
 from tests.world import run_threads, told
 
 EXTRA = {"position": torch.arange(3), "at": (1, "x", 2.5), "names": ["a", {"b": None}]}
@@ -98,17 +89,16 @@ def load_bombs(root: Path) -> None:
     fuse = root / "fuse"
     harms: list[tuple[str, bytes]] = [("extra.pt", good["extra.pt"][:-7]), ("extra.pt", b"x")]
     for kind in (Bomb, Quiet):
-        metadata = pickle.loads(good[".metadata"])
-        metadata.planner_data["more"] = kind(fuse)
         packed = io.BytesIO()
         torch.save({"a": kind(fuse)}, packed)
-        harms += [(".metadata", pickle.dumps(kind(fuse))), (".metadata", pickle.dumps(metadata))]
-        harms += [("extra.pt", packed.getvalue())]
+        harms += [("pieces.json", pickle.dumps(kind(fuse))), ("extra.pt", packed.getvalue())]
+        # Nobody here reads it.
+        harms += [(".metadata", pickle.dumps(kind(fuse)))]
     for name, content in harms:
         path = folder / name
         on_first(lambda path=path, content=content: (path.write_bytes(content), reseal(folder)))
         for said in told(lambda: load_checkpoint(root / "run", model, optimizer)):
-            assert said.startswith(f"ConfigError: {path} "), said
+            assert said == "no error" if name == ".metadata" else said.startswith(f"ConfigError: {path} "), said
             assert "weights_only" not in said and "add_safe_globals" not in said, said
         assert not fuse.exists()
         if name == "extra.pt":
@@ -128,14 +118,7 @@ def test_what_says_in_a_setting_that_it_is_code_is_not_run(tmp_path: Path) -> No
     model = make_model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     folder = save_checkpoint(tmp_path, 1, model, optimizer).wait()
-    metadata = FileSystemReader(folder).read_metadata()
-    place = next(info for index, info in metadata.storage_data.items() if index.fqn.endswith("0.lr"))
-    packed = io.BytesIO()
-    torch.save(Quiet(tmp_path / "fuse"), packed)
-    path = folder / place.relative_path
-    place.offset, place.length = path.stat().st_size, len(packed.getvalue())
-    path.write_bytes(path.read_bytes() + packed.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    put_in_place(folder, Quiet(tmp_path / "fuse"), random.Random(0), "optimizer.param_groups.0.lr")
     reseal(folder)
     with pytest.raises(
         ConfigError, match=r"step-000001, optimizer.param_groups.0.lr cannot be read as data: it names"
@@ -223,37 +206,33 @@ def change_manifest(folder: Path, chance: random.Random) -> None:
     path.write_text(chance.choice(texts))
 
 
+def pieces_of(entry: list[Any]) -> list[list[int]]:
+    """The pieces of a value: file, start, length, offsets, sizes of each."""
+    count, numbers = 3 + 2 * len(entry[2]), json.loads(entry[3])
+    return [numbers[at : at + count] for at in range(0, len(numbers), count)]
+
+
 def change_description(folder: Path, chance: random.Random) -> None:
-    """Change what ``.metadata`` says, often so that it agrees with itself."""
-    path = folder / ".metadata"
-    found: Metadata = pickle.loads(path.read_bytes())
-    assert found.planner_data is not None
-    key = chance.choice(sorted(found.state_dict_metadata))
-    cut = chance.choice([fqn for fqn, one in found.state_dict_metadata.items() if hasattr(one, "chunks")])
-    entry: Any = found.state_dict_metadata[cut]
-    chunk = chance.choice(entry.chunks)
-    index = chance.choice(list(found.storage_data))
-    place = found.storage_data[index]
+    """Change what ``pieces.json`` says, often so that it agrees with itself."""
+    path = folder / "pieces.json"
+    found = json.loads(path.read_text())
+    files, values = found["files"], found["values"]
+    key = chance.choice(sorted(values))
+    cut = chance.choice([fqn for fqn, (_, dtype, size, _) in values.items() if dtype and size])
+    entry = values[cut]
+    pieces = pieces_of(entry)
+    piece, dims = chance.choice(pieces), len(entry[2])
     odd = chance.choice(ODD)
-    secret = folder.parent.parent / "secret" / "a"
 
-    def other_chunk() -> ChunkStorageMetadata:
-        offsets = [max(0, at + chance.choice([-1, 0, 1, 2**40])) for at in chunk.offsets]
-        sizes = [max(0, at + chance.choice([-1, 0, 1, 2**40])) for at in chunk.sizes]
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-    def without(fqn: str) -> None:
-        del found.state_dict_metadata[fqn], found.planner_data[fqn]
-        for one in [one for one in found.storage_data if one.fqn == fqn]:
-            del found.storage_data[one]
+    def other_piece() -> list[int]:
+        return [*piece[:3], *(max(0, at + chance.choice([-1, 0, 1, 2**40])) for at in piece[3:])]
 
     def renamed() -> None:
-        found.state_dict_metadata["more"] = found.state_dict_metadata.pop(key)
-        found.planner_data["more"] = found.planner_data.pop(key)
+        values["more"] = values.pop(key)
 
-    places = [
+    names = [
         "../../secret/a",
-        str(secret),
+        str(folder.parent.parent / "secret" / "a"),
         "../step-000001/__0_0.distcp",
         ".metadata",
         "extra.pt",
@@ -261,60 +240,69 @@ def change_description(folder: Path, chance: random.Random) -> None:
         odd,
     ]
     paths = [
-        (),
-        ("model",),
-        ("optimizer", "param_groups", 2**40),
-        ("optimizer", 2**70),
-        (odd,),
+        [],
+        ["model"],
+        ["optimizer", "param_groups", 2**40],
+        ["optimizer", 2**70],
+        [odd],
         odd,
-        ("model", "0.bias", -1),
+        ["model", "0.bias", -1],
     ]
     changes: list[Callable[[], object]] = [
-        lambda: setattr(place, "relative_path", chance.choice(places)),
-        lambda: setattr(place, chance.choice(["offset", "length"]), odd),
-        lambda: setattr(place, chance.choice(["offset", "length"]), chance.randrange(5000)),
-        lambda: setattr(place, "transform_descriptors", ["zstd"]),
-        lambda: found.storage_data.pop(index),
-        lambda: found.storage_data.update({MetadataIndex("more"): place}),
-        lambda: found.storage_data.update({index: odd}),
-        lambda: entry.chunks.remove(chunk),
-        lambda: entry.chunks.append(chunk),
-        lambda: entry.chunks.append(other_chunk()),
-        lambda: entry.chunks.__setitem__(0, other_chunk()),
-        lambda: entry.chunks.append(odd),
-        entry.chunks.clear,
-        lambda: setattr(entry, "chunks", odd),
-        lambda: setattr(entry, "size", torch.Size([chance.choice([0, 1, 2**40]) for _ in entry.size])),
-        lambda: setattr(entry, "size", odd),
-        lambda: setattr(entry, "properties", odd),
-        lambda: setattr(entry.properties, "dtype", chance.choice([torch.int8, torch.complex128, odd])),
-        lambda: found.state_dict_metadata.update({key: BytesStorageMetadata()}),
-        lambda: found.state_dict_metadata.update({key: odd}),
-        lambda: found.state_dict_metadata.pop(key),
-        lambda: found.planner_data.pop(key),
-        lambda: found.planner_data.update({key: chance.choice(paths)}),
-        lambda: found.planner_data.update({".".join(map(str, bad)): bad for bad in [("model", "0.weight", 0)]}),
+        lambda: files.__setitem__(0, chance.choice(names)),
+        lambda: files.clear(),
+        lambda: piece.__setitem__(chance.choice([0, 1, 2]), odd),
+        lambda: piece.__setitem__(chance.choice([0, 1, 2]), chance.randrange(5000)),
+        lambda: piece.__setitem__(0, -1),
+        lambda: piece.__setitem__(3 + chance.randrange(2 * dims), odd),
+        lambda: pieces.remove(piece),
+        lambda: pieces.append(piece),
+        lambda: pieces.append(other_piece()),
+        lambda: pieces.__setitem__(0, other_piece()),
+        lambda: pieces.append([odd]),
+        lambda: pieces.append(piece[:-1]),
+        pieces.clear,
+        lambda: entry.__setitem__(2, [chance.choice([0, 1, 2**40]) for _ in entry[2]]),
+        lambda: entry.__setitem__(chance.randrange(4), odd),
+        lambda: entry.__setitem__(1, chance.choice(["int8", "complex128", "load", "nn", odd])),
+        lambda: entry.append(odd),
+        lambda: values.update({key: [values[key][0], None, [], values[key][3]]}),
+        lambda: values.update({key: odd}),
+        lambda: values[key].__setitem__(0, chance.choice(paths)),
+        lambda: values.update({".".join(map(str, bad)): [bad, *entry[1:]] for bad in [["model", "0.weight", 0]]}),
         renamed,
-        lambda: without(chance.choice([fqn for fqn in found.planner_data if not fqn.startswith("optimizer.state")])),
-        lambda: setattr(found, chance.choice(["planner_data", "storage_data", "state_dict_metadata"]), odd),
-        lambda: found.planner_data.update(more=chance.choice([Bomb, Quiet])(folder.parent.parent / "fuse")),
+        lambda: values.pop(chance.choice([fqn for fqn in values if not fqn.startswith("optimizer.state")])),
+        lambda: found.update({chance.choice(["files", "values"]): odd}),
+        lambda: found.pop(chance.choice(["files", "values"])),
     ]
-    chance.choice(changes)()
-    path.write_bytes(pickle.dumps(found))
+    index = chance.randrange(len(changes))
+    changes[index]()
+    if 2 <= index <= 12:
+        entry[3] = json.dumps([number for one in pieces for number in one])
+    texts = [json.dumps(found)] * 12 + ["[" * 10**5, '{"a":' * 10**5, json.dumps([found]), "null", "\xff"]
+    path.write_text(chance.choice(texts))
 
 
 def change_values(folder: Path, chance: random.Random) -> None:
     """Put other values in the place of one: code, tensors of another shape, values of another type."""
-    path = folder / ".metadata"
-    found: Metadata = pickle.loads(path.read_bytes())
-    place: Any = found.storage_data[chance.choice(list(found.storage_data))]
     values = [Quiet(folder.parent.parent / "fuse"), torch.ones(1), torch.ones(1).expand(2**40), "x", {"a": 1}, 3, None]
+    put_in_place(folder, chance.choice(values), chance)
+
+
+def put_in_place(folder: Path, value: object, chance: random.Random, fqn: str | None = None) -> None:
+    """Let a piece of a value, ``fqn`` or any, lie where this value does."""
+    path = folder / "pieces.json"
+    found = json.loads(path.read_text())
+    entry = found["values"][fqn or chance.choice(sorted(found["values"]))]
+    pieces = pieces_of(entry)
+    piece = chance.choice(pieces)
     packed = io.BytesIO()
-    torch.save(chance.choice(values), packed)
-    target = folder / place.relative_path
-    place.offset, place.length = target.stat().st_size, len(packed.getvalue())
+    torch.save(value, packed)
+    target = folder / found["files"][piece[0]]
+    piece[1:3] = target.stat().st_size, len(packed.getvalue())
     target.write_bytes(target.read_bytes() + packed.getvalue())
-    path.write_bytes(pickle.dumps(found))
+    entry[3] = json.dumps([number for one in pieces for number in one])
+    path.write_text(json.dumps(found))
 
 
 HARMS = [
@@ -427,11 +415,9 @@ def covers_each_once(size: tuple[int, ...], boxes: list[Any]) -> bool:
     return bool((count == 1).all())
 
 
-def description(size: tuple[int, ...], boxes: list[Any]) -> bytes:
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-    entry = TensorStorageMetadata(TensorProperties(torch.int8), torch.Size(size), chunks)
-    places = {MetadataIndex("a", chunk.offsets): _StorageInfo("file", 0, 10**6) for chunk in chunks}
-    return pickle.dumps(Metadata({"a": entry}, {"a": ("a",)}, places))
+def description(size: tuple[int, ...], boxes: list[Any]) -> str:
+    numbers = [number for offsets, sizes in boxes for number in (0, 0, 10**6, *offsets, *sizes)]
+    return json.dumps({"files": ["file"], "values": {"a": [["a"], "int8", size, json.dumps(numbers)]}})
 
 
 def test_pieces_that_do_not_make_up_their_tensor_are_refused(tmp_path: Path) -> None:
@@ -446,12 +432,7 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(tmp_path: Path) -> 
             change = chance.randrange(3)
             boxes = boxes[1:] if change == 0 else [*boxes, *(boxes[:1] if change == 1 else [other])]
         chance.shuffle(boxes)
-        if len({offsets for offsets, _ in boxes}) < len(boxes):
-            continue  # Two places of one name: found before.
-        content = description(size, boxes)
-        (tmp_path / ".metadata").write_bytes(content)
-        files = {".metadata": FileSum(len(content), 0), "file": FileSum(10**6, 0)}
-        reader = DataReader(tmp_path, files, read_description(tmp_path, files))
+        reader = DataReader(on_disk(tmp_path), {"file": FileSum(10**6, 0)}, description(size, boxes))
         faults = reader.find_faults({"a": torch.empty(size)})
         is_right = covers_each_once(size, boxes)
         assert is_right is not any("does not describe a: pieces are" in one for one in faults), faults
@@ -465,7 +446,7 @@ def test_the_description_is_read_on_the_first_rank_alone(tmp_path: Path, hook: N
     OPENED.clear()
     run_threads(load_good, 2, root)
     # Once more on one rank, for the checksum.
-    assert sum(path.endswith("/.metadata") for path in OPENED) == 2
+    assert sum(path.endswith("/pieces.json") for path in OPENED) == 2
 
 
 def load_good(root: Path) -> None:

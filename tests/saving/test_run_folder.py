@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,6 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
-from composable.runs import run_folder
-from composable.runs.run_folder import FileSum, write_summed
 from tests.world import run_ranks, run_threads, told
 
 
@@ -139,7 +137,7 @@ def fill_the_disk(run: Path) -> None:
             assert files_below(run) == before, os.listdir(run)
     # The last bytes: those of the names.
     full = OSError(errno.ENOSPC, "No space left on device", "checkpoint.json")
-    with mock.patch.object(run_folder, "write_summed", side_effect=full):
+    with mock.patch.object(os, "rename", side_effect=full):
         for said in told(lambda: save_checkpoint(run, 2, model)):
             assert said.startswith(f"UsageError: {run}/.partial-000002-"), said
     dist.barrier()
@@ -151,6 +149,19 @@ def fill_the_disk(run: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
     run_ranks(fill_the_disk, 2, tmp_path)
+
+
+def test_what_a_kill_left_makes_room_before_the_next_save(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, make_model())
+    for kind in ("partial", "removed"):
+        (tmp_path / f".{kind}-000002-01234567").mkdir()
+        (tmp_path / f".{kind}-000002-01234567" / "__0_0.distcp").write_bytes(b"much")
+    with (
+        mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(UsageError, match="No space left on device"),
+    ):
+        save_checkpoint(tmp_path, 2, make_model())
+    assert sorted(os.listdir(tmp_path)) == ["step-000001", "writer.lock"]
 
 
 # -- two runs
@@ -202,15 +213,25 @@ def assert_whole(run: Path, saved: dict[int, nn.Module]) -> None:
     assert not list(run.glob(".*"))
 
 
+@contextmanager
+def held_back(call: Callable[[], object]) -> Iterator[None]:
+    """Run ``call`` in each save when its values are written, and its names are not."""
+    create_stream = FileSystem.create_stream
+
+    @contextmanager
+    def stream(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:
+        with create_stream(self, path, mode) as file:
+            yield file
+        if mode == "wb":
+            call()
+
+    with mock.patch.object(FileSystem, "create_stream", stream):
+        yield
+
+
 def test_saves_of_two_models_may_end_at_once(tmp_path: Path) -> None:
     first, second, both = make_model(1), make_model(2), threading.Barrier(2)
-
-    def at_once(path: Path, content: bytes) -> FileSum:
-        if path.name == "extra.pt":
-            both.wait()
-        return write_summed(path, content)
-
-    with mock.patch.object(run_folder, "write_summed", at_once):
+    with held_back(both.wait):
         handles = [
             save_checkpoint(tmp_path, step, model, extra=step, keep=3, asynchronous=True)
             for step, model in ((1, first), (2, second))
@@ -221,22 +242,15 @@ def test_saves_of_two_models_may_end_at_once(tmp_path: Path) -> None:
 
 def test_a_save_that_is_about_to_end_is_left_alone_by_that_of_another_model(tmp_path: Path) -> None:
     is_at_end, may_end = threading.Event(), threading.Event()
-
-    def held_back(path: Path, content: bytes) -> FileSum:
-        if path.name == "extra.pt":
-            is_at_end.set()
-            assert may_end.wait()
-        return write_summed(path, content)
-
     first, second = make_model(1), make_model(2)
-    with mock.patch.object(run_folder, "write_summed", held_back):
+    with held_back(lambda: (is_at_end.set(), may_end.wait())):
         handle = save_checkpoint(tmp_path, 1, first, extra=1, asynchronous=True)
-        try:
-            assert is_at_end.wait()
-            save_checkpoint(tmp_path, 2, second)
-        finally:
-            may_end.set()
-        assert handle.wait() == tmp_path / "step-000001"
+        assert is_at_end.wait()
+    try:
+        save_checkpoint(tmp_path, 2, second)
+    finally:
+        may_end.set()
+    assert handle.wait() == tmp_path / "step-000001"
     assert_whole(tmp_path, {1: first, 2: second})
 
 
@@ -343,14 +357,8 @@ def test_a_save_in_the_background_goes_where_the_call_was_made(tmp_path: Path, m
     mine.mkdir()
     monkeypatch.chdir(mine)
     is_at_end, may_end = threading.Event(), threading.Event()
-
-    def held_back(path: Path, content: bytes) -> FileSum:
-        is_at_end.set()
-        assert may_end.wait()
-        return write_summed(path, content)
-
     model = make_model(3)
-    with mock.patch.object(run_folder, "write_summed", held_back):
+    with held_back(lambda: (is_at_end.set(), may_end.wait())):
         handle = save_checkpoint("run", 7, model, extra=1, keep=1, asynchronous=True)
         assert is_at_end.wait()
         monkeypatch.chdir(others)
@@ -370,13 +378,7 @@ def test_a_link_that_leads_elsewhere_later_takes_no_save_along(tmp_path: Path) -
     link = tmp_path / "link"
     link.symlink_to("mine")
     held, may_end = threading.Event(), threading.Event()
-
-    def held_back(path: Path, content: bytes) -> FileSum:
-        held.set()
-        assert may_end.wait()
-        return write_summed(path, content)
-
-    with mock.patch.object(run_folder, "write_summed", held_back):
+    with held_back(lambda: (held.set(), may_end.wait())):
         handle = save_checkpoint(link / "run", 1, make_model(), extra=1, asynchronous=True)
         assert held.wait()
         link.unlink()

@@ -270,8 +270,8 @@ def harm(files: dict[str, bytes], folder: str, kind: str) -> str:
         files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
         return "has changed"
     manifest = json.loads(files[f"{folder}/checkpoint.json"])
-    files[f"{folder}/.metadata"] = bomb = pickle.dumps(eval)
-    manifest["files"][".metadata"] = {"bytes": len(bomb), "crc32": zlib.crc32(bomb)}
+    files[f"{folder}/pieces.json"] = bomb = pickle.dumps(eval)
+    manifest["files"]["pieces.json"] = {"bytes": len(bomb), "crc32": zlib.crc32(bomb)}
     files[f"{folder}/checkpoint.json"] = json.dumps(manifest).encode()
     return "does not describe a checkpoint"
 
