@@ -8,12 +8,18 @@ from unittest import mock
 
 import torch
 
+from composable import fully_shard
 from composable.annotation.root import Root
 from composable.comm import Pending, Ranks, Transport
 
-__all__ = ["Collective", "CountingTransport", "counting_ranks"]
+__all__ = ["Collective", "CountingTransport", "counting_ranks", "root_of"]
 
 Messages: TypeAlias = Sequence[tuple[torch.Tensor, int]]
+
+
+def root_of(model: Any) -> Root:
+    """Return the root of a fully sharded model, of which the first forward may be still to come."""
+    return fully_shard.state(model).lazy_init()
 
 
 class Collective(NamedTuple):
@@ -66,6 +72,15 @@ class CountingTransport(Transport):
         for record in self.records:
             total[record.op] += record.bytes
         return dict(total)
+
+    def check(self, model: Any, steps: int = 1) -> dict[str, int]:
+        """Compare numbers and bytes of collectives with the plan of a fully sharded model; return the numbers."""
+        counts, sent = self.counts(), self.bytes()
+        expected = fully_shard.state(model).plan.expected_collectives()
+        for op in ("all_gather", "secondary_all_gather", "reduce_scatter", "all_reduce"):
+            assert counts.get(op, 0) == steps * sum(getattr(one, f"{op}s") for one in expected), op
+            assert sent.get(op, 0) == steps * sum(getattr(one, f"{op}_bytes") for one in expected), op
+        return counts
 
     def reset(self) -> None:
         """Forget what was recorded."""

@@ -37,6 +37,7 @@ from composable import (
     unshard_params,
 )
 from composable.comm.hang_watchdog import diverged
+from tests.low_precision import whole
 from tests.parity import full, full_params
 from tests.programs import Loss, Twins, train
 from tests.world import on_ranks, run_threads
@@ -352,7 +353,7 @@ def test_names_of_a_wrapper_are_removed_or_added(tmp_path: Path) -> None:
     step(trained, optimizer)
     save_checkpoint(folder / "wrapped", 1, Wrapper(trained), optimizer)
     save_checkpoint(folder / "plain", 1, trained, optimizer)
-    wrapped = {f"module.{key}": value for key, value in full_values(trained).items()}
+    wrapped = {f"module.{key}": value for key, value in whole(trained).items()}
     trained = unannotate(trained)
 
     model = sharded()
@@ -423,10 +424,6 @@ def test_torch_loads_what_only_the_first_rank_has(annotate: Callable[[nn.Module]
         assert_equal(model, unannotate_copy(trained) if has_model else make_model())
         for old, new in zip(optimizer.state.values(), fresh.state.values(), strict=True):
             assert all(torch.equal(full(value), full(new[key])) for key, value in old.items())
-
-
-def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: full(value) for key, value in model.state_dict().items()}
 
 
 def unannotate_copy(model: nn.Module) -> nn.Module:

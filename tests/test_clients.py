@@ -3,6 +3,7 @@
 The other clients run by ``examples/clients/compare.py``, where their packages are installed.
 """
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -24,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from composable import DataParallelMeshDims, fully_shard, load_full_state_dict, replicate
-from tests.parity import Run, assert_equal_runs, full, mean_over_ranks, train_annotated, train_reference
+from tests.parity import full, mean_over_ranks
+from tests.programs import compare
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
@@ -164,20 +166,19 @@ MESHES: dict[str, tuple[dict[str, int], str | None, str | tuple[str, ...]]] = {
 }
 
 
-def train_on_accelerates_mesh(kind: str) -> Run:
+def on_accelerates_mesh(kind: str, model: nn.Module) -> None:
     from accelerate.parallelism_config import ParallelismConfig
 
     sizes, copies, shards = MESHES[kind]
     mesh, dims = ParallelismConfig(**sizes).build_device_mesh("cpu"), DataParallelMeshDims(shards, copies)
-    return train_annotated("tied_across", lambda model: fully_shard(model, mesh=mesh, dp_mesh_dims=dims))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
 
 
 @pytest.mark.parametrize("kind", MESHES)
 def test_on_a_mesh_of_accelerate_a_model_trains_as_in_one_process(kind: str) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate, of the extra `clients`")
     ranks = math.prod(MESHES[kind][0].values())
-    runs = run_threads(train_on_accelerates_mesh, ranks, kind)
-    assert_equal_runs(runs, train_reference("tied_across", ranks))
+    run_threads(compare, ranks, "tied_across", functools.partial(on_accelerates_mesh, kind))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

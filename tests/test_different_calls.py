@@ -40,7 +40,7 @@ from composable import (
     update_process_group,
 )
 from composable.ground.torch_private import store_of_default_group
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 PLANS = "the comparison of plans before the first forward"
 
@@ -139,23 +139,21 @@ UNCOMPARED: dict[str, Callable[[Case], object]] = {
 }
 
 
-def part_ways_later(uncompared: str, second: str, folder: str) -> str:
+@pytest.mark.parametrize("second", ["save_checkpoint", "load_full_state_dict"])
+@pytest.mark.parametrize("uncompared", UNCOMPARED)
+@on_ranks(2, run=run_ranks)
+def test_a_call_that_compares_nothing_is_told_apart_by_the_watch(uncompared: str, second: str, tmp_path: Path) -> None:
     """Return the error of this rank; the ranks part after a step."""
+    folder = str(tmp_path)
     set_divergence_timeout(0.3)
     case = Case(folder)
     case.forward().backward()
     with pytest.raises(DesyncError) as caught:  # noqa: PT012  # a rank may first wait in the next call
         (UNCOMPARED[uncompared] if dist.get_rank() == 0 else CALLS[second])(case)
         full_state_dict(case.sharded)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("second", ["save_checkpoint", "load_full_state_dict"])
-@pytest.mark.parametrize("uncompared", UNCOMPARED)
-def test_a_call_that_compares_nothing_is_told_apart_by_the_watch(uncompared: str, second: str, tmp_path: Path) -> None:
-    for said in run_ranks(part_ways_later, 2, uncompared, second, str(tmp_path)):
-        assert re.search(r"rank 0: \S", said) and re.search(r"rank 1: \S", said), said
-        assert second in said, said
+    said = str(caught.value)
+    assert re.search(r"rank 0: \S", said) and re.search(r"rank 1: \S", said), said
+    assert second in said, said
 
 
 def begin_in_two_threads() -> str:

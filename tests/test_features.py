@@ -6,14 +6,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
 
 import composable.features
-from composable import fully_shard, replicate, unannotate
-from tests.models import BLOCK_CLASSES, loss_of, make_model
-from tests.parity import LR, assert_equal_params, inputs_of, train_reference
+from composable import fully_shard, replicate
+from tests.models import BLOCK_CLASSES
+from tests.programs import compare
 from tests.world import run_threads
 
 FOLDER = Path(composable.__file__).parent / "features"
@@ -53,28 +51,12 @@ def take_away(feature: ModuleType, monkeypatch: pytest.MonkeyPatch) -> int:
     return places
 
 
-def train(steps: int, *, api: str) -> dict[str, torch.Tensor]:
-    model: nn.Module = make_model("mlp")
-    if api == "replicate":
-        replicate(model)
-    else:
-        fully_shard(model, policy=BLOCK_CLASSES)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in range(steps):
-        args, kwargs = inputs_of(model, step, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if api == "replicate":
-        unannotate(model)
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+def shard(model: nn.Module) -> None:
+    fully_shard(model, policy=BLOCK_CLASSES)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_that_nobody_asks_for_can_be_taken_away(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train_reference("mlp", 2)
     assert take_away(sys.modules[f"composable.features.{feature}"], monkeypatch) > 0
-    for api in ("fully_shard", "replicate"):
-        for found in run_threads(train, 2, 3, api=api):
-            assert_equal_params(found, expected.params, tolerance=1e-6, where=f"{api} without {feature}")
+    for annotate in (shard, replicate):
+        run_threads(compare, 2, "mlp", annotate)

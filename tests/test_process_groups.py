@@ -25,9 +25,10 @@ from composable import (
     update_process_group,
 )
 from composable.errors import ComposableError
+from tests.counting import root_of
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.parity import full
-from tests.test_reshard_int import mesh_of, net, root_of
+from tests.test_reshard_int import mesh_of, net
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 LR = 0.1

@@ -1,5 +1,6 @@
 """The recipes of ``CONTRIBUTING.md``: what they show is added as it stands there, and nothing else is changed."""
 
+import functools
 import importlib
 import re
 import sys
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import ConfigError, HandleOptions, ShardingStrategy, fully_shard, plan, register_comm_hook, replicate
 from composable.comm.transport import _REGISTERED, transport_names
 from tests.models import BLOCK_CLASSES, MLP, MLPBlock
-from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
+from tests.programs import compare
 from tests.world import run_threads
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
@@ -55,12 +56,9 @@ def test_a_recipe_needs_few_files(recipe: str) -> None:
     assert 1 <= len(files_of(recipe)) <= MOST_FILES[recipe]
 
 
-def train_by(transport: str) -> Run:
-    def annotate(model: nn.Module) -> None:
-        fully_shard(model, policy=BLOCK_CLASSES, options=HandleOptions(transport=transport))
-        assert fully_shard.state(model).plan.transport == transport
-
-    return train_annotated("mlp", annotate)
+def by_transport(transport: str, model: nn.Module) -> None:
+    fully_shard(model, policy=BLOCK_CLASSES, options=HandleOptions(transport=transport))
+    assert fully_shard.state(model).plan.transport == transport
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -69,7 +67,7 @@ def test_a_transport_is_one_file(add: Add, world_size: int) -> None:
     calls: list[int] = []
     begin = made.begin_all_gather
     made.begin_all_gather = lambda self, *args: (calls.append(1), begin(self, *args))[1]
-    assert_equal_runs(run_threads(train_by, world_size, "broadcasts"), train_reference("mlp", world_size))
+    run_threads(compare, world_size, "mlp", functools.partial(by_transport, "broadcasts"))
     assert calls and "broadcasts" in transport_names()
     planned = plan(MLP(), world_size=2, transport="broadcasts", ranks_per_host=1)
     # By its own word it is a ring, as the process group's collectives are.
@@ -78,13 +76,10 @@ def test_a_transport_is_one_file(add: Add, world_size: int) -> None:
     assert planned.peak_bytes_per_rank() == ring.peak_bytes_per_rank()
 
 
-def train_with_hook(hook: Callable[..., None]) -> Run:
-    def annotate(model: nn.Module) -> None:
-        replicate(next(one for one in model.modules() if isinstance(one, MLPBlock)))
-        fully_shard(model, policy=BLOCK_CLASSES)
-        register_comm_hook(model, dist.group.WORLD, hook)
-
-    return train_annotated("mlp", annotate)
+def with_hook(hook: Callable[..., None], model: nn.Module) -> None:
+    replicate(next(one for one in model.modules() if isinstance(one, MLPBlock)))
+    fully_shard(model, policy=BLOCK_CLASSES)
+    register_comm_hook(model, dist.group.WORLD, hook)
 
 
 @pytest.mark.parametrize(("world_size", "is_text"), [(1, False), (2, False), (3, False), (2, True)])
@@ -97,22 +92,18 @@ def test_a_type_of_communication_hooks_is_two_files(add: Add, world_size: int, *
     whole = made["whole_gradients"].WholeGradients
     call = whole.call_hook
     whole.call_hook = staticmethod(lambda *args: (kinds.append(args[-1] is None), call(*args))[1])
-    assert_equal_runs(run_threads(train_with_hook, world_size, hook), train_reference("mlp", world_size))
+    run_threads(compare, world_size, "mlp", functools.partial(with_hook, hook))
     assert {*kinds} == {True, False}, "both annotations have called it"
 
 
-def train_in_pairs(strategy: ShardingStrategy) -> Run:
+def in_pairs(strategy: ShardingStrategy, model: nn.Module) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-
-    def annotate(model: nn.Module) -> None:
-        fully_shard(model, policy=BLOCK_CLASSES, mesh=mesh, strategy=strategy)
-        assert {handle.secondary_ranks for handle in fully_shard.state(model).plan.handles} == {2}
-
-    return train_annotated("mlp", annotate)
+    fully_shard(model, policy=BLOCK_CLASSES, mesh=mesh, strategy=strategy)
+    assert {handle.secondary_ranks for handle in fully_shard.state(model).plan.handles} == {2}
 
 
 def test_a_strategy_is_a_value(add: Add) -> None:
     strategy = add("strategy")["pairs"].PAIRS
-    assert_equal_runs(run_threads(train_in_pairs, 8, strategy), train_reference("mlp", 8))
+    run_threads(compare, 8, "mlp", functools.partial(in_pairs, strategy))
     with pytest.raises(ConfigError, match="reshard_after_forward is 2, and 3 ranks"):
         plan(MLP(), world_size=3, replicas=2, strategy=strategy)

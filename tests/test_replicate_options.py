@@ -172,14 +172,11 @@ def replace_ignored(draw: random.Random, several: bool) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@on_ranks(2)
 def test_what_is_ignored_may_be_replaced_and_stays_this_ranks_own(seed: int) -> None:
     # As in DDP, which averages what it got when it was made.
-    for found in run_threads(replace_once, 2, seed):
-        assert all(found.values()), found
-
-
-def replace_once(seed: int) -> dict[str, bool]:
-    return replace_ignored(random.Random(seed), seed % 3 == 0)
+    found = replace_ignored(random.Random(seed), seed % 3 == 0)
+    assert all(found.values()), found
 
 
 # -- what is refused

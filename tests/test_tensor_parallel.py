@@ -37,7 +37,7 @@ from composable import (
     unshard_params,
 )
 from tests.models import random_input, seeded
-from tests.parity import full
+from tests.parity import full, full_params
 from tests.programs import Twins, sgd, train
 from tests.world import on_ranks, run_ranks, run_threads
 
@@ -117,10 +117,6 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(batch(step, rank)).square().mean()
-
-
-def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: full(param).detach() for fqn, param in model.named_parameters()}
 
 
 def annotated(mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -242,7 +238,7 @@ def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims
     )
     assert model.blocks[0].norm.weight.placements[1] == Replicate()
     assert model.out.weight.device_mesh == mesh["dp"]
-    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)), rtol=0, atol=0)
+    torch.testing.assert_close(full_params(model), full_params(seeded(Model, 0)), rtol=0, atol=0)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -291,7 +287,7 @@ def test_optimizers_step_as_in_one_process(name: str, is_inside: bool) -> None:
             )
             optimizer.step()
         expected.step()
-    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(full_params(model), full_params(plain), rtol=1e-4, atol=2e-5)
 
 
 def trained_twins(mesh: DeviceMesh) -> Twins:
@@ -357,7 +353,7 @@ def test_full_parameters_are_as_before_the_annotation_and_written_back(options: 
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(4)
 def test_what_raises_on_one_rank_is_written_back_in_no_block(offload: bool) -> None:
-    model, before = annotated(mesh_of(2, 2)), values_of(seeded(Model, 0))
+    model, before = annotated(mesh_of(2, 2)), full_params(seeded(Model, 0))
 
     def fail() -> None:
         with unshard_params(model, offload_to_cpu=offload):
@@ -369,7 +365,7 @@ def test_what_raises_on_one_rank_is_written_back_in_no_block(offload: bool) -> N
 
     with pytest.raises(DesyncError if dist.get_rank() else ValueError):
         fail()
-    torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(full_params(model), before, rtol=0, atol=0)
 
 
 @on_ranks(4)
@@ -405,7 +401,7 @@ def test_the_first_data_rank_gives_its_values_to_the_others() -> None:
         model = seeded(Model, 0)
     split(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True)
-    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)))
+    torch.testing.assert_close(full_params(model), full_params(seeded(Model, 0)))
 
 
 def fill(module: nn.Module) -> None:
@@ -429,7 +425,9 @@ def test_each_rank_takes_its_block_of_what_param_init_fn_gives_whole() -> None:
         model = Model()
     split(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"], policy={Block}, param_init_fn=fill_with_wholes)
-    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0).apply(fill_with_wholes)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        full_params(model), full_params(seeded(Model, 0).apply(fill_with_wholes)), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("way", ["function", "to_empty"])
@@ -443,7 +441,7 @@ def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
     if way == "to_empty":
         model.to_empty(device="cpu").apply(fill)
     plain = seeded(Model, 0).apply(fill)
-    torch.testing.assert_close(values_of(model), values_of(plain))
+    torch.testing.assert_close(full_params(model), full_params(plain))
     loss_at(model, 0, data_rank(mesh)).backward()
 
 
@@ -452,9 +450,9 @@ def test_state_dicts_of_wholes_and_of_pieces_are_loaded() -> None:
     mesh = mesh_of(2, 2)
     model, other, plain = annotated(mesh), annotated(mesh), seeded(Model, 3)
     model.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(values_of(model), values_of(plain))
+    torch.testing.assert_close(full_params(model), full_params(plain))
     other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(values_of(other), values_of(plain))
+    torch.testing.assert_close(full_params(other), full_params(plain))
 
 
 class Weight(nn.Module):
@@ -552,7 +550,7 @@ def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
     for spoils in (False, True):
         optimizer.zero_grad()
         scaler.scale(loss_at(model, 0, data_rank(mesh))).backward()
-        before, local = values_of(model), model.blocks[0].up.weight.grad.to_local()
+        before, local = full_params(model), model.blocks[0].up.weight.grad.to_local()
         if not spoils:
             scaler.unscale_(optimizer)
             twins.check_gradients(CLOSE)
@@ -560,7 +558,7 @@ def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
             local.fill_(math.inf)
         scaler.step(optimizer)
         scaler.update()
-        assert all(torch.equal(value, before[fqn]) for fqn, value in values_of(model).items()) is spoils
+        assert all(torch.equal(value, before[fqn]) for fqn, value in full_params(model).items()) is spoils
 
 
 @on_ranks(4)
