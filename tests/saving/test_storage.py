@@ -296,6 +296,18 @@ def test_damage_is_one_error_on_every_rank_and_nothing_is_loaded(kind: str) -> N
     run_threads(load_harmed, 2, Shelf(f"run-{next(NUMBERS)}"), kind)
 
 
+def test_small_values_are_read_together() -> None:
+    shelf = Shelf(f"run-{next(NUMBERS)}")
+    torch.manual_seed(0)
+    # Three megabytes.
+    model, other = (nn.ParameterList(torch.randn(15_000) for _ in range(50)) for _ in range(2))
+    save_checkpoint(shelf, 1, model)
+    with mock.patch.object(Shelf, "read", autospec=True, side_effect=Shelf.read) as read:
+        load_checkpoint(shelf, other)
+    assert_same(values_of(other), values_of(model))
+    assert sum(call.args[1].endswith(".distcp") for call in read.call_args_list) < 10
+
+
 # -- arguments and stores that refuse
 
 
