@@ -1,4 +1,4 @@
-"""Scripts written for torch's wrapper train alike with `replicate` in its place; docs/from_ddp.md says what changed."""
+"""Scripts written for torch's wrapper train alike with `replicate` in its place; examples/from_ddp/README.md says what changed."""
 
 import random
 import warnings

@@ -27,5 +27,5 @@ def test_a_picture_says_what_it_shows_and_stands_on_a_page(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     title = root.find("{http://www.w3.org/2000/svg}title")
     assert title is not None and title.text and root.get("role") == "img" and root.get("viewBox")
-    pages = [page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
-    assert any(re.search(rf"!\[[^]]+\]\((docs/)?pictures/{path.name}\)", page) for page in pages)
+    pages = [page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/inside/*.md"))]
+    assert any(re.search(rf"!\[[^]]+\]\((docs/|\.\./)?pictures/{path.name}\)", page) for page in pages)

@@ -1,4 +1,4 @@
-"""Scripts of `DistributedDataParallel` users and the lines of each that change: the data of docs/from_ddp.md.
+"""Scripts of `DistributedDataParallel` users and the lines of each that change: the data of examples/from_ddp/README.md.
 
 The scripts lie in ``examples/from_ddp``. Each is written for the wrapper, and leaves a ``model`` and ``losses``. A line that
 changes is followed by a comment, `# -> ` and what stands in its place with `replicate`; nothing after the arrow means that the
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples" / "from_ddp").glob("*.py"))
-PAGE = ROOT / "docs" / "from_ddp.md"
+PAGE = ROOT / "examples" / "from_ddp" / "README.md"
 
 ARROW = re.compile(r"(?:^|  )# ->(.*)$")
 
@@ -86,7 +86,7 @@ In these scripts other lines change too:
 
 def link_to(script: Script) -> str:
     """Return the name of a script, which leads to it, and what the script is."""
-    return f"[{script.path.stem}](../examples/from_ddp/{script.path.name}): {script.about}"
+    return f"[{script.path.stem}]({script.path.name}): {script.about}"
 
 
 def rows_of(script: Script) -> list[str]:

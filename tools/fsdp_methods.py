@@ -1,4 +1,4 @@
-"""The list of ``docs/from_fsdp2.md``: what torch's ``FSDPModule`` has, and what it does here.
+"""The list of ``docs/site/fsdp_methods.md``: what torch's ``FSDPModule`` has, and what it does here.
 
     python -m tools.fsdp_methods    # writes it anew
 
@@ -13,7 +13,7 @@ from composable import FSDPModule
 
 __all__ = ["FUNCTIONS", "METHODS", "PAGE", "with_list"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "from_fsdp2.md"
+PAGE = Path(__file__).parent.parent / "docs" / "site" / "fsdp_methods.md"
 EARLY = "2.13 or before"
 BEGIN, END = "<!-- begin: written by `python -m tools.fsdp_methods` -->", "<!-- end -->"
 

@@ -17,6 +17,7 @@ from sphinx.cmd.build import main as run_sphinx
 ROOT = Path(__file__).resolve().parents[2]
 # Pages outside of docs/.
 OTHERS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/inside/design.md", "docs/inside/notes.md")
+OTHERS += ("docs/inside/life_of_a_step.md", "docs/inside/tensors.md")
 OTHERS += (
     "examples/README.md",
     "examples/clients/README.md",
@@ -24,7 +25,9 @@ OTHERS += (
     "examples/clients/optimizers.md",
     "benchmarks/results/README.md",
 )
-OPERATIONS = Path("docs/site/operations.md")  # in the reference
+OTHERS += ("examples/from_ddp/README.md", "examples/launchers/README.md", "tests/testing/clients/README.md")
+TABLES = ("docs/site/fsdp_methods.md", "docs/site/operations.md", "docs/site/torch_changes.md")
+TABLES += ("docs/site/replicate_arguments.md",)  # in the reference
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml", ".txt": "text", ".sh": "sh", ".yaml": "yaml"}
 
@@ -39,7 +42,7 @@ def write_sources(folder: Path) -> None:
     placed = [name for names in PARTS.values() for name in names]
     if wrong := sorted(found.symmetric_difference(placed)):
         sys.exit(f"pages of docs/ and PARTS in docs/site/reference.py differ: {', '.join(wrong)}")
-    texts = {Path(name): (ROOT / name).read_text() for name in (*OTHERS, OPERATIONS)}
+    texts = {Path(name): (ROOT / name).read_text() for name in (*OTHERS, *TABLES)}
     texts |= {Path("docs", f"{name}.md"): (ROOT / "docs" / f"{name}.md").read_text() for name in (*placed, "README")}
     for path in list(texts):
         texts[path] = LINK.sub(lambda match, path=path: _linked(match[1], path, texts), texts[path])

@@ -13,12 +13,23 @@ __all__ = ["GROUPS", "PARTS", "Group", "Topic", "pages"]
 # Which pages of docs/ stand in which part of the site, in the order of the navigation.
 PARTS: dict[str, tuple[str, ...]] = {
     "Train": (
-        *("choose", "train", "resume", "cluster", "watch", "replicate", "checkpoints", "memory", "mixed_precision"),
+        *(
+            "choose",
+            "train",
+            "resume",
+            "cluster",
+            "watch",
+            "replicate",
+            "checkpoints",
+            "storage",
+            "memory",
+            "mixed_precision",
+        ),
         *("optimizers", "meshes", "experts", "uneven_inputs", "comm_hooks", "recipes", "works_with", "troubleshooting"),
         *("rehearse", "testing"),
     ),
     "Migrate": ("from_ddp", "from_fsdp1", "from_fsdp2", "torch", "stability", "scope"),
-    "Inside": ("life_of_a_step", "ragged", "security"),
+    "Inside": ("ragged", "security"),
 }
 
 
@@ -65,7 +76,7 @@ GROUPS: tuple[Group, ...] = (
                     "HandleOptions": "How handles cut, gather and reduce their parameters, where the defaults do not "
                     "suit: see [where parameters are cut](../docs/ragged.md#where-parameters-are-cut).",
                     "ReplicateOptions": "What few replicated models need: values that are equal already, buffers sent "
-                    "once, gradients that wait. See [arguments](../docs/replicate.md#arguments).",
+                    "once, gradients that wait. See [arguments](../docs/site/replicate_arguments.md).",
                     "ShardingStrategy": "What is sharded over each mesh dim, as data. `FULL_SHARD` frees parameters "
                     "between forward and backward, `SHARD_GRAD_OP` keeps them; `HYBRID_SHARD` and "
                     "`HYBRID_SHARD_ZERO2` are the same with copies; `NO_SHARD` is what `replicate` does.",
@@ -334,7 +345,7 @@ GROUPS: tuple[Group, ...] = (
                 "storage",
                 {
                     "Storage": "The methods of a place that saves and loads take instead of a path or URL. See [in a "
-                    "bucket](../docs/checkpoints.md#in-a-bucket)."
+                    "bucket](../docs/storage.md#in-a-bucket)."
                 },
             ),
             Topic(
@@ -438,13 +449,19 @@ All names that you may import, by task. Each has a page with its arguments, its 
 
 {groups}
 
-What sharded parameters do with [operations of torch](../docs/site/operations.md).
+Also: what [operations of torch](../docs/site/operations.md) do on sharded parameters, what
+[methods of `FSDPModule`](../docs/site/fsdp_methods.md) do,
+the [arguments of `replicate`](../docs/site/replicate_arguments.md) in one table, and what
+[importing changes in torch](../docs/site/torch_changes.md).
 
 ```{{toctree}}
 :hidden:
 
 {entries}
 /docs/site/operations
+/docs/site/fsdp_methods
+/docs/site/replicate_arguments
+/docs/site/torch_changes
 ```
 """
 _GROUP = """\

@@ -1,4 +1,4 @@
-"""Parameters of which most ranks have no elements, as ``docs/ragged.md`` tells writers of optimizers and monitors."""
+"""Parameters of which most ranks have no elements, as ``docs/inside/tensors.md`` tells writers of optimizers and monitors."""
 
 import itertools
 import random

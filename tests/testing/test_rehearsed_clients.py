@@ -1,6 +1,6 @@
 """Scripts as users of other libraries write them: rehearsed unchanged on 64 ranks, and held against ranks that are real.
 
-The scripts are those of ``clients``; the table of docs/rehearse.md says what each of them uses.
+The scripts are those of ``clients``; the table of clients/README.md says what each of them uses.
 """
 
 import importlib
@@ -105,6 +105,6 @@ def test_a_client_is_rehearsed_as_it_runs(name: str, tmp_path: Path, monkeypatch
 
 
 def test_the_page_names_the_clients() -> None:
-    page = (ROOT / "docs" / "rehearse.md").read_text()
+    page = (CLIENTS / "README.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)\.py` \|", page, flags=re.MULTILINE)) == sorted(LIBRARIES)
     assert sorted(LIBRARIES) == sorted(one.stem for one in CLIENTS.glob("[a-z]*.py"))
