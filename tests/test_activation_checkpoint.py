@@ -36,7 +36,7 @@ from composable.ground.torch_private import TorchDispatchMode
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, FloatInput, MLPBlock, loss_of, random_input, seeded
 from tests.pairwise import pairs_of
-from tests.parity import assert_equal_params
+from tests.parity import assert_equal_params, gradients_of
 from tests.programs import Twins, train
 from tests.world import on_ranks, run_ranks
 
@@ -142,10 +142,6 @@ class Counted(nn.Module):
         return y
 
 
-def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {fqn: param.grad.clone() for fqn, param in module.named_parameters() if param.grad is not None}
-
-
 def test_names_class_and_signature_are_unchanged() -> None:
     plain, module = seeded(MLPBlock, 0), seeded(MLPBlock, 0)
     assert checkpoint(module) is module
@@ -164,7 +160,7 @@ def test_forward_runs_again_in_backward_and_gives_the_same_gradients() -> None:
     assert module.begun == 1
     loss.backward()
     assert module.begun == 2
-    torch.testing.assert_close(gradients(module), gradients(plain), rtol=0, atol=0)
+    torch.testing.assert_close(gradients_of(module), gradients_of(plain), rtol=0, atol=0)
 
 
 def test_activations_are_not_kept() -> None:
@@ -199,7 +195,7 @@ def dropout_gradients(**options: Any) -> dict[str, torch.Tensor]:
         checkpoint(module, **options)
     torch.manual_seed(1)
     loss_of(module(random_input(0, BATCH, DIM))).backward()
-    return gradients(module)
+    return gradients_of(module)
 
 
 def test_random_numbers_repeat() -> None:
@@ -229,7 +225,7 @@ def test_keywords_and_nested_outputs_pass_through() -> None:
         first, (second, text) = output["y"]
         (first.sum() + second.square().sum()).backward()
         assert text == "text"
-        results.append((gradients(module), scale.grad))
+        results.append((gradients_of(module), scale.grad))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
@@ -294,7 +290,7 @@ def test_a_module_may_be_called_several_times_in_a_forward_and_backward_several_
         y = random_input(1, BATCH, DIM).requires_grad_()
         (grad,) = torch.autograd.grad(loss_of(module(y)), y, create_graph=True)
         grad.square().sum().backward()
-        results.append(gradients(module))
+        results.append(gradients_of(module))
     torch.testing.assert_close(results[0], results[1])
 
 
@@ -322,7 +318,7 @@ def test_after_an_error_in_either_run_the_module_works(at: int) -> None:
     module.zero_grad()
     for one in (plain, module):
         loss_of(one(x)).backward()
-    torch.testing.assert_close(gradients(module), gradients(plain), rtol=0, atol=0)
+    torch.testing.assert_close(gradients_of(module), gradients_of(plain), rtol=0, atol=0)
 
 
 def test_a_forward_of_the_instance_is_checkpointed_and_comes_back() -> None:
@@ -466,7 +462,7 @@ def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> No
         loss_of(one(random_input(dist.get_rank(), BATCH, DIM))).backward()
         assert unannotate(one) is one
         assert not any(get_registry(below) or "forward" in vars(below) for below in one.modules())
-        assert_equal_params(gradients(one), gradients(plain), tolerance=1e-6)
+        assert_equal_params(gradients_of(one), gradients_of(plain), tolerance=1e-6)
 
 
 # Dtypes

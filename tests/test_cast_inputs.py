@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from composable import MixedPrecisionPolicy, fully_shard, replicate
-from tests.world import run_threads
+from tests.models import seeded
+from tests.world import on_ranks
 
 DIM = 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16)
@@ -164,15 +165,11 @@ def skip_linear(model: Net) -> None:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, skipped_module_classes=(Block,)))
 
 
-def compare(seed: int, annotate: Callable[[Net], object]) -> None:
-    expected = run(seed, no_annotation)
-    assert run(seed, annotate) == expected, seed
-
-
 @pytest.mark.parametrize("annotate", [shard, copy_each, skip_linear])
+@on_ranks(2)
 def test_containers_hold_after_a_forward_what_one_process_has_put_there(annotate: Callable[[Net], object]) -> None:
     for seed in range(40):
-        run_threads(compare, 2, seed, annotate)
+        assert run(seed, annotate) == run(seed, no_annotation), seed
 
 
 class Decoder(nn.Module):
@@ -192,20 +189,14 @@ class Decoder(nn.Module):
         return output
 
 
-def decode(depth: int, picks: Any, output_dtype: torch.dtype, seed: int) -> tuple[torch.dtype, list[torch.dtype]]:
-    torch.manual_seed(seed)
-    model, plain = Decoder(depth), Decoder(depth)
-    plain.load_state_dict(model.state_dict())
-    fully_shard(model, policy=picks, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=output_dtype))
-    output = model(torch.ones(2, DIM))
-    torch.testing.assert_close(output.float(), plain(torch.ones(2, DIM)), atol=0.05, rtol=0.05)
-    output.sum().backward()
-    assert all(param.grad.dtype == torch.float32 for param in model.parameters())  # type: ignore[union-attr]
-    return output.dtype, model.between
-
-
 @pytest.mark.parametrize("picks", [None, {nn.Sequential}, {nn.Linear}, {nn.Sequential, nn.LayerNorm}])
+@on_ranks(2)
 def test_only_outputs_of_the_outermost_module_of_a_call_are_cast(picks: Any) -> None:
     for depth, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.float64), (3, torch.float16)):
-        for found in run_threads(decode, 2, depth, picks, dtype, depth):
-            assert found == (dtype, [torch.bfloat16] * depth)
+        model, plain = (seeded(lambda: Decoder(depth), depth) for _ in range(2))  # noqa: B023
+        fully_shard(model, policy=picks, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=dtype))
+        output = model(torch.ones(2, DIM))
+        torch.testing.assert_close(output.float(), plain(torch.ones(2, DIM)), atol=0.05, rtol=0.05)
+        output.sum().backward()
+        assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+        assert (output.dtype, model.between) == (dtype, [torch.bfloat16] * depth)

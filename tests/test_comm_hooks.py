@@ -42,7 +42,7 @@ from composable.comm.hang_watchdog import explained
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, MLPBlock, random_input, seeded
 from tests.pairwise import pairs_of
-from tests.parity import full
+from tests.parity import full, gradients_of
 from tests.test_divergence import wait_until_all_are_told
 from tests.world import on_ranks, run_ranks
 
@@ -73,11 +73,6 @@ def batch_of(rank: int, dtype: torch.dtype = torch.float32, step: int = 0) -> to
 def backward(model: nn.Module, rank: int, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
     out = model(batch_of(rank, dtype, step))
     (torch.view_as_real(out) if out.is_complex() else out).square().mean().backward()
-
-
-def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every gradient whole. Collective."""
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
 
 
 def annotate(model: nn.Module, annotation: str, **options: Any) -> nn.Module:
@@ -184,7 +179,7 @@ def train_with(annotation: str, place: str, dtype: torch.dtype, hook: Callable[.
     if hook is not None:
         register_comm_hook(place_in(model, place), default_state(), hook)
     backward(model, dist.get_rank(), dtype)
-    return grads_of(model)
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +208,7 @@ def compressed(annotation: str, way: str, low: torch.dtype) -> dict[str, torch.T
         wrapper = fp16_compress_wrapper if low is torch.float16 else bf16_compress_wrapper
         register_comm_hook(model, default_state() if way == "wrapper" else None, wrapper(mean_hook))
     backward(model, dist.get_rank())
-    return grads_of(model)
+    return gradients_of(model)
 
 
 def emulated(low: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
@@ -316,7 +311,7 @@ def test_a_hook_gets_gradients_in_the_dtype_of_the_reduction() -> None:
         if is_hooked:
             register_comm_hook(model, default_state(), noting(seen, lambda grad: grad.dtype))
         backward(model, dist.get_rank())
-        results.append(grads_of(model))
+        results.append(gradients_of(model))
     assert {*seen} == {torch.bfloat16}
     assert all(grad.dtype is torch.float32 for grad in results[1].values())
     close(*reversed(results), 2 * torch.finfo(torch.bfloat16).eps)
@@ -343,7 +338,7 @@ def test_every_reduction_of_a_module_that_has_several_goes_through_the_hook() ->
         for index, head in enumerate(model.heads):
             features = model.trunk(batch_of(dist.get_rank(), step=index))
             head(features).square().mean().backward()
-        results.append(grads_of(model))
+        results.append(gradients_of(model))
     assert len(calls) == 4
     close(*results, 0)
 
@@ -414,7 +409,7 @@ def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
             else:
                 registered[fqn] = 2 ** (number + 1)
         backward(model, dist.get_rank())
-        grads.append(grads_of(model))
+        grads.append(gradients_of(model))
     plain, hooked = grads
     for fqn, _ in tree.named_parameters():
         owner = next(one for one in ancestors(fqn) if one in annotated)
@@ -619,7 +614,7 @@ def assert_told(model: nn.Module, annotation: str, state: Any, hook: Callable[..
     model.zero_grad()
     handle.remove()
     backward(model, dist.get_rank())
-    close(grads_of(model), train_with(annotation, "root", torch.float32, None), 0)
+    close(gradients_of(model), train_with(annotation, "root", torch.float32, None), 0)
     return str(caught.value)
 
 
@@ -697,7 +692,7 @@ def raising_in_a_future(of: int) -> list[str]:
     plain = make_net()
     for rank in range(2):
         backward(plain, rank)
-    close(grads_of(model), {fqn: grad / 2 for fqn, grad in grads_of(plain).items()}, 1e-6)
+    close(gradients_of(model), {fqn: grad / 2 for fqn, grad in gradients_of(plain).items()}, 1e-6)
     return said
 
 
@@ -735,7 +730,7 @@ def forget_futures(seed: int) -> list[str]:
         model.zero_grad()
         try:
             backward(model, dist.get_rank())
-            close(grads_of(model), {fqn: grad / 2 for fqn, grad in grads_of(plain).items()}, 1e-6)
+            close(gradients_of(model), {fqn: grad / 2 for fqn, grad in gradients_of(plain).items()}, 1e-6)
             told.append("")
         except ComposableError as error:
             told.append(str(error))
@@ -757,4 +752,4 @@ def test_an_output_that_a_hook_does_not_write_is_nan() -> None:
     model = fully_shard(make_net())
     register_comm_hook(model, None, lambda state, grad, output: None)
     backward(model, dist.get_rank())
-    assert all(grad.isnan().all().item() for grad in grads_of(model).values())
+    assert all(grad.isnan().all().item() for grad in gradients_of(model).values())

@@ -1,7 +1,6 @@
 """Ranks that go different ways, in real processes: every one of them is told, soon, who waits for what and where each is."""
 
 import copy
-import logging
 import random
 import re
 import threading
@@ -25,6 +24,7 @@ from composable import (
 )
 from composable.comm.waits import Diagnosis
 from composable.ground.torch_private import store_of_default_group
+from tests.logs import kept_logs
 from tests.world import on_ranks, run_ranks
 
 LIMIT_S = 0.3
@@ -240,21 +240,10 @@ def test_fully_shard_on_one_rank_and_replicate_on_another_is_told_to_both() -> N
     assert "rank 0: the comparison of plans before the first forward" in text and "rank 1: replicate" in text
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def be_slow(annotation: str, where: str) -> list[str]:
-    records = Records()
-    logging.getLogger("composable").addHandler(records)
     model = make(annotation)
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    try:
+    with kept_logs() as texts:
         for step in range(3):
             y = model(inputs())
             if step == 1 and is_last:
@@ -272,9 +261,7 @@ def be_slow(annotation: str, where: str) -> list[str]:
         # Whoever asked may still be about to log what it has told the others.
         for watch in [thread for thread in threading.enumerate() if thread.name == "composable watch"]:
             watch.look_now()  # type: ignore[attr-defined]  # the one thread of this name
-    finally:
-        logging.getLogger("composable").removeHandler(records)
-    return records.texts
+    return texts
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 import copy
 import dataclasses
 import inspect
+import itertools
 import logging
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -29,15 +30,16 @@ from composable import (
     share_comm_ctx,
     unannotate,
 )
-from composable.annotation.root import Root
 from composable.engine import Handle
 from composable.engine.finish import Agreement
 from composable.engine.unsharded import DeviceStreams
 from composable.fsdp_module import REFUSED_SETTERS
-from tests.counting import CountingTransport
-from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded
+from tests.counting import CountingTransport, root_of
+from tests.logs import kept_logs
+from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens
 from tests.pairwise import pairs_of
-from tests.parity import full, full_params
+from tests.parity import assert_equal_params, full, full_params, gradients_of, inputs_of
+from tests.programs import Twins, loss_at
 from tests.world import on_ranks, run_ranks
 from tools.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_list
 from tools.streams.recorded import put_on_device
@@ -50,41 +52,16 @@ def sharded(**options: Any) -> Any:
     return fully_shard(make_model("mlp"), policy={MLPBlock}, **options)
 
 
-def root_of(model: nn.Module) -> Root:
-    state = fully_shard.state(model)
-    assert state is not None
-    return state.lazy_init()
+def loss(model: nn.Module, number: int) -> torch.Tensor:
+    return loss_at(model, number, dist.get_rank())
 
 
-def loss(model: nn.Module, seed: int) -> torch.Tensor:
-    return model(random_input(seed, 4, DIM)).square().mean()
-
-
-def own_seed(seed: int) -> int:
-    return 100 * seed + dist.get_rank()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {fqn: None if p.grad is None else full(p.grad) for fqn, p in model.named_parameters()}
-
-
-def plain_gradients(world_size: int, seeds: list[int]) -> dict[str, torch.Tensor | None]:
-    model = make_model("mlp")
-    for seed in seeds:
-        for rank in range(world_size):
-            (loss(model, 100 * seed + rank) / world_size).backward()
-    return gradients(model)
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], where: str = "") -> None:
-    assert list(found) == list(expected)
-    for fqn, grad in expected.items():
-        if grad is None or found[fqn] is None:
-            assert grad is found[fqn], f"{where} {fqn}"
-        else:
-            torch.testing.assert_close(
-                found[fqn], grad, atol=2e-6, rtol=1e-5, msg=lambda text, fqn=fqn: f"{where} {fqn}: {text}"
-            )
+def check_gradients(model: nn.Module, numbers: Sequence[int] = (0,)) -> None:
+    """Compare with one process on these batches of all ranks."""
+    plain, world_size = make_model("mlp"), dist.get_world_size()
+    for number, rank in itertools.product(numbers, range(world_size)):
+        (loss_at(plain, number, rank) / world_size).backward()
+    assert_equal_params(gradients_of(model), gradients_of(plain), tolerance=2e-6)
 
 
 def unsharded_bytes(model: nn.Module) -> int:
@@ -110,7 +87,7 @@ def test_parameters_kept_after_backward_save_gathers_until_a_step_writes_the_sha
         for step in range(2):
             for micro in range(2):
                 counting.reset()
-                loss(model, own_seed(2 * step + micro)).backward()
+                loss(model, 2 * step + micro).backward()
                 assert counting.counts() == (saving if kept and micro else usual)
             assert (unsharded_bytes(model) > 0) is kept
             assert all(type(param).__name__ == "RaggedDTensor" for param in model.parameters())
@@ -148,7 +125,6 @@ class Taught(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.blocks = nn.ModuleList(MLPBlock(DIM) for _ in range(3))
         self.teacher = 0
 
@@ -165,28 +141,26 @@ class Taught(nn.Module):
 def test_what_stays_after_forward_may_change_between_steps(seed: int) -> None:
     """A forward without gradients leaves a block gathered, if its setting says so; after a step these values are old."""
     rng = random.Random(seed)
-    model, twin = Taught(), Taught()
-    for block in model.blocks:
-        fully_shard(block)  # each a root, which has no backward if it runs without gradients
-    blocks: list[Any] = [*model.blocks]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+
+    def annotate(model: Taught) -> None:
+        for block in model.blocks:
+            fully_shard(block)  # each a root, which has no backward if it runs without gradients
+
+    twins = Twins(Taught, annotate)
+    blocks: list[Any] = [*twins.model.blocks]
     for step in range(6):
         for block in blocks:
             if rng.random() < 0.7:
                 block.set_reshard_after_forward(rng.random() < 0.5, recurse=False)
             if rng.random() < 0.3:
                 block.set_modules_to_forward_prefetch(rng.sample(blocks, 2))
-        teacher = rng.randrange(3)
-        for one, optimizer in zip((model, twin), optimizers, strict=True):
-            one.teacher = teacher
-            loss(one, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for param in one.parameters():
-                    param.mul_(0.9)  # also where there was no gradient
-    for name, value in full_params(model).items():
-        torch.testing.assert_close(value, twin.get_parameter(name).detach())
+        twins.model.teacher = twins.plain.teacher = rng.randrange(3)
+        twins.backward(step)
+        twins.step()
+        with torch.no_grad():
+            for param in itertools.chain(*(one.parameters() for one in twins)):
+                param.mul_(0.9)  # also where there was no gradient
+    twins.check(1e-5)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -195,7 +169,7 @@ def test_unshard_shows_what_a_step_wrote_since_the_backward_that_kept_parameters
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_reshard_after_backward(False)
-    loss(model, own_seed(0)).backward()
+    loss(model, 0).backward()
     optimizer.step()
     block = model.blocks[1]
     expected = full(block.up.weight)
@@ -210,29 +184,19 @@ def test_an_event_on_the_cpu_changes_nothing() -> None:
     model = sharded()
     for event in (torch.Event(), torch.cpu.Event(), None):
         model.set_post_optim_event(event)
-        loss(model, own_seed(0)).backward()
-    assert_same(gradients(model), plain_gradients(2, [0, 0, 0]))
+        loss(model, 0).backward()
+    check_gradients(model, [0, 0, 0])
 
 
 @on_ranks(2)
 def test_wishes_for_speed_alone_change_nothing_and_are_logged() -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("composable")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with kept_logs(logging.INFO) as lines:
         model = sharded()
         model._set_unshard_async_op(True)
         model.set_allocate_memory_from_process_group_for_comm(True)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
     assert sum("(True) changes nothing: " in line for line in lines) >= 2
-    loss(model, own_seed(0)).backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    loss(model, 0).backward()
+    check_gradients(model)
 
 
 # -- unshard_in_backward
@@ -250,23 +214,23 @@ class Embedder(nn.Module):
         return self.head(torch.tanh(self.embed(tokens)))
 
 
-def tokens_of(seed: int) -> torch.Tensor:
-    return random_tokens(seed, 3, 5, vocab=16)
+def tokens_of(number: int, rank: int = 0) -> torch.Tensor:
+    return random_tokens(100 * number + rank, 3, 5, vocab=16)
 
 
 @pytest.mark.parametrize(("unshards", "gathers"), [(True, 6), (False, 4)])
 @on_ranks(3)
 def test_an_embedding_is_not_gathered_in_backward_and_its_gradients_are_reduced(unshards: bool, gathers: int) -> None:
-    model, plain = seeded(Embedder, 0), seeded(Embedder, 0)
-    fully_shard(model.embed).set_unshard_in_backward(unshards)
-    fully_shard(model)
-    counting = CountingTransport.install(root_of(model))
-    for seed in range(2):
-        model(tokens_of(own_seed(seed))).square().mean().backward()
-        for rank in range(3):
-            (plain(tokens_of(100 * seed + rank)).square().mean() / 3).backward()
+    def annotate(model: Any) -> None:
+        fully_shard(model.embed).set_unshard_in_backward(unshards)
+        fully_shard(model)
+
+    twins = Twins(Embedder, annotate, loss=lambda model, *at: model(tokens_of(*at)).square().mean())
+    counting = CountingTransport.install(root_of(twins.model))
+    for number in range(2):
+        twins.backward(number)
     assert counting.counts() == {"all_gather": gathers, "reduce_scatter": 4}
-    assert_same(gradients(model), gradients(plain))
+    twins.check_gradients(2e-6)
 
 
 @pytest.mark.parametrize("within", ["nothing", "checkpointing"])
@@ -274,7 +238,7 @@ def test_an_embedding_is_not_gathered_in_backward_and_its_gradients_are_reduced(
 def test_a_backward_that_reads_a_parameter_which_nobody_gathers_never_has_wrong_numbers(within: str) -> None:
     model = sharded()
     model.blocks[1].set_unshard_in_backward(False)
-    x = random_input(own_seed(0), 4, DIM)
+    (x,), _ = inputs_of(model, 0, dist.get_rank())
     if within == "checkpointing":
         # What runs again is gathered again.
         checkpoint(model, x, use_reentrant=False).square().mean().backward()
@@ -284,8 +248,8 @@ def test_a_backward_that_reads_a_parameter_which_nobody_gathers_never_has_wrong_
         assert "'blocks.1.up.weight'" in str(caught.value.at) and "blocks.0" not in str(caught.value.at)
         model.blocks[1].set_unshard_in_backward(True)
         model.zero_grad()
-        loss(model, own_seed(0)).backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+        loss(model, 0).backward()
+    check_gradients(model)
 
 
 class CheckpointsInside(nn.Module):
@@ -339,14 +303,14 @@ def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept(keeps: boo
         buffer.buffer_bytes for handle in fully_shard.state(model).plan.handles for buffer in handle.buffers
     )
     for seed in range(3):
-        loss(model, own_seed(seed)).backward()
+        loss(model, seed).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert unsharded_bytes(model) == (plan_bytes if keeps else 0)
         # In the place of what was freed.
         others += [torch.empty(flat.plan.layout.numel) for flat in flats]
     model.set_keep_unsharded_storage(False)
-    loss(model, own_seed(3)).backward()
+    loss(model, 3).backward()
     assert unsharded_bytes(model) == 0 and (not keeps or len(seen) == 1)
 
 
@@ -379,16 +343,15 @@ class Sometimes(nn.Module):
 
 @on_ranks(3)
 def test_what_only_one_rank_used_before_a_last_backward_without_reduction_is_not_lost() -> None:
-    model, plain = fully_shard(seeded(Sometimes, 0)), seeded(Sometimes, 0)
-    rank = dist.get_rank()
-    for step, (is_last, syncs) in enumerate([(False, True), (True, False), (True, True)]):
-        model.set_is_last_backward(is_last)
-        model.set_requires_gradient_sync(syncs)
-        model(random_input(10 * step + rank, 2, DIM), step == rank == 0).square().mean().backward()
-        for other in range(3):
-            out = plain(random_input(10 * step + other, 2, DIM), step == other == 0)
-            (out.square().mean() / 3).backward()
-    assert_same(gradients(model), gradients(plain))
+    def loss_once(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+        return model(random_input(10 * number + rank, 2, DIM), number == rank == 0).square().mean()
+
+    twins = Twins(Sometimes, fully_shard, loss=loss_once)
+    for number, (is_last, syncs) in enumerate([(False, True), (True, False), (True, True)]):
+        twins.model.set_is_last_backward(is_last)
+        twins.model.set_requires_gradient_sync(syncs)
+        twins.backward(number)
+    twins.check_gradients(2e-6)
 
 
 @on_ranks(2)
@@ -398,9 +361,9 @@ def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last()
     model.inp.weight.register_hook(lambda grad: runs.append(1) or grad)
     for seed, is_last in enumerate([False, False, True]):
         model.set_is_last_backward(is_last)
-        loss(model, own_seed(seed)).backward()
+        loss(model, seed).backward()
         assert len(runs) == is_last
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1, 2]))
+    check_gradients(model, [0, 1, 2])
 
 
 @pytest.mark.parametrize("call", [copy.deepcopy, unannotate, FSDPModule.zero_grad])
@@ -409,14 +372,14 @@ def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated
     call: Callable[[Any], object],
 ) -> None:
     model = sharded()
-    loss(model, own_seed(0))
+    loss(model, 0)
     model.blocks[0].set_is_last_backward(False)  # of the whole tree
-    loss(model, own_seed(0)).backward()
+    loss(model, 0).backward()
     with pytest.raises(UsageError) as caught:
         call(model)
     assert "finalize_backward()" in str(caught.value)
     model.finalize_backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    check_gradients(model)
     call(model)
 
 
@@ -435,7 +398,7 @@ def test_gradients_are_those_of_one_process_after_finalize_backward(way: str) ->
     if way == "one reduction":
         model.set_requires_gradient_sync(False)
     for seed in seeds:
-        loss(model, own_seed(seed)).backward()
+        loss(model, seed).backward()
         assert way == "one reduction" or model.inp.weight.grad is None or seed
         if way == "one waits":
             model.set_requires_gradient_sync(False)
@@ -449,10 +412,9 @@ def test_gradients_are_those_of_one_process_after_finalize_backward(way: str) ->
         handle.wait()
         handle.wait()
     assert counting.counts()["reduce_scatter"] == HANDLES * (1 if way == "one reduction" else 2)
-    expected = plain_gradients(dist.get_world_size(), seeds)
-    assert_same(gradients(model), expected)
+    check_gradients(model, seeds)
     model.finalize_backward()  # nothing waits
-    assert_same(gradients(model), expected)
+    check_gradients(model, seeds)
     assert unsharded_bytes(model) == 0
 
 
@@ -470,7 +432,7 @@ def test_the_step_after_an_end_that_was_cut_short_is_right(where: str) -> None:
     model.zero_grad()
     loss(model, 0).backward()
     model.finalize_backward()
-    assert_same(gradients(model), plain_gradients(1, [0]))
+    check_gradients(model)
 
 
 @on_ranks(2)
@@ -478,11 +440,11 @@ def test_finalize_backward_reduces_what_no_sync_kept_and_users_did_not_drop() ->
     model = sharded()
     model.set_manual_backward_finalization(True)
     with no_sync(model):
-        loss(model, own_seed(0)).backward()
+        loss(model, 0).backward()
         model.zero_grad()
-        loss(model, own_seed(1)).backward()
+        loss(model, 1).backward()
     model.finalize_backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [1]))
+    check_gradients(model, [1])
 
 
 @on_ranks(2)
@@ -500,7 +462,7 @@ def test_the_mode_changes_only_between_complete_steps() -> None:
         )
 
     model.set_manual_backward_finalization(True)
-    out = loss(model, own_seed(0))
+    out = loss(model, 0)
     inside: list[int] = []
     out.register_hook(lambda grad: inside.append(1) or change())
     out.register_hook(lambda grad: assert_refused(model.finalize_backward, "finalize_backward inside a backward"))
@@ -510,8 +472,8 @@ def test_the_mode_changes_only_between_complete_steps() -> None:
     model.set_manual_backward_finalization(True)  # no change
     model.finalize_backward()
     model.set_manual_backward_finalization(False)
-    loss(model, own_seed(1)).backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
+    loss(model, 1).backward()
+    check_gradients(model, [0, 1])
 
 
 # -- reset_iter_state
@@ -527,7 +489,7 @@ def raising(*_: Any) -> None:
 
 def backward_that_raises(model: nn.Module) -> None:
     hook = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(raising) and None)
-    out = loss(model, own_seed(9))
+    out = loss(model, 9)
     hook.remove()
     out.backward()
 
@@ -539,21 +501,21 @@ def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> No
     if what == "forward":
         hook = model.blocks[1].register_forward_hook(raising)
         with pytest.raises(BrokenError):
-            loss(model, own_seed(9))
+            loss(model, 9)
         hook.remove()
     elif what == "backward":
         with pytest.raises(BrokenError):
             backward_that_raises(model)
     elif what == "no_sync":
         with no_sync(model):
-            loss(model, own_seed(9)).backward()
+            loss(model, 9).backward()
     elif what == "not the last":
         model.set_is_last_backward(False)
-        loss(model, own_seed(9)).backward()
+        loss(model, 9).backward()
         model.set_is_last_backward(True)
     elif what == "finalizing":
         model.set_manual_backward_finalization(True)
-        loss(model, own_seed(9)).backward()
+        loss(model, 9).backward()
         handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
     if what == "finalizing":
@@ -562,8 +524,8 @@ def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> No
         model.set_manual_backward_finalization(False)
     assert unsharded_bytes(model) == 0
     model.zero_grad()
-    loss(model, own_seed(0)).backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    loss(model, 0).backward()
+    check_gradients(model)
 
 
 @pytest.mark.parametrize(*pairs_of(mode=["by hand", "is_last"], before=["nothing", "a backward", "no_sync"]))
@@ -574,7 +536,7 @@ def test_a_backward_that_was_stopped_is_not_finalized(mode: str, before: str) ->
     model.set_is_last_backward(False)
     if before != "nothing":
         with no_sync(model) if before == "no_sync" else nullcontext():
-            loss(model, own_seed(8)).backward()
+            loss(model, 8).backward()
     with pytest.raises(BrokenError):
         backward_that_raises(model)
     for is_async in (False, True):
@@ -583,9 +545,9 @@ def test_a_backward_that_was_stopped_is_not_finalized(mode: str, before: str) ->
     assert "reset_iter_state()" in str(caught.value)
     model.reset_iter_state()
     model.zero_grad()
-    loss(model, own_seed(0)).backward()
+    loss(model, 0).backward()
     model.finalize_backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    check_gradients(model)
 
 
 # -- streams
@@ -614,8 +576,8 @@ def test_on_the_cpu_sharing_streams_changes_nothing() -> None:
     share_comm_ctx([])
     for model in models:
         assert root_of(model).scheduler._stream_to_name == {}
-        loss(model, own_seed(0)).backward()
-        assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+        loss(model, 0).backward()
+        check_gradients(model)
     models[0].set_is_last_backward(False)
     loss(models[0], 0).backward()
     with pytest.raises(UsageError, match="streams cannot change within a step"):
@@ -629,10 +591,10 @@ def test_a_root_that_goes_over_to_other_streams_between_steps_stays_in_order() -
     root = root_of(model)
     put_on_device(root, recorder)
     with recorder:
-        loss(model, own_seed(0)).backward()
+        loss(model, 0).backward()
         root.scheduler.use_streams(DeviceStreams(recorder))
-        loss(model, own_seed(1)).backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
+        loss(model, 1).backward()
+    check_gradients(model, [0, 1])
     assert list(map(str, recorder.violations)) == []
 
 
@@ -669,8 +631,8 @@ def test_what_cannot_be_is_an_error_that_says_so_and_changes_nothing(name: str) 
         call(model)
     assert caught.value.fix and re.search(r"rank 0(, module MLP|, module .*\(MLPBlock\))?$", caught.value.at)
     assert [options_of(handle) for handle in root_of(model).handles] == before
-    loss(model, own_seed(0)).backward()
-    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    loss(model, 0).backward()
+    check_gradients(model)
 
 
 @on_ranks(2)

@@ -22,15 +22,13 @@ from composable import (
     update_process_group,
 )
 from composable.annotation import check_replicated
-from tests.models import BATCH, DIM, make_model, random_input, seeded
+from tests.logs import kept_logs
+from tests.models import DIM, make_model, random_input, seeded
 from tests.parity import gradients_of
+from tests.programs import loss_at
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 600 / 2**20
-
-
-def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
 
 
 def expected(step: int, ranks: list[int]) -> dict[str, torch.Tensor]:
@@ -295,21 +293,6 @@ class Apart(nn.ModuleList):
         return torch.stack([output.float().sum() for output in outputs]).sum()
 
 
-def first_buckets(options: dict[str, Any], dtypes: list[torch.dtype], *, steps_inside: bool) -> None:
-    layers = [nn.Linear(DIM, DIM, dtype=dtype) for dtype in dtypes]
-    model = replicate(Apart(layers), **options)
-    if steps_inside:
-        step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-    before = reduction_stats(model)
-    assert before.is_static_graph is options.get("static_graph", False)
-    assert before == reduction_stats(model) and before.backwards == 0
-    assert sorted(fqn for bucket in before.bucket_fqns for fqn in bucket) == sorted(dict(model.named_parameters()))
-    model().backward()
-    after = reduction_stats(model)
-    assert (before.bucket_bytes, before.bucket_fqns) == (after.bucket_bytes, after.bucket_fqns)
-    assert all(one > 0 for one in after.bucket_bytes)
-
-
 @pytest.mark.parametrize(
     ("options", "steps_inside"),
     [
@@ -320,9 +303,21 @@ def first_buckets(options: dict[str, Any], dtypes: list[torch.dtype], *, steps_i
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_buckets_are_known_before_the_first_backward(options: dict[str, Any], *, steps_inside: bool) -> None:
     for dtypes in ([torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64, torch.float32]):
-        run_threads(first_buckets, 2, options, dtypes, steps_inside=steps_inside)
+        layers = [nn.Linear(DIM, DIM, dtype=dtype) for dtype in dtypes]
+        model = replicate(Apart(layers), **options)
+        if steps_inside:
+            step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+        before = reduction_stats(model)
+        assert before.is_static_graph is options.get("static_graph", False)
+        assert before == reduction_stats(model) and before.backwards == 0
+        assert sorted(fqn for bucket in before.bucket_fqns for fqn in bucket) == sorted(dict(model.named_parameters()))
+        model().backward()
+        after = reduction_stats(model)
+        assert (before.bucket_bytes, before.bucket_fqns) == (after.bucket_bytes, after.bucket_fqns)
+        assert all(one > 0 for one in after.bucket_bytes)
 
 
 @on_ranks(1)
@@ -338,27 +333,16 @@ def test_one_backward_in_so_many_is_measured_after_the_first_ten() -> None:
 
 
 def log_of_a_level(level: str) -> list[str]:
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    log = logging.getLogger("composable")
-    handler, old = Keep(), log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
     before = dist.get_debug_level()
     dist.set_debug_level(getattr(dist.DebugLevel, level))
     try:
-        model = replicate(nn.Linear(2, 2))
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
+        with kept_logs(logging.INFO) as texts:
+            model = replicate(nn.Linear(2, 2))
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
     finally:
         dist.set_debug_level(before)
-        log.removeHandler(handler)
-        log.setLevel(old)
-    return [line for line in lines if line.startswith("replicate: ")]
+    return [text for text in texts if text.startswith("replicate: ")]
 
 
 def test_debug_levels_tell_of_buckets_and_of_what_is_sent() -> None:

@@ -426,31 +426,28 @@ def annotated(kind: str) -> nn.Module:
     return replicate(build()) if kind == "ddp" else fully_shard(build())
 
 
-def continue_a_run(kind: str, folder: str) -> tuple[list[float], list[float]]:
-    """Train with torch's wrapper, save, train on with it and with ours; return the losses of both."""
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])
+@on_ranks(3, run=run_ranks)
+def test_a_run_that_torch_has_begun_goes_on_here(kind: str, tmp_path: Path) -> None:
+    """Train with torch's wrapper, save, train on with it and with ours: the losses of both are equal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its wrappers
         there = wrapped(kind)
         optimizer = torch.optim.AdamW(there.parameters(), lr=0.1)
         train(there, optimizer)
         weights, states = get_state_dict(there, optimizer)
-        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
         expected = train(there, optimizer)
         here = annotated(kind)
         optimizer = torch.optim.AdamW(here.parameters(), lr=0.1)
         weights, states = get_state_dict(here, optimizer)
-        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
         set_state_dict(here, optimizer, model_state_dict=weights, optim_state_dict=states)
-        return expected, train(here, optimizer)
+        assert train(here, optimizer) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])
-def test_a_run_that_torch_has_begun_goes_on_here(kind: str, tmp_path: Path) -> None:
-    for expected, losses in run_ranks(continue_a_run, 3, kind, str(tmp_path)):
-        assert losses == pytest.approx(expected, rel=1e-6)
-
-
-def continue_from_full_state_dicts() -> tuple[list[float], list[float]]:
+@on_ranks(3, run=run_ranks)
+def test_a_run_goes_on_from_the_full_state_dicts_of_fsdp1() -> None:
     """Do the same from what FSDP1 gives as ``FULL_STATE_DICT``, of which the first rank's counts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -469,12 +466,7 @@ def continue_from_full_state_dicts() -> tuple[list[float], list[float]]:
         load_full_state_dict(here, weights if dist.get_rank() == 0 else None)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(here, optimizer, states if dist.get_rank() == 0 else {}, options=options)
-        return expected, train(here, optimizer)
-
-
-def test_a_run_goes_on_from_the_full_state_dicts_of_fsdp1() -> None:
-    for expected, losses in run_ranks(continue_from_full_state_dicts, 3):
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert train(here, optimizer) == pytest.approx(expected, rel=1e-6)
 
 
 @on_ranks(2, run=run_ranks)

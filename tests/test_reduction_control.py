@@ -25,7 +25,8 @@ from composable import (
 from composable.ground.contract import managing_state
 from tests.counting import CountingTransport
 from tests.pairwise import pairs_of
-from tests.test_comm_hooks import DTYPES, Net, backward, close, grads_of, make_net
+from tests.parity import gradients_of
+from tests.test_comm_hooks import DTYPES, Net, backward, close, make_net
 from tests.world import on_ranks
 
 
@@ -40,7 +41,7 @@ def linears(model: nn.Module) -> list[Any]:
 def plain_grads() -> dict[str, torch.Tensor]:
     model = sharded()
     backward(model, dist.get_rank())
-    return grads_of(model)
+    return gradients_of(model)
 
 
 # Divisors
@@ -58,7 +59,7 @@ def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, sett
     plain, model = plain_grads(), sharded()
     getattr(model.blocks[0], setter)(factor)
     backward(model, dist.get_rank())
-    for fqn, grad in grads_of(model).items():
+    for fqn, grad in gradients_of(model).items():
         due = dist.get_world_size() / factor if factor is not None and fqn.startswith("blocks.0") else 1
         close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
 
@@ -76,7 +77,7 @@ def test_gradients_that_waited_are_divided_by_the_factor_also_in_unannotate() ->
             unannotate(model)
         else:
             backward(model, dist.get_rank())
-        grads.append({fqn: grad * (2 if is_undone else 1) for fqn, grad in grads_of(model).items()})
+        grads.append({fqn: grad * (2 if is_undone else 1) for fqn, grad in gradients_of(model).items()})
     reduced, undone = grads[0], grads[1]
     close(undone, reduced, 1e-6)
 
@@ -98,7 +99,7 @@ def summed(dtype: torch.dtype, is_forced: bool) -> tuple[list[float], dict[str, 
 
     transport.begin_reduce_scatter = noted
     backward(model, dist.get_rank(), dtype)
-    return scales, grads_of(model)
+    return scales, gradients_of(model)
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), [(DTYPES[0], 3), *((dtype, 2) for dtype in DTYPES[1:])])
@@ -117,7 +118,7 @@ def test_no_sum_in_float16_overflows_where_the_mean_fits() -> None:
     model: Any = fully_shard(nn.Linear(4, 1, bias=False).half())
     model.set_force_sum_reduction_for_comms(True)
     model(torch.full((1, 4), 60000.0, dtype=torch.float16)).sum().backward()
-    assert grads_of(model)["weight"].tolist() == [[60000.0] * 4]
+    assert gradients_of(model)["weight"].tolist() == [[60000.0] * 4]
 
 
 # A hook on the reduced shard
@@ -141,8 +142,8 @@ def test_an_all_reduce_hook_gets_each_reduced_shard_once(options: dict[str, Any]
     for one in (plain, model):
         backward(one, dist.get_rank())
     assert seen == [torch.float32] * 3
-    wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in grads_of(plain).items()}
-    close(grads_of(model), wanted, 0)
+    wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in gradients_of(plain).items()}
+    close(gradients_of(model), wanted, 0)
 
 
 @on_ranks(4)
@@ -160,7 +161,7 @@ def test_an_all_reduce_hook_may_average_over_copies_of_the_shards() -> None:
     for module in linears(model):
         module.set_all_reduce_hook(average)
     backward(model, rank)
-    whole, hybrid = grads_of(whole), grads_of(model)
+    whole, hybrid = gradients_of(whole), gradients_of(model)
     close(hybrid, whole, 1e-6)
 
 
@@ -176,7 +177,7 @@ def test_an_all_reduce_hook_may_return_what_a_work_returns() -> None:
     for module in linears(model):
         module.set_all_reduce_hook(add_up)
     backward(model, rank)
-    close(grads_of(model), plain_grads(), 1e-6)
+    close(gradients_of(model), plain_grads(), 1e-6)
 
 
 RETURNED: dict[str, Callable[[torch.Tensor], object]] = {
@@ -205,7 +206,7 @@ def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(
     model.first.set_all_reduce_hook(None)
     model.zero_grad()
     backward(model, dist.get_rank())
-    close(grads_of(model), plain_grads(), 0)
+    close(gradients_of(model), plain_grads(), 0)
     text = str(caught.value)
     rank = dist.get_rank()
     found = rank if rank in ranks else ranks[0]
@@ -234,12 +235,12 @@ def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() 
     backward(model, dist.get_rank())
     whole = sharded()
     backward(whole, dist.get_rank())
-    got, plain = grads_of(model), grads_of(whole)
+    got, plain = gradients_of(model), gradients_of(whole)
     close(got, {fqn: grad * (4 if fqn.startswith("blocks") else 1) for fqn, grad in plain.items()}, 1e-6)
     twin = copy.deepcopy(model)
     twin.zero_grad()
     backward(twin, dist.get_rank())
-    close(grads_of(twin), got, 0)
+    close(gradients_of(twin), got, 0)
     is_kept = choices_of(twin.blocks) == choices_of(model.blocks) == (1.0, True, True)
     unannotate(model)
     with pytest.raises(AttributeError):
@@ -272,7 +273,7 @@ def test_an_all_reduce_hook_comes_after_a_communication_hook() -> None:
     for module in linears(model):
         module.set_all_reduce_hook(lambda shard: shard.mul_(2))
     backward(model, dist.get_rank())
-    close(grads_of(model), {fqn: 2 * grad for fqn, grad in plain_grads().items()}, 0)
+    close(gradients_of(model), {fqn: 2 * grad for fqn, grad in plain_grads().items()}, 0)
 
 
 @on_ranks(1)

@@ -1,6 +1,7 @@
 """``reshard_after_forward=n``: secondary shards over fewer ranks, from which backward gathers."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,11 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.annotation.root import Root
-from tests.counting import Collective, CountingTransport
+from tests.counting import Collective, CountingTransport, root_of
 from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
-from tests.parity import Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.parity import full
 from tests.planning.test_memory import PRECISIONS, peak_and_plan
+from tests.programs import compare
 from tests.subclasses import int8_model
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
@@ -40,11 +41,6 @@ def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
 def net(seed: int = 0) -> nn.Sequential:
     """Return the plain net."""
     return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), seed)
-
-
-def root_of(model: nn.Module) -> Root:
-    """Return the root of an annotated model."""
-    return fully_shard.state(model).lazy_init()
 
 
 def x_of(seed: int = 0) -> torch.Tensor:
@@ -88,16 +84,6 @@ def assert_grads(model: nn.Module, expected: Sequence[torch.Tensor], *, toleranc
     torch.testing.assert_close(grads(model), list(expected), rtol=tolerance, atol=tolerance)
 
 
-def train(name: str, **options: Any) -> Run:
-    """Train a model of ``tests.models`` with a handle for each block."""
-
-    def annotate(model: nn.Module) -> None:
-        has_blocks = any(type(module) in BLOCK_CLASSES for module in model.modules())
-        fully_shard(model, policy=BLOCK_CLASSES if has_blocks else None, **options)
-
-    return train_annotated(name, annotate)
-
-
 def shard(model: nn.Module, ranks: int = 2, **options: Any) -> Any:
     return fully_shard(model, policy={MLPBlock}, reshard_after_forward=ranks, **options)
 
@@ -114,13 +100,9 @@ def gathers(records: list[Collective]) -> tuple[int, int]:
 # Numbers
 
 
-def train_by_hand(ranks: int, transport: str) -> Run:
-    def annotate(model: nn.Module) -> None:
-        for block in [module for module in model.modules() if type(module) in BLOCK_CLASSES]:
-            fully_shard(block, reshard_after_forward=ranks, options=HandleOptions(transport=transport))
-        fully_shard(model, reshard_after_forward=ranks, options=HandleOptions(transport=transport))
-
-    return train_annotated("mlp", annotate)
+def by_hand(ranks: int, transport: str, model: nn.Module) -> None:
+    for module in [*(module for module in model.modules() if type(module) in BLOCK_CLASSES), model]:
+        fully_shard(module, reshard_after_forward=ranks, options=HandleOptions(transport=transport))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +115,7 @@ def train_by_hand(ranks: int, transport: str) -> Run:
 def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int, transport: str) -> None:
     # Processes where gloo itself gathers among a part of the ranks.
     run = run_ranks if (world_size, ranks) == (4, 2) else run_threads
-    assert_equal_runs(run(train_by_hand, world_size, ranks, transport), train_reference("mlp", world_size))
+    run(compare, world_size, "mlp", functools.partial(by_hand, ranks, transport))
 
 
 # The plan
@@ -173,10 +155,7 @@ def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
         assert secondary_bytes(model) == sum(handle.secondary_bytes for handle in made.handles) > 0
         value.backward()
         assert secondary_bytes(model) == 0
-    counts, sent, expected = counting.counts(), counting.bytes(), made.expected_collectives()
-    for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
-        assert counts[op] == steps * sum(getattr(one, f"{op}s") for one in expected)
-        assert sent[op] == steps * sum(getattr(one, f"{op}_bytes") for one in expected)
+    counting.check(model, steps)
 
 
 @pytest.mark.parametrize(("precision", "growth"), list(zip(PRECISIONS, [8, -8, 8, -8, 0], strict=True)), ids=str)

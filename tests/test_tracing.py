@@ -47,7 +47,9 @@ def run_steps(model: nn.Module) -> list[torch.Tensor]:
     return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
-def regions_of(annotation: str) -> dict[str, int]:
+@pytest.mark.parametrize(("annotation", "regions"), [("fully_shard", SHARDED), ("replicate", REPLICATED)])
+@on_ranks(2, run=run_ranks)
+def test_a_trace_has_a_region_for_each_gather_and_reduction(annotation: str, regions: dict[str, int]) -> None:
     expected = run_steps(make(annotation))
     model = make(annotation)
     run_steps(model)
@@ -58,12 +60,7 @@ def regions_of(annotation: str) -> dict[str, int]:
         torch.equal(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other))
         for one, other in zip(found, expected, strict=True)
     )
-    return dict(Counter(event.name for event in profiler.events() if event.name.startswith("composable::")))
-
-
-@pytest.mark.parametrize(("annotation", "regions"), [("fully_shard", SHARDED), ("replicate", REPLICATED)])
-def test_a_trace_has_a_region_for_each_gather_and_reduction(annotation: str, regions: dict[str, int]) -> None:
-    assert run_ranks(regions_of, 2, annotation) == [regions, regions]
+    assert dict(Counter(event.name for event in profiler.events() if event.name.startswith("composable::"))) == regions
 
 
 @pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])

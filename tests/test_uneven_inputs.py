@@ -38,8 +38,9 @@ from composable.comm import Ranks
 from composable.comm.waits import Diagnosis
 from composable.ground.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
-from tests.models import random_input, seeded
-from tests.parity import assert_equal_params, full, full_params
+from tests.models import loss_of, random_input, seeded
+from tests.parity import assert_equal_params, full_params
+from tests.programs import Twins
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 DIM = 4
@@ -484,61 +485,37 @@ def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
     is_equal(model, full_params(net()))
 
 
-def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
-    model = net()
-    shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=optimizer.step)):
-        for step in range(1 + rank):
-            with no_sync(model) if step == 0 else contextlib.nullcontext():
-                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            if step:
-                optimizer.step()
-    return full_params(model)
-
-
-def drop_by_hand() -> dict[str, torch.Tensor]:
-    model: Any = net()
-    shard(model, mesh=hybrid_mesh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=optimizer.step)):
-        for step in range(2 if rank else 1):
-            model.zero_grad()
-            model.set_requires_all_reduce(step == 1)
-            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            if step:
-                optimizer.step()
-    return full_params(model)
-
-
-def leave_gradients_to_wait() -> dict[str, torch.Tensor]:
-    model = net()
-    shard_in_calls(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=optimizer.step)):
-        for step in range(1 + rank):
-            with no_sync(model):
-                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-    model(random_input(rank, 3, DIM)).square().mean().backward()
-    optimizer.step()
-    return full_params(model)
-
-
 @pytest.mark.parametrize(
-    ("train", "counted"),
+    ("kind", "world_size", "counted"),
     [
-        (drop_what_was_not_averaged, [(0, 1), (1, 1)]),
-        (leave_gradients_to_wait, [(0, 0), (0, 1)]),
-        (drop_by_hand, [(1, 1), (1, 2), (1, 3)]),
+        ("of a rank whose inputs end", 2, [(0, 1), (1, 1)]),
+        ("that wait at the end", 2, [(0, 0), (0, 1)]),
+        ("that the others drop", 4, [(1, 1), (1, 2), (1, 3)]),
     ],
 )
-def test_gradients_that_nobody_averages_are_dropped(train: Callable[[], Any], counted: list[tuple[int, int]]) -> None:
-    """Those of a rank whose inputs end, those that wait at the end, and those that the others drop."""
-    size = 4 if train is drop_by_hand else 2
-    all_equal(run_threads(train, size), train_plain([counted], size))
+@on_ranks()
+def test_gradients_that_nobody_averages_are_dropped(kind: str, counted: list[tuple[int, int]]) -> None:
+    model: Any = net()
+    waits, is_hybrid = kind == "that wait at the end", kind == "that the others drop"
+    if waits:
+        shard_in_calls(model)
+    else:
+        shard(model, **({"mesh": hybrid_mesh()} if is_hybrid else {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with joined(joinable(model, step=optimizer.step)):
+        for step in range(2 if rank else 1):
+            if is_hybrid:
+                model.zero_grad()
+                model.set_requires_all_reduce(step == 1)
+            with no_sync(model) if waits or (step == 0 and not is_hybrid) else contextlib.nullcontext():
+                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+            if step and not waits:
+                optimizer.step()
+    if waits:
+        model(random_input(rank, 3, DIM)).square().mean().backward()
+        optimizer.step()
+    is_equal(model, train_plain([counted], size))
 
 
 # Choices of Join
@@ -550,21 +527,15 @@ def train_on_inputs(model: Net, count: int, **options: Any) -> None:
             model(random_input(step, 3, DIM)).square().mean().backward()
 
 
-def throw() -> str:
+@on_ranks(3)
+def test_all_ranks_throw_where_one_has_no_inputs_left() -> None:
     model = net()
     shard(model)
-    with pytest.raises(RuntimeError, match="exhausted") as caught:
+    said = "at least one rank .*exhausted" if dist.get_rank() else "Rank 0 exhausted"
+    with pytest.raises(RuntimeError, match=said):
         train_on_inputs(model, 1 + dist.get_rank(), throw_on_early_termination=True)
-    text = str(caught.value)
-    del caught
     # All is as before.
     model(random_input(5, 3, DIM)).square().mean().backward()
-    return text
-
-
-def test_all_ranks_throw_where_one_has_no_inputs_left() -> None:
-    texts = run_threads(throw, 3)
-    assert ["Rank 0 exhausted" in texts[0], *("at least one rank" in text for text in texts[1:])] == [True] * 3
 
 
 def stop_after_two_steps(model: nn.Module) -> None:
@@ -577,26 +548,17 @@ def stop_after_two_steps(model: nn.Module) -> None:
             stop()
 
 
-def raise_while_one_rank_follows(annotation: str) -> dict[str, torch.Tensor]:
-    model = net()
-    ANNOTATIONS[annotation](model)
-    with pytest.raises(KeyError):
-        stop_after_two_steps(model)
-    model.zero_grad()
-    model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
-    grads = {name: full(param.grad) for name, param in model.named_parameters()}
-    unannotate(model)
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    return grads
-
-
 @pytest.mark.parametrize("annotation", ["full", "in one order", "hybrid", "replicated"])
+@on_ranks(3)
 def test_after_an_exception_ranks_that_followed_are_as_the_others(annotation: str) -> None:
-    model = net()
-    for rank in range(3):
-        (model(random_input(rank, 3, DIM)).square().mean() / 3).backward()
-    expected = {name: param.grad for name, param in model.named_parameters()}
-    all_equal(run_threads(raise_while_one_rank_follows, 3, annotation), expected)
+    twins = Twins(Net, ANNOTATIONS[annotation], loss=lambda model, _, rank: loss_of(model(random_input(rank, 3, DIM))))
+    with pytest.raises(KeyError):
+        stop_after_two_steps(twins.model)
+    twins.drop()
+    twins.backward()
+    twins.check_gradients()
+    unannotate(twins.model)
+    assert all(type(param) is nn.Parameter for param in twins.model.parameters())
 
 
 def fail(_: torch.Tensor) -> None:
@@ -716,41 +678,29 @@ def test_a_missing_gradient_is_named_by_what_ranks_with_inputs_had() -> None:
     }
 
 
-def change_inside(kind: str, *, is_whole: bool) -> list[str]:
+@pytest.mark.parametrize(("kind", "is_whole"), [("sharded", False), ("replicated", False), ("replicated", True)])
+@on_ranks(2)
+def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bool) -> None:
     model: Any = net()
-    if kind == "sharded":
-        shard(model)
-    else:
-        copy_whole(model)
-    view = as_ddp(model) if is_whole else joinable(model, step=model.zero_grad)
-    texts = []
-    with joined(view):
+    (shard if kind == "sharded" else copy_whole)(model)
+    calls: dict[str, tuple[Callable[[Any], object], str]] = {
+        "unannotate": (unannotate, "Net"),
+        "fully_shard": (lambda one: fully_shard(nn.Sequential(one)), "'0' (Net)"),
+        "replicate": (lambda one: replicate(nn.Sequential(one)), "'0' (Net)"),
+    }
+    with joined(as_ddp(model) if is_whole else joinable(model, step=model.zero_grad)):
         for step in range([2, 1][dist.get_rank()]):
             model(torch.ones(1, DIM)).sum().backward()
             model.zero_grad()
-            calls = unannotate, lambda one: fully_shard(nn.Sequential(one)), lambda one: replicate(nn.Sequential(one))
-            for call in calls if step else ():
+            for name, (call, place) in calls.items() if step else ():
                 with pytest.raises(UsageError) as caught:
                     call(model)
-                texts.append(str(caught.value))
+                assert str(caught.value) == (
+                    f"{name} inside of Join, but ranks without inputs know only annotations from before Join was made\n"
+                    f"  at:  rank 0, module {place}\n  fix: call {name} before Join(...) is made, or after the context"
+                )
     unannotate(model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
-    return texts
-
-
-@pytest.mark.parametrize(("kind", "is_whole"), [("sharded", False), ("replicated", False), ("replicated", True)])
-def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bool) -> None:
-    texts, others = run_threads(change_inside, 2, kind, is_whole=is_whole)
-    assert others == []
-    for text, (call, place) in zip(
-        texts,
-        [("unannotate", "Net"), ("fully_shard", "'0' (Net)"), ("replicate", "'0' (Net)")],
-        strict=True,
-    ):
-        assert text == (
-            f"{call} inside of Join, but ranks without inputs know only annotations from before Join was made\n"
-            f"  at:  rank 0, module {place}\n  fix: call {call} before Join(...) is made, or after the context"
-        )
 
 
 def fail_while_it_follows(way: str) -> str:

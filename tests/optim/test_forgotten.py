@@ -1,6 +1,5 @@
 """Parameters that no annotation manages, beside annotated ones: a warning at the first step, an error in clipping."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import DesyncError, clip_grad_norm_, fully_shard, has_finite_gradients, replicate
 from composable.errors import warn_once
+from tests.logs import kept_logs
 from tests.models import random_input, seeded
 from tests.parity import full
 from tests.world import on_ranks, run_ranks, run_threads
@@ -123,22 +123,9 @@ def test_what_is_averaged_elsewhere_ignored_or_alone_is_not_told(
     assert (warned(caplog), errors) == ([], [[]] * world_size)
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def steps_with_ddp() -> list[str]:
-    kept = Kept()
-    logging.getLogger("composable").addHandler(kept)
-    try:
-        return steps("DistributedDataParallel", is_named=True, clips=True) + kept.texts
-    finally:
-        logging.getLogger("composable").removeHandler(kept)
+    with kept_logs() as texts:
+        return steps("DistributedDataParallel", is_named=True, clips=True) + texts
 
 
 def test_what_torchs_wrapper_averages_is_not_told() -> None:
