@@ -70,8 +70,9 @@ def check_values(
     for handle in [handle for state in states for handle in state._handles]:
         copies = handle.grid.replicas
         if copies is not None and copies.size > 1:
-            fqns = [(param, repr(handle.from_root(param.fqn))) for param in handle.params]
-            own = [f"parameter {fqn} {list(param.shape)} has digest {digest_of(param.local)}" for param, fqn in fqns]
+            has_values = handle.buffers[0].routes.carries_values
+            named = [(one, f"parameter {handle.from_root(one.fqn)!r} {list(one.shape)}") for one in handle.params]
+            own = [f"{name} has digest {has_values and digest_of(param.local)}" for param, name in named]
             lines.setdefault(copies, []).extend(own)
     for everyone in [state.grid.everyone for state in states]:
         lines.setdefault(everyone, [])

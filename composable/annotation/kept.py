@@ -80,10 +80,10 @@ class KeptGradients(StepListener):
             groups.setdefault(one.grid.everyone, []).append(one)
         kept: list[_State] = []
         for ranks, members in sorted(groups.items(), key=lambda item: item[0].order):
-            keeps: list[int] = [self._keeps(member) for member in members]
+            keeps = [self._keeps(member) for member in members]
             # Under Join, all ranks with inputs do the same, and the ranks without inputs follow them.
             if not any(member.is_joined for member in members):
-                keeps = ranks.largest(keeps)
+                keeps = ranks.any_of(keeps)
             kept += [member for member, is_kept in zip(members, keeps, strict=True) if is_kept]
         if kept:
             # A root that the user finalizes by hand sends its event outside of any backward.

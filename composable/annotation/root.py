@@ -500,7 +500,7 @@ def _compare_plans(
     found: ComposableError | None = failure
     for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
         choices = HandleChoices([handle for state in own for handle in state._handles])
-        number = states[0].number if states[0] in own else 0
+        number = states[0].number if states[0] in own else 0  # Of the root, which other groups need not know.
         try:
             if not own:
                 ranks.compare("", found, call=_COMPARISON)
@@ -524,7 +524,7 @@ def _compare_plans(
 
 def _shown(states: Sequence[FullyShardState], choices: HandleChoices, number: int) -> str:
     last = f"{' + '.join(states[0].plan.class_names)}, number {number} of the models with this plan annotated here"
-    return "\n".join([*(state.plan.compared_text() for state in states), choices.shown(), last])
+    return "\n".join([*(state.plan.compared_text() for state in states), choices.shown(), *[last] * bool(number)])
 
 
 def _find_failure(

@@ -136,7 +136,7 @@ def refuse_running(state: AnnotationState, units: Iterable[ReducingUnit], *, wai
 def has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
     """Say whether, on any of ``ranks``, a module at or below ``modules`` is annotated on a part of them. Collective."""
     own = any(state.grid.everyone.size < ranks.size for _, state in states_below(modules))
-    return any(ranks.largest([own]))
+    return ranks.any_of([own])[0]
 
 
 def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:

@@ -30,13 +30,15 @@ from composable.comm.own_groups import (
     transport_of,
 )
 from composable.comm.ranks import (
+    COMPARISON,
     LOADED,
     Ranks,
     all_reduce_in,
+    answer_for_absent_ranks,
     compare_in_each,
     reduce_scatter_in,
     wait_for_hook,
     wait_for_work,
 )
-from composable.comm.transport import Pending, Transport, register_transport, transport_class, transport_names
+from composable.comm.transport import DONE, Pending, Transport, register_transport, transport_class, transport_names
 from composable.comm.waits import AnnotationStatus, Started, Tree, described, notice_tree

@@ -1,8 +1,9 @@
 """The ranks that share parameters, and the ranks that hold copies of a shard."""
 
-import math
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -24,10 +25,10 @@ from composable.comm.ranks import (
     wait_like_the_world,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, warn_once
-from composable.ground.modes import with_values
 from composable.ground.names import count_text, described
-from composable.ground.torch_private import flattened_mesh, joined_meshes, ranks_of_mesh, root_mesh
+from composable.ground.torch_private import flattened_mesh, joined_meshes, modes_off, ranks_of_mesh, root_mesh
 
+_BOTH = "both mesh and process_group are given", "pass one of them"
 # The group of the ranks that share parameters; in a pair, the second group has the ranks with copies of this shard.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -86,35 +87,31 @@ class Grid:
         return self.everyone.size
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> "Grid":
-        """Return the grid of a 1-D mesh: all its ranks share the parameters."""
-        ranks = Ranks.of_mesh(mesh)
-        return Grid(ranks, None, ranks)
+    def of(shard: Ranks, copies: Ranks | None = None) -> "Grid":
+        """Return the grid of all shard groups, and of ``copies`` of each shard if there are any; then collective.
 
-    @staticmethod
-    def hybrid(shard: Ranks, replicas: Ranks) -> "Grid":
-        """Return the grid of all shard groups and replicas. Collective over all their ranks.
-
-        Raises ``ConfigError`` on every rank if the groups are no grid, with copies of a shard at one place in each.
+        Groups that were made without a timeout get the timeout of the default process group. Raises ``ConfigError`` on
+        every rank if the groups are no grid, with copies of a shard at one place in each.
         """
-        rows = tuple(replicas.objects(shard.numbers))
-        if replicas.is_alone and shard.is_alone:
+        wait_like_the_world([shard, *([copies] if copies else [])])
+        if copies is None:
+            return Grid(shard, None, shard)
+        rows = tuple(copies.objects(shard.numbers))
+        if copies.is_alone and shard.is_alone:
             # On the fake backend nobody else tells: the other rows lie like this one, as in a mesh.
-            away = [number - replicas.numbers[replicas.rank] for number in replicas.numbers]
+            away = [number - copies.numbers[copies.rank] for number in copies.numbers]
             rows = tuple(tuple(number + one for number in shard.numbers) for one in away)
-        fits = all(
-            len(row) == shard.size and row[shard.rank] == number
-            for row, number in zip(rows, replicas.numbers, strict=True)
-        )
-        told = shard.objects((replicas.numbers, sorted(rows), fits))
+        pairs = zip(rows, copies.numbers, strict=True)
+        fits = all(len(row) == shard.size and row[shard.rank] == number for row, number in pairs)
+        told = shard.objects((copies.numbers, sorted(rows), fits))
         if not all(fits and others == sorted(rows) for _, others, fits in told):
             raise _refusal(
                 f"shard groups {list(rows)} and copies on ranks {[numbers for numbers, *_ in told]} form no grid",
                 "pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
             )
-        if replicas.size == 1:
+        if copies.size == 1:
             return Grid(shard, None, shard, is_hybrid=True)
-        return Grid(shard, replicas, group_of_rows(rows, shard.device), rows, is_hybrid=True)
+        return Grid(shard, copies, group_of_rows(rows, shard.device), rows, is_hybrid=True)
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
@@ -168,6 +165,15 @@ def _group_of(numbers: Sequence[int]) -> dist.ProcessGroup:
     return kept_with(world, ("ranks", *numbers), lambda: make_group(numbers, world))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Who takes part in an annotation, in whichever way the user has said it."""
+
+    mesh: DeviceMesh  # Of the ranks that share parameters, in one dim.
+    copies: Ranks | None  # Those that hold the same shard; ``None``: the user has asked for no copies.
+    given: str  # What the user gave, for messages.
+
+
 def resolve_grid(
     mesh: DeviceMesh | None,
     dims: DataParallelMeshDims | None,
@@ -197,14 +203,27 @@ def resolve_grid(
     """
     _check_world(caller)
     params = list(params)
-    if groups is None:
-        mesh, grid = _of_mesh(mesh, dims, params, is_hybrid, caller)
-    elif mesh is not None or dims is not None:
-        raise _refusal("both mesh and process_group are given", "pass one of them")
+    if groups is not None:
+        if mesh is not None or dims is not None:
+            raise _refusal(*_BOTH)
+        asked = _of_groups(groups, params)
+    elif mesh is None and dims is not None:
+        raise _refusal("dp_mesh_dims is given without a mesh", "pass the mesh too")
+    elif mesh is None and is_hybrid:
+        asked = _of_dims(_mesh_of_hosts(params), None, params, caller)
+    elif isinstance(mesh, DeviceMesh) and (dims is not None or mesh.ndim == 2):
+        asked = _of_dims(mesh, dims, params, caller)
     else:
-        mesh, grid = _of_groups(groups, params, is_hybrid)
-    wait_like_the_world(ranks for ranks in (grid.shard, grid.replicas, grid.everyone) if ranks is not None)
-    return mesh, replace(grid, left_out=_left_out(mesh, grid.everyone, params, caller)) if groups is None else grid
+        asked = _of_one_dim(mesh, params, caller)
+    fix = (
+        "pass HYBRID_SHARD or HYBRID_SHARD_ZERO2 with a mesh of two dims, replicas first, or two process groups, or "
+        "neither: one replica on each host; FULL_SHARD or SHARD_GRAD_OP with a mesh of one dim, or one group"
+    )
+    if is_hybrid is not None and is_hybrid is not (asked.copies is not None):
+        raise _refusal(f"a {'hybrid ' * is_hybrid}strategy {asked.given}", fix)
+    grid = Grid.of(Ranks.of_mesh(asked.mesh), asked.copies)
+    left_out = _left_out(asked.mesh, grid.everyone, params, caller) if groups is None else ""
+    return asked.mesh, replace(grid, left_out=left_out)
 
 
 def _left_out(mesh: DeviceMesh, everyone: Ranks, params: Sequence[nn.Parameter], caller: str) -> str:
@@ -232,54 +251,39 @@ def _left_out(mesh: DeviceMesh, everyone: Ranks, params: Sequence[nn.Parameter],
     return text
 
 
-def _of_mesh(
-    mesh: DeviceMesh | None, dims: object, params: Sequence[nn.Parameter], is_hybrid: bool | None, caller: str
-) -> tuple[DeviceMesh, Grid]:
-    if mesh is None and dims is not None:
-        raise _refusal("dp_mesh_dims is given without a mesh", "pass the mesh too")
-    if mesh is None and is_hybrid:
-        mesh = _mesh_of_hosts(params)
+def _of_one_dim(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], caller: str) -> Asked:
+    found = _resolve_mesh(mesh, params, caller=caller)
+    if mesh is not None:
+        _check_order(found, 0)
+    return Asked(found, None, f"on a mesh of one dim {tuple(found.shape)}")
+
+
+def _of_dims(mesh: DeviceMesh, dims: object, params: Sequence[nn.Parameter], caller: str) -> Asked:
     _check_groups(mesh)
-    if not isinstance(mesh, DeviceMesh) or (dims is None and mesh.ndim != 2):
-        shard_mesh = _resolve_mesh(mesh, params, caller=caller)
-        if is_hybrid:
-            raise _refusal(
-                f"a hybrid strategy on a mesh of one dim {tuple(shard_mesh.shape)}",
-                "pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
-            )
-        if mesh is not None:
-            _check_order(shard_mesh, 0)
-        return shard_mesh, Grid.of(shard_mesh)
-    chosen = _as_dims(mesh, dims)
-    shard, replicate, names = _names_of(chosen.shard), _names_of(chosen.replicate), mesh.mesh_dim_names or ()
+    chosen, names = _as_dims(mesh, dims), mesh.mesh_dim_names or ()
+    shard, replicate = _names_of(chosen.shard), _names_of(chosen.replicate)
     for name in (*replicate, *shard):
         if name not in names:
             raise _refusal(f"the mesh has no dim {name!r}, but {names}", "name dims that the mesh has")
     for several in (shard, replicate):
         if [*several] != sorted(several, key=names.index):
             raise _refusal(f"mesh dims {several} are not in the order of the mesh, {names}", "name them in its order")
-    if bool(replicate) is not is_hybrid and is_hybrid is not None:
-        raise _refusal(
-            f"a {'hybrid ' * is_hybrid}strategy on a mesh {'without' if is_hybrid else 'with'} a dim for replicas",
-            "pass HYBRID_SHARD or HYBRID_SHARD_ZERO2 with a mesh of two dims, FULL_SHARD or SHARD_GRAD_OP with one",
-        )
     if shard:
         _check_order(mesh, *map(names.index, shard))
         shard_mesh = _resolve_mesh(flattened_mesh(mesh, shard), params, caller=caller)
     else:
         _resolve_mesh(mesh[replicate[0]], params, caller=caller)
         shard_mesh = DeviceMesh.from_group(_group_of([dist.get_rank()]), mesh.device_type)
-    if not replicate:
-        return shard_mesh, Grid.of(shard_mesh)
-    return shard_mesh, Grid.hybrid(Ranks.of_mesh(shard_mesh), Ranks.of_mesh(flattened_mesh(mesh, replicate)))
+    copies = Ranks.of_mesh(flattened_mesh(mesh, replicate)) if replicate else None
+    return Asked(shard_mesh, copies, f"on a mesh with{'' if replicate else 'out'} a dim for replicas")
 
 
 def _check_order(mesh: DeviceMesh, *dims: int) -> None:
     """Refuse a mesh whose ranks along ``dims`` are not in ascending order, as they are in their process group."""
-    last = [*range(-len(dims), 0)]
-    with with_values():
-        rows = mesh.mesh.movedim(dims, last).reshape(-1, math.prod(mesh.shape[dim] for dim in dims)).tolist()
-    mixed = [row for row in rows if row != sorted(row)]
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for place, number in zip(itertools.product(*map(range, mesh.shape)), ranks_of_mesh(mesh), strict=True):
+        rows.setdefault(tuple(index for dim, index in enumerate(place) if dim not in dims), []).append(number)
+    mixed = [row for row in rows.values() if row != sorted(row)]
     if mixed:
         raise _refusal(
             f"the mesh has the ranks that share parameters in the order {mixed[0]}, process groups have them ascending",
@@ -314,41 +318,35 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     if mesh is None or made_for is None or made_for() is not world:
         # By the hosts of ranks, not by their numbers: a launcher may count across hosts.
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
-        with with_values():
-            mesh = DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
+        with modes_off():
+            mesh = DeviceMesh(kind, torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
         _MESHES_OF_HOSTS[world.rank(), kind] = weakref.ref(world), mesh
     return mesh
 
 
-def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:
-    pair = _as_pair(groups)
-    if is_hybrid is not None and is_hybrid is not (len(pair) == 2):
-        raise _refusal(
-            f"a {'hybrid ' * is_hybrid}strategy with {len(pair)} process groups",
-            "pass two groups with HYBRID_SHARD or HYBRID_SHARD_ZERO2, one with FULL_SHARD or SHARD_GRAD_OP",
-        )
-    shard_mesh = DeviceMesh.from_group(pair[0], _default_type(params))
-    if len(pair) == 1:
-        return shard_mesh, Grid.of(shard_mesh)
-    shard = Ranks.of_mesh(shard_mesh)
-    return shard_mesh, Grid.hybrid(shard, Ranks.of(pair[1], shard.device))
+def _of_groups(groups: object, params: Iterable[nn.Parameter]) -> Asked:
+    pair = _known(groups)
+    mesh = DeviceMesh.from_group(pair[0], _default_type(params))
+    copies = Ranks.of(pair[1], device_for(mesh.device_type)) if len(pair) == 2 else None
+    return Asked(mesh, copies, f"with {len(pair)} process groups")
 
 
-def _as_pair(groups: object) -> tuple[dist.ProcessGroup, ...]:
-    """Return the one or two process groups that a user gave.
+def _known(groups: object, most: int = 2) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process group, or the two, that a user gave.
 
-    Raises ``ConfigError`` for other values, and groups that were destroyed or are another library's. No rank can be
-    told, so this rank raises alone.
+    Raises ``ConfigError`` for other values, and groups that were destroyed or are another library's, whose classes may
+    derive from torch's, which does not know them. No rank can be told, so this rank raises alone.
     """
-    pair = groups if isinstance(groups, tuple) else (groups,)
-    are_known = all(isinstance(group, dist.ProcessGroup) and _is_registered(group) for group in pair)
-    if not are_known or (isinstance(groups, tuple) and len(pair) != 2):
-        raise _refusal(
-            f"process_group is {described(groups)}, not a ProcessGroup that this rank is in",
-            "pass what torch.distributed.new_group() returned; or two groups: the ranks that share parameters, and "
-            "those with copies",
-        )
-    return pair
+    found: tuple[Any, ...] = groups if isinstance(groups, tuple) and len(groups) == most == 2 else (groups,)
+    with suppress(KeyError):
+        if all(isinstance(one, dist.ProcessGroup) and dist.get_process_group_ranks(one) for one in found):
+            return found
+    raise _refusal(
+        f"process_group is {described(groups)}, not a ProcessGroup that this rank is in",
+        "pass what torch.distributed.new_group() returned, only on the ranks of the group; fully_shard takes two: the "
+        "ranks that share parameters, and those with copies; for a group of another library, as torchft's, average in "
+        "a hook: register_comm_hook(model, group, hook)",
+    )
 
 
 def other_grid(
@@ -371,7 +369,7 @@ def other_grid(
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The texts differ.
     """
-    ranks = [Ranks.of(group, grid.shard.device) for group in _as_pair(groups)]
+    ranks = [Ranks.of(group, grid.shard.device) for group in _known(groups)]
     new, old = ranks[0], grid.shard
     if failure is None and len(ranks) != 1 + grid.is_hybrid:
         failure = _refusal(
@@ -390,14 +388,10 @@ def other_grid(
         what="the ranks of the new process group have different modules, options or communication hooks",
         fix="annotate the same model with the same arguments on every rank of the group, and register the same hook",
     )
-    wait_like_the_world(ranks)
     if new.group is not old.group:
         mesh = DeviceMesh.from_group(new.process_group, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
-    else:
-        new = old
-    found = Grid.hybrid(new, ranks[1]) if grid.is_hybrid else Grid(new, None, new)
-    wait_like_the_world([found.everyone])
-    return mesh, found
+        old = new
+    return mesh, Grid.of(old, *ranks[1:])
 
 
 def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
@@ -465,12 +459,12 @@ def _check_world(caller: str) -> None:
         )
 
 
-def _check_groups(mesh: object) -> None:
+def _check_groups(mesh: DeviceMesh) -> None:
     """Refuse a mesh of this rank without process groups."""
-    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:
-        try:
-            mesh.get_group(0)
-        except (AttributeError, RuntimeError) as error:
+    try:
+        mesh.get_group(0)
+    except (AttributeError, RuntimeError) as error:
+        if mesh.get_coordinate() is not None:
             raise _refusal("the mesh has no process groups", "make it without _init_backend=False") from error
 
 
@@ -482,27 +476,24 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
         meshes = kept_with(world, "meshes", WeakValueDictionary[str, DeviceMesh])
         found = meshes.get(kind)
         if found is None:
-            with with_values():
+            with modes_off():
                 found = meshes[kind] = init_device_mesh(kind, (world.size(),))
         return found
     if not isinstance(mesh, DeviceMesh):
         raise _refusal(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", "pass init_device_mesh(...)")
+    _check_groups(mesh)
     if mesh.ndim != 1:
         verb = "averages" if caller == "replicate" else "shards"
         name = (mesh.mesh_dim_names or ("name",))[0]
         named = "" if mesh.mesh_dim_names else "; name them first: init_device_mesh(..., mesh_dim_names=...)"
-        raise _refusal(
-            f"mesh has {mesh.ndim} dims {tuple(mesh.shape)}; {caller} {verb} over exactly one",
-            f"pass one dim of it, such as mesh[{name!r}]{named}",
-        )
+        what = f"mesh has {mesh.ndim} dims {tuple(mesh.shape)}; {caller} {verb} over exactly one"
+        raise _refusal(what, f"pass one dim of it, such as mesh[{name!r}]{named}")
     if mesh.get_coordinate() is None:
         fix = f"call {caller} only on the ranks of the mesh {ranks_of_mesh(mesh)}"
         raise _refusal("this rank is not in the mesh", fix)
     if mesh.device_type == "cpu" and any(param.device.type == "cuda" for param in params):
-        raise _refusal(
-            "the mesh is on cpu and a parameter on cuda",
-            "pass a mesh of device type 'cuda', or move the module to the CPU first",
-        )
+        fix = "pass a mesh of device type 'cuda', or move the module to the CPU first"
+        raise _refusal("the mesh is on cpu and a parameter on cuda", fix)
     return mesh
 
 
@@ -515,40 +506,23 @@ def resolve_ranks(
         UsageError: No process group is initialised.
         ConfigError: The arguments do not fit. Without a group no other rank can be told, so this rank raises alone.
     """
-    if mesh is not None and process_group is not None:
-        raise ConfigError("both mesh and process_group are given", fix="pass one of them")
     _check_world("replicate")
     if mesh is not None:
-        _check_groups(mesh)
+        if process_group is not None:
+            raise _refusal(*_BOTH)
         ranks = Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
         _left_out(mesh, ranks, params, "replicate")
     else:
-        group = dist.group.WORLD if process_group is None else process_group
-        # Classes of other libraries, such as torchft's, may derive from torch's, which does not know them.
-        if not isinstance(group, dist.ProcessGroup) or not _is_registered(group):
-            raise ConfigError(
-                f"process_group is {described(group)}, not a ProcessGroup that this rank is in",
-                fix="pass what torch.distributed.new_group() returned, only on the ranks of the group; for a group of "
-                "another library, as torchft's, average in a hook: register_comm_hook(model, group, hook)",
-            )
+        (group,) = _known(dist.group.WORLD if process_group is None else process_group, 1)
         is_nccl = dist.get_backend(group) == "nccl"
         # Without parameters the group says which device it is: what the module holds may be annotated by itself.
         device_type = next((param.device.type for param in params if not param.is_meta), "cuda" if is_nccl else "cpu")
         if device_type == "cpu" and is_nccl:
-            raise ConfigError(
-                "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
-                fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
-            )
+            what = "the module is on cpu and the process group on nccl, which moves CUDA tensors only"
+            raise _refusal(what, "move the module to the GPU, or pass a process_group of backend 'gloo'")
         ranks = Ranks.of(group, device_for(device_type))
     wait_like_the_world([ranks])
     return ranks
-
-
-def _is_registered(group: dist.ProcessGroup) -> bool:
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except KeyError:
-        return False
 
 
 def _default_type(params: Iterable[nn.Parameter]) -> str:

@@ -20,7 +20,7 @@ from composable.comm.shared_memory import MET, SharedMemoryTransport, meet
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
 from composable.comm.waits import Started
 from composable.errors import ConfigError, warn_once
-from composable.ground.torch_private import real_backend, replace_body
+from composable.ground.torch_private import real_backend, replace_body, tensors_have_values
 
 # So many groups of the same ranks are worth a warning: gloo takes three threads and five files for each.
 _MANY = 16
@@ -102,6 +102,7 @@ class OwnTransport(Transport):
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
         self.world_size = ranks.size
+        self.carries_values = tensors_have_values()
         self._inner: ProcessGroupTransport | None = None
         self._finalize: Callable[[], object] | None = None
 
@@ -201,8 +202,7 @@ def part_of(ranks: Ranks, size: int) -> Ranks:
 
 def make_host_ranks() -> Ranks:
     """Return all ranks in a new group for tensors on the host, for threads beside the main one. Collective."""
-    made = make_group(range(dist.get_world_size()), dist.group.WORLD, backend="gloo")
-    return Ranks.of(made, torch.device("cpu"))
+    return Ranks.of(make_group(range(dist.get_world_size()), dist.group.WORLD, backend="gloo"), torch.device("cpu"))
 
 
 def call_before_destroy(call: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from composable.comm.hang_watchdog import check_store, meeting
 from composable.comm.users_frames import call_around
 from composable.comm.waits import described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, error_of, place_of_rank
-from composable.ground.modes import with_values
+from composable.ground.modes import outside_modes
 from composable.ground.names import check_int
 from composable.ground.torch_private import (
     PrefixStore,
@@ -73,6 +73,14 @@ _MET_S = 30.0
 _FILES = 12
 _BEGUN = "has begun to make it, and has told no more: it has ended, or is slow"
 
+# Kinds of messages: of a digest, and of as many bytes on every rank.
+COMPARISON, FLAGS = "comparison", "flags"
+_DIGEST_BYTES = 8
+_LENGTH_BYTES = 8
+# Answers a message of the ranks, by its kind, bytes and source: those of ``Ranks.exchange``.
+Answer: TypeAlias = "Callable[[Ranks, str, bytes, int | None], list[bytes]]"
+_ANSWERS: list[Answer] = []
+
 _KEPT: "WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]]" = WeakKeyDictionary()
 
 
@@ -81,8 +89,12 @@ def kept_with(group: dist.ProcessGroup, key: Hashable, make: Callable[[], _T]) -
     kept = _KEPT.setdefault(group, {})
     if key not in kept:
         kept[key] = make()
-    found: _T = kept[key]
-    return found
+    return kept[key]  # type: ignore[no-any-return]  # what ``make`` made
+
+
+def answer_for_absent_ranks(answer: Answer) -> None:
+    """Let ``answer`` say what all ranks of a group of torch's fake backend give in a message; else all say the same."""
+    _ANSWERS.append(answer)
 
 
 @dataclass(frozen=True)
@@ -210,37 +222,9 @@ class Ranks:
             raise failure
 
     def are_alike(self, key: str) -> bool:
-        """Say whether all ranks have equal keys.
-
-        In each of about log2(ranks) rounds, a rank sends 16 bytes to one peer and gets 16 from another. These are
-        messages: if other ranks were in a collective of another size, a collective here would end the process.
-        """
-        if self.is_alone:
-            return True
-        self.check_process()
-        number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-        # On the host, if the group can send host tensors: reading a number from a device waits for all of its work.
-        is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
-        with with_values():
-            # The largest number and, as its negative, the least: both are the same if all numbers are equal.
-            extremes = torch.tensor([number, -number], device="cpu" if is_on_host else self.device)
-            for step in (1 << bit for bit in range((self.size - 1).bit_length())):
-                got = torch.empty_like(extremes)
-                self._swap(extremes, (self.rank + step) % self.size, got, (self.rank - step) % self.size)
-                extremes = torch.maximum(extremes, got)
-            largest, least = extremes.tolist()
-        return bool(largest == -least)
-
-    def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
-        if sent.device.type != "cpu":
-            # Both in one call: on a stream, a receive would wait for ever for the send behind it.
-            self.begin_exchange([(sent, to)], [(got, source)])()
-            return
-        group = self.process_group
-        # The group counts the first of the two messages as its next collective.
-        with meeting(group, "swap"):
-            for work in (group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)):
-                work.wait()
+        """Say whether all ranks have equal keys."""
+        digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES).digest()
+        return len({*self.exchange(digest, COMPARISON)}) == 1
 
     def check_member(self, name: str, rank: int) -> None:
         """Raise ``ConfigError`` unless ``rank`` is a number from 0 to ``size - 1``. Not collective."""
@@ -254,52 +238,88 @@ class Ranks:
 
     # Values
 
+    def exchange(self, content: bytes, kind: str, *, source: int | None = None, to: int | None = None) -> list[bytes]:
+        """Return the bytes of all ranks, in rank order: the one way in which ranks tell each other what is no tensor.
+
+        Ranks of a group of torch's fake backend are not there: ``answer_for_absent_ranks`` says who answers for them.
+
+        Args:
+            content: The bytes of this rank; empty: it has nothing to say.
+            kind: The name of the message, equal on all ranks, for diagnoses and rehearsals. A ``COMPARISON`` has a
+                digest from every rank.
+            source: The one rank within the group that is heard, in place of all; ``None``: all are.
+            to: The one rank within the group that hears the others, which hear nobody; ``None``: all do.
+        """
+        if self.size == 1 or self.group is None:
+            return [content]
+        if self.is_alone:
+            return _ANSWERS[-1](self, kind, content, source) if _ANSWERS else [content] * self.size
+        self.check_process()
+        # What is sent has nothing to do with the modes of the caller.
+        with torch.inference_mode(mode=False), outside_modes():
+            return self._passed_on(content) if kind == COMPARISON else self._collected(content, kind, source, to)
+
+    def _passed_on(self, digest: bytes) -> list[bytes]:
+        """Exchange digests: in each of about log2(ranks) rounds, a rank sends all that it has to one peer (Bruck).
+
+        Messages, since a collective here would end the process if other ranks were in a collective of another size.
+        """
+        # On the host, if the group can send host tensors: reading a number from a device waits for all of its work.
+        is_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
+        rows = torch.empty(self.size, _DIGEST_BYTES, dtype=torch.uint8, device="cpu" if is_on_host else self.device)
+        rows[0].copy_(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        have = 1
+        while have < self.size:
+            count = min(have, self.size - have)
+            sends = [(rows[:count], (self.rank - have) % self.size)]
+            receives = [(rows[have : have + count], (self.rank + have) % self.size)]
+            # The group counts the first of the two messages as its next collective.
+            with meeting(self.group, "swap"):
+                for work in self._begin(sends, receives, _CONFIRM_TAG):
+                    work.wait()
+            have += count
+        found = [bytes(row) for row in rows.tolist()]
+        # The first one is this rank's, then come those of the next ranks.
+        return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
+
+    def _collected(self, content: bytes, kind: str, source: int | None, to: int | None) -> list[bytes]:
+        """Exchange bytes of any lengths by collectives, each rank's filled up to the longest."""
+        told = len(content).to_bytes(_LENGTH_BYTES, "big") + content if source in {None, self.rank} else b""
+        # Flags have as many bytes on every rank.
+        longest = len(told) if kind == FLAGS else int(self.reduce(torch.tensor(len(told)), dist.ReduceOp.MAX))
+        sent = torch.frombuffer(bytearray(told.ljust(longest)), dtype=torch.uint8).to(self.device)
+        with meeting(self.group, kind):
+            if source is not None:
+                dist.broadcast(sent, group=self.group, group_src=source)
+                return [_content_in(sent)] * self.size
+            got = list(sent.new_empty(self.size, sent.numel()).unbind()) if to in {None, self.rank} else None
+            if to is not None:
+                dist.gather(sent, got, group=self.group, group_dst=to)
+            elif got is not None:
+                dist.all_gather(got, sent, group=self.group)
+        return [b""] * self.size if got is None else [_content_in(one) for one in got]
+
     def objects(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in rank order: numbers, texts, bytes, and tuples, lists, sets, dicts of them.
 
         They travel as Python writes them: a pickle would let whoever reaches a port of the group run code here.
         """
-        if self.is_alone:
-            return [value] * self.size
-        with with_values():
-            sent = self._filled(repr(value))
-            got = list(sent.new_empty(self.size, sent.numel()).unbind())
-            with meeting(self.group, "objects"):
-                dist.all_gather(got, sent, group=self.group)
-            return [literal_eval(_text_in(one)) for one in got]
+        return [literal_eval(one.decode()) for one in self.exchange(repr(value).encode(), "objects")]
+
+    def object_of(self, source: int, value: _T | None, kind: str = "object_of") -> _T:
+        """Return on every rank the value, as for ``objects``, that ``source``, a rank within the group, has."""
+        return literal_eval(self.exchange(repr(value).encode(), kind, source=source)[source].decode())  # type: ignore[no-any-return]  # what the source gave
 
     def texts_on_first(self, text: str) -> list[str]:
-        """Return on the first rank the texts of all ranks, in rank order, some with spaces added; else no text."""
+        """Return on the first rank the texts of all ranks, in rank order; else no text."""
         if self.is_alone:
             return [text]
-        sent = self._filled(text)
-        got = list(sent.new_empty(self.size, sent.numel()).unbind()) if self.rank == 0 else None
-        with meeting(self.group, "texts"):
-            dist.gather(sent, got, group=self.group, group_dst=0)
-        return [_text_in(one) for one in got or ()]
+        told = self.exchange(text.encode(), "texts", to=0)
+        return [one.decode() for one in told] if self.rank == 0 else []
 
-    def object_of(self, source: int, value: _T | None) -> _T:
-        """Return on every rank the value, as for ``objects``, that ``source``, a rank within the group, has."""
-        if self.is_alone:
-            return value  # type: ignore[return-value]  # the source gives one
-        with with_values():
-            sent = self._filled(repr(value if self.rank == source else None))
-            self.broadcast(sent, source)
-            return literal_eval(_text_in(sent))  # type: ignore[no-any-return]  # what the source gave
-
-    def _filled(self, text: str) -> torch.Tensor:
-        """Return ``text`` as [n] uint8, filled up with spaces to the longest text of any rank. Collective."""
-        content = text.encode()
-        (length,) = self.largest([len(content)])
-        return torch.frombuffer(bytearray(content.ljust(length)), dtype=torch.uint8).to(self.device)
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of all ranks' numbers at each place. Collective: as many numbers on every rank."""
-        if self.is_alone:
-            return list(numbers)
-        with torch.inference_mode(mode=False), with_values():
-            heard: list[int] = self.reduce(torch.tensor(numbers, dtype=torch.int32), dist.ReduceOp.MAX).tolist()
-        return heard
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set on some rank. Collective: as many flags on every rank."""
+        return [any(column) for column in zip(*self.exchange(bytes(flags), FLAGS), strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` (any shape and dtype, contiguous, on ``device``) with the tensor of rank ``source``."""
@@ -351,11 +371,9 @@ class Ranks:
 
     def begin_exchange(self, sends: Iterable[Message], receives: Iterable[Message]) -> Callable[[], None]:
         """Begin to send and receive tensors [n], in order between two ranks; what is returned waits for the end."""
-        ops = [dist.P2POp(dist.isend, message, group=self.group, group_peer=peer) for message, peer in sends]
-        ops += [dist.P2POp(dist.irecv, message, group=self.group, group_peer=peer) for message, peer in receives]
         # Ranks may have different numbers of messages.
         with meeting(self.group, "exchange", ahead=None):
-            works = dist.batch_isend_irecv(ops) if ops else []
+            works = self._begin(sends, receives)
 
         def finish() -> None:
             with meeting(self.group, "exchange", ahead=None):
@@ -363,6 +381,12 @@ class Ranks:
                     work.wait()
 
         return finish
+
+    def _begin(self, sends: Iterable[Message], receives: Iterable[Message], tag: int = 0) -> list[dist.Work]:
+        ways = ((dist.isend, sends), (dist.irecv, receives))
+        ops = [dist.P2POp(way, one, None, self.group, tag, peer) for way, found in ways for one, peer in found]
+        # In one call: on a stream, a receive would wait for ever for the send behind it.
+        return dist.batch_isend_irecv(ops) if ops else []
 
 
 def device_for(device_type: str) -> torch.device:
@@ -381,9 +405,10 @@ def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:
     return "    (the texts are equal, but the model, mesh or options differ)"
 
 
-def _text_in(filled: torch.Tensor) -> str:
+def _content_in(filled: torch.Tensor) -> bytes:
     held = filled.cpu()
-    return string_at(held.data_ptr(), held.numel()).decode()
+    told = string_at(held.data_ptr(), held.nbytes)
+    return told[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(told[:_LENGTH_BYTES], "big")]
 
 
 def as_told(failure: BaseException | None) -> tuple[str, str, str, str | None] | None:
@@ -484,11 +509,8 @@ def default_group() -> dist.ProcessGroup:
     """Return the group of all ranks; raises ``UsageError`` if there is no process group."""
     world = dist.group.WORLD
     if world is None:
-        raise UsageError(
-            "there is no process group",
-            at="this process",
-            fix="call init_process_group, in a script that torchrun starts",
-        )
+        fix = "call init_process_group, in a script that torchrun starts"
+        raise UsageError("there is no process group", at="this process", fix=fix)
     return world
 
 

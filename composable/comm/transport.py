@@ -27,12 +27,12 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterO
 from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.waits import Order, Started, notice_transport, order_of
 from composable.errors import ConfigError
-from composable.ground.modes import with_values
 from composable.ground.torch_private import (
     AllgatherOptions,
-    FakeTensor,
     all_gather_into,
+    modes_off,
     reduce_scatter_into,
+    tensors_have_values,
 )
 
 # The dtypes that every backend can gather and broadcast. Other dtypes travel as bytes.
@@ -69,6 +69,8 @@ class Transport(ABC):
         groups: The process groups that it uses; empty before its first use of one.
         begun: How many collectives this rank has started whose messages have tags, by tag.
         closed_because: The diagnosis that every rank got when the ranks diverged; then nothing more can be started.
+        carries_values: Tensors have values, and those that arrive are those that were sent. If not, only shapes count,
+            and who has to know a number of other ranks asks ``Ranks.exchange``.
         has_nccl: CUDA tensors travel by NCCL: ``finish`` lets a stream wait, and the thread goes on.
         in_flight: The collectives that were started, and that no thread has waited for to the end.
         order: The order of all other collectives in the group; shared by all transports of the group.
@@ -86,6 +88,7 @@ class Transport(ABC):
     begun: Mapping[int, int] = MappingProxyType({})
     order: Order
     closed_because: tuple[str, ...] = ()
+    carries_values: bool = True
     has_nccl: bool = False
     in_flight: "dict[Started, None]"
     _keys_taken: int = 0
@@ -364,9 +367,10 @@ class ProcessGroupTransport(Transport):
         self._mean_scale = 1.0 / self.world_size
         # To multiply by a number, torch makes such a tensor each time, which takes longer than a small product; so does
         # a product of two dtypes. For shorter dtypes the factor keeps the digits that they lack.
-        with with_values():
+        with modes_off():
             self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
             self._mean_factor_of_float32 = self._mean_factor.float()
+        self.carries_values = tensors_have_values()
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
 
         # All-gathers and reduce-scatters on CUDA run on the caller's stream, one for communication: they need no second
@@ -388,7 +392,7 @@ class ProcessGroupTransport(Transport):
         # parameters that view the buffer: autograd saved them, and gathering restores their values.
         buffer = buffer.data
         if self.world_size == 1 or not shard.numel():
-            if isinstance(buffer, FakeTensor) or buffer.data_ptr() != shard.data_ptr():
+            if not buffer.is_set_to(shard):
                 buffer.copy_(shard)
             return DONE
         options = self._gather_here if buffer.is_cuda else self._gather

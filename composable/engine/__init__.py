@@ -28,7 +28,7 @@ from composable.engine.held import (
     written_too_early,
 )
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
-from composable.engine.paths import Replicas, RestingPlace
+from composable.engine.paths import Replicas, RestingPlace, make_resting_places_by
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings

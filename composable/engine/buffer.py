@@ -25,7 +25,7 @@ from composable.engine.param import ShardedParam, memory_in
 from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.errors import UsageError
-from composable.ground.torch_private import FakeTensor, set_versions
+from composable.ground.torch_private import set_versions
 from composable.ground.unfilled import META_FIX
 from composable.planning import NO_CASTS, BufferPlan, Form, HandleMembers, MixedPrecisionPolicy, Span, SplitNode
 
@@ -35,12 +35,7 @@ FREED = 2**31
 
 
 def digest_of(values: torch.Tensor) -> int:
-    """Return a number of the bits of ``values``, of any shape: sums by rows and by columns, each sum with a weight.
-
-    Fake tensors have no bits, and the number 0.
-    """
-    if isinstance(values, FakeTensor):
-        return 0
+    """Return a number of the bits of ``values``, of any shape: sums by rows and by columns, each sum with a weight."""
     words = values.detach().reshape(-1).view(torch.int32 if values.element_size() % 4 == 0 else torch.uint8)
     sums = [words]
     if len(words) > 2**12:  # Else the operations would cost more than the sums.
@@ -279,7 +274,7 @@ class FlatBuffer:
 
     def checksum(self) -> int:
         """Return a digest of the full buffer and where leaves lie; the host waits for the device."""
-        if self._buffer is None or self.is_empty:
+        if self._buffer is None or self.is_empty or not self.routes.carries_values:
             return 0
         return digest_of(self._buffer) + len(self._moved_leaves())
 
@@ -340,7 +335,7 @@ class FlatBuffer:
             leaf.data = view
 
     def _moved_leaves(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        if self._buffer is None or isinstance(self._buffer, FakeTensor):
+        if self._buffer is None or not self.routes.carries_values:
             return []
         views = [span.view_in(self._buffer) for span in self.plan.layout.spans]
         # Contexts show copies of such instances, so that the leaves stay unchanged.

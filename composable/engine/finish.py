@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from composable.comm import ModelRanks, Pending, Ranks, Transport
+from composable.comm import DONE, ModelRanks, Pending, Ranks, Transport
 from composable.dtensor import note_finished, note_unfinished
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer, GradientShape
@@ -387,7 +387,7 @@ class Agreement:
 
     def begin(self, *, has_failed: bool, goes_on: bool = False) -> None:
         """Start the message: whether this rank has failed, and whether it has more to reduce. Collective."""
-        if self._ranks.is_alone:
+        if self._ranks.is_alone and self.transport.carries_values:
             return
         first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])
         # A sum, since the order of groups differs between ranks.
@@ -395,6 +395,13 @@ class Agreement:
         digest = (mixed % 2 ** (8 * _DIGEST_BYTES)).to_bytes(_DIGEST_BYTES, "big")
         told = first + digest + b"".join([ledger.encode() for ledger in self._ledgers])
         self._mine[: len(told)] = told
+        if not self.transport.carries_values:
+            # Ranks that are not there have no order of their own: a rehearsal finds other orders, with lines.
+            start = len(first) + _DIGEST_BYTES
+            every = self._ranks.exchange(bytes(self._mine[start:]), "gradients")
+            self._every[:] = b"".join(self._mine[:start] + one for one in every)
+            self._pending = DONE
+            return
         self._pending = self.transport.begin_all_gather(self._received, self._sent, self._key)
 
     def finish(self) -> bool:
@@ -459,10 +466,10 @@ def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence
     if outer:
         parts = [handle for handles in groups.values() for handle in handles]
         are_parts_fresh = all(handle.is_fresh() for handle in parts)
-        *heard, is_part_stale = everyone.largest([*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
+        *heard, is_part_stale = everyone.any_of([*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
         stale = [handle for handle, is_stale in zip(outer, heard, strict=True) if is_stale]
         return stale + (parts if is_part_stale else [])
     for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
-        heard = ranks.largest([not handle.is_fresh() for handle in handles])
+        heard = ranks.any_of([not handle.is_fresh() for handle in handles])
         stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
     return stale

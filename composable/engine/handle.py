@@ -348,7 +348,7 @@ class Handle:
         for flat in self.buffers:
             is_risen = bool(flat.versioned) and flat.versioned[0]._version != self.version
             # In backward, a checkpoint runs a forward again, whose writes were looked for.
-            if is_risen and (in_backward() or not any(self.grid.everyone.largest([not flat.is_unwritten()]))):
+            if is_risen and (in_backward() or not any(self.grid.everyone.any_of([not flat.is_unwritten()]))):
                 set_versions(flat.versioned, (self.version,))
 
     def finish_gathers(self) -> None:

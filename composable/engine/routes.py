@@ -251,6 +251,7 @@ class Routes:
         self.gather_path: Gather  # Fills the buffer from the shards.
         self.secondary_path: Gather  # Fills the buffer from the secondary shards of a smaller group, if there are any.
         self.gradient_path: GradientPath  # Reduces the gradients to this rank's shard of their mean.
+        self.carries_values = True  # See ``Transport``.
         self._dtypes = gradient_dtype, reduce_dtype
         self._casts_params = casts_params
         self._ranks = self._divisor = 0
@@ -281,6 +282,7 @@ class Routes:
         legs = {name: self._leg(name, one) for name, one in others.items() if one is not None}
         if legs != self._legs or copies is not self._copies:
             self._ranks, self._copies = ranks, copies
+            self.carries_values = transport.carries_values
             self._choose_paths(legs)
             # Set last: a call that was cut short is done again.
             self._legs = legs

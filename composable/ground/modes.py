@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from composable.ground.torch_private import FakeTensorMode, dispatch_modes, function_modes, modes_off, modes_on, opaque
+from composable.ground.torch_private import dispatch_modes, function_modes, modes_off, modes_on, opaque
 
 T = TypeVar("T")
 _NOTHING = nullcontext()
@@ -24,17 +24,17 @@ _NOTHING = nullcontext()
 
 def is_watched() -> bool:
     """Say whether a mode is on that is to see no hook, where ``dispatch_modes`` or ``function_modes`` count some."""
-    return not all(map(_stays, modes_on()))
+    return not all(map(sees_hooks, modes_on()))
 
 
-def _stays(mode: Any) -> bool:
+def sees_hooks(mode: Any) -> bool:
+    """Say whether a mode stays on in hooks."""
     is_needed = getattr(mode, "sees_hooks", False) or getattr(mode, "is_infra_mode", bool)()
     return is_needed or type(mode).__module__.startswith("torch.distributed.")
 
 
-# Contexts without the modes that are to see no hook; in the second tensors have values, also if the caller's have none.
-outside_modes = partial(modes_off, _stays)
-with_values = partial(modes_off, lambda mode: _stays(mode) and not isinstance(mode, FakeTensorMode))
+# A context without the modes that are to see no hook.
+outside_modes = partial(modes_off, sees_hooks)
 
 
 def unseen(fn: Callable[..., T], *, traced: Callable[..., Any] | None = None) -> Callable[..., T]:

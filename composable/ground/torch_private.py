@@ -86,7 +86,6 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
-        unset_fake_temporarily,
     )
 
     from torch._C._distributed_c10d import FileStore, HashStore  # of processes of one machine, and of one process
@@ -107,6 +106,8 @@ try:
     queue_callback: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
     run_backward: Callable[..., Any] = _engine_run_backward
     set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter  # that autograd compares
+    # Of parameters that lie in one memory as they are, also where memory is left out.
+    plain_classes = (torch.nn.Parameter, FakeTensor)
     DEVICE_OF = torch.ops.prim.device.default  # the operation by which kernels ask a fake tensor for its device
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
     functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
@@ -491,9 +492,14 @@ def forget_meshes() -> None:
 
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
     """Return the numbers in a mesh, in its order: torch computes them anew, so they would be fake in such a mode."""
-    with unset_fake_temporarily():
+    with modes_off():
         numbers: list[int] = mesh.mesh.flatten().tolist()
     return numbers
+
+
+def tensors_have_values() -> bool:
+    """Say whether tensors that are made now have values: no mode of torch leaves them out."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 def register_fake_backend() -> None:

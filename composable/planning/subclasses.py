@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.errors import ConfigError
 from composable.ground.names import list_text
-from composable.ground.torch_private import DTensorSpec, FakeTensor, TensorMeta, dtensor_new, make_subclass
+from composable.ground.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass, plain_classes
 from composable.planning.layout import order_of, part_of_dim, strides_of
 
 Kind = Literal["marked", "bytes", "gathered", "split"]
@@ -188,7 +188,7 @@ def form_of(param: nn.Parameter) -> Form | None:
     """
     name = type(param).__name__
     has_hooks = [callable(getattr(param, hook, None)) for hook in PROTOCOL]
-    if type(param) in (nn.Parameter, FakeTensor) and not any(has_hooks):
+    if type(param) in plain_classes and not any(has_hooks):
         return None
     if isinstance(param, DTensor):
         return _split_form(param)

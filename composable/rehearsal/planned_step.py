@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable
 from composable.errors import ConfigError
-from composable.ground.modes import with_values
 from composable.ground.names import described
-from composable.rehearsal.rehearsed_function import Rehearsal, rehearse
+from composable.rehearsal.rehearsed_function import Rehearsal, rehearse, with_values
 
 # Options that fully_shard takes as the plan did.
 _SAME = ("strategy", "reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")

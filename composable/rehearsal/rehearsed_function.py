@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError, UsageError
 from composable.ground.frames import in_backward
+from composable.ground.modes import sees_hooks
 from composable.ground.names import bytes_text, check_int, class_name, module_text
 from composable.ground.torch_private import (
     DEVICE_OF,
@@ -35,6 +37,7 @@ from composable.ground.torch_private import (
     HashStore,
     TorchDispatchMode,
     current_autograd_node,
+    modes_off,
     next_node_number,
     register_fake_backend,
 )
@@ -45,6 +48,9 @@ _PHASES = {"outside": "no forward or backward", "forward": "forward", "backward"
 # What does not lie on the device: it is on the host, as the script says; "unplaced", where torch says so, which takes
 # the device for the host; or on the host for good.
 ON_HOST = frozenset({"host", "unplaced", "offloaded"})
+
+# A context in which tensors have values.
+with_values = partial(modes_off, lambda mode: sees_hooks(mode) and not isinstance(mode, FakeTensorMode))
 
 
 @dataclass(frozen=True)

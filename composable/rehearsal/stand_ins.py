@@ -22,15 +22,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from composable.engine import RestingPlace
+from composable.engine import RestingPlace, make_resting_places_by
 from composable.errors import ConfigError, UsageError
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward, outwards
-from composable.ground.modes import with_values
 from composable.ground.names import dtype_text
 from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, tree_map
 from composable.rehearsal.ledger import CALLERS, LIBRARIES, LedgerLine, line_of, users_line
-from composable.rehearsal.rehearsed_function import ON_HOST, StepMemory, device_in_kernels, operands, with_memory
+from composable.rehearsal.rehearsed_function import (
+    ON_HOST,
+    StepMemory,
+    device_in_kernels,
+    operands,
+    with_memory,
+    with_values,
+)
 
 # Above this, the data of a script is fake too, in what it computes of it outside of its model.
 _MOST_REAL_NUMEL = 2**25
@@ -478,20 +484,22 @@ def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
         pack, unpack = lambda one: (rank.is_here(one), one.cpu()), lambda it: it[1].cuda() if it[0] else it[1]
         begin(self, within(pack), within(unpack))
 
-    def placed(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(place: RestingPlace, *args: Any) -> Any:
-            with rank.making("offloaded" if place.is_elsewhere else "device"):
-                return make(place, *args)
+    class RehearsedPlace(RestingPlace):
+        def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            with rank.making("offloaded" if self.is_elsewhere else "device"):
+                return super().empty(numel, dtype)
 
-        return made
+        def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            with rank.making("offloaded" if self.is_elsewhere else "device"):
+                return super().zeros(numel, dtype)
 
-    def pinned(place: RestingPlace, tensor: torch.Tensor) -> torch.Tensor:
-        if place.is_elsewhere and rank.is_here(tensor):
-            what = f"parameters are on {rank.device}, and offload_policy keeps them on cpu"
-            raise UsageError(what, fix="model.to('cpu'), or leave out what moved the model")
-        if place.is_elsewhere:
-            rank.put(tensor, "offloaded")
-        return tensor
+        def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+            if self.is_elsewhere and rank.is_here(tensor):
+                what = f"parameters are on {rank.device}, and offload_policy keeps them on cpu"
+                raise UsageError(what, fix="model.to('cpu'), or leave out what moved the model")
+            if self.is_elsewhere:
+                rank.put(tensor, "offloaded")
+            return tensor
 
     call = nn.Module.__call__
 
@@ -508,9 +516,7 @@ def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
     autograd._engine_run_backward = within(autograd._engine_run_backward)
     hooks.__init__ = lambda self, pack, unpack: begin(self, within(pack), within(unpack))
     torch.autograd.graph.save_on_cpu.__init__ = save_on_cpu  # type: ignore[method-assign]
-    place: Any = RestingPlace
-    place.of = staticmethod(lambda device, *, on_host, pins: place(device, is_elsewhere=on_host))
-    place.empty, place.zeros, place.pinned = placed(place.empty), placed(place.zeros), pinned
+    make_resting_places_by(lambda device, on_host: RehearsedPlace(device, is_elsewhere=on_host))
 
 
 def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, names: _Names) -> None:

@@ -6,7 +6,6 @@ All is done to the process of one rehearsed rank, which ends with it.
 import _posixsubprocess
 import builtins
 import functools
-import hashlib
 import importlib
 import inspect
 import io
@@ -33,10 +32,15 @@ from torch.overrides import has_torch_function
 from torch.utils.data import DataLoader
 
 import composable
-from composable.comm import Ranks, register_transport, transport_class, transport_names
-from composable.engine import Agreement
+from composable.comm import (
+    COMPARISON,
+    Ranks,
+    answer_for_absent_ranks,
+    register_transport,
+    transport_class,
+    transport_names,
+)
 from composable.errors import UsageError
-from composable.ground.modes import with_values
 from composable.ground.torch_private import (
     DeviceMesh,
     FakeTensor,
@@ -47,9 +51,8 @@ from composable.ground.torch_private import (
     tree_leaves,
 )
 from composable.rehearsal.ledger import LedgerLine, users_line
-from composable.rehearsal.rehearsed_function import with_memory
+from composable.rehearsal.rehearsed_function import with_memory, with_values
 from composable.rehearsal.stand_ins import RehearsedRank, is_device
-from composable.replication import BucketExchange
 
 _T = TypeVar("_T")
 
@@ -57,6 +60,8 @@ _T = TypeVar("_T")
 _REAL_TIMEOUT = timedelta(seconds=60)
 # One rank may call these.
 _ALONE = {"torch.save", "safetensors.torch.save_file"}
+# Messages of annotations that ledgers have.
+_NOTED = {COMPARISON, "objects", "object_of", "flags"}
 # What the values of all ranks become, by the names of torch's reductions.
 _REDUCED = {"SUM": "sum", "AVG": "mean", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
 
@@ -200,9 +205,7 @@ def stand_in_for_groups(
     setattr(dist.Work, "is_completed", lambda _: True)  # noqa: B010  # those of fake groups never say so
     for name in ("__getitem__", "_flatten", "get_local_rank", "get_coordinate", "get_rank", "size", "__repr__"):
         setattr(DeviceMesh, name, _valued(getattr(DeviceMesh, name)))
-    for name in ("are_alike", "objects", "object_of", "largest", "texts_on_first"):
-        setattr(Ranks, name, _noted(rank, letters, name, getattr(Ranks, name)))
-    _answer_in_backward(letters)
+    answer_for_absent_ranks(functools.partial(_answer, rank, letters))
     for module in [one for name, one in sys.modules.items() if name.startswith("composable.")]:
         if hasattr(module, "is_tracing"):
             # torch takes fake tensors for those of a compiler.
@@ -226,61 +229,19 @@ def _valued(call: Callable[..., Any]) -> Callable[..., Any]:
     return valued
 
 
-def _noted(rank: RehearsedRank, letters: Letters, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Note a small message between the ranks, which the fake backend does not send, and answer for the others."""
-
-    @functools.wraps(call)
-    def noted(self: Ranks, *args: Any) -> Any:
-        # Ranks compare texts, which have to be equal.
-        text = hashlib.sha256(args[0].encode()).hexdigest()[:8] if name == "are_alike" else ""
-        rank.note_call({"are_alike": "comparison"}.get(name, name), self.numbers, text)
-        if self.size == 1 or name in {"are_alike", "texts_on_first"}:
-            return call(self, *args)
-        if name == "object_of":
-            return letters.of(name, self.numbers, self.numbers[args[0]], args[1])
-        every = letters.all(name, self.numbers, args[0])
-        return every if name == "objects" else [max(column) for column in zip(*every, strict=True)]
-
-    return noted
-
-
-def _answer_in_backward(letters: Letters) -> None:
-    """Let a rank hear at the end of a backward which parameters have a gradient on others."""
-    begin, write, order = Agreement.begin, BucketExchange._write_flags, BucketExchange.agree_on_order
-
-    def heard(self: Any, **flags: bool) -> None:
-        ranks, transport = self._ranks, self.transport
-
-        def bring(*_: object) -> SimpleNamespace:
-            own = bytes(self._mine)
-            # That modules ran in another order is seen in the ledgers, with lines.
-            start = len(own) - sum(ledger.message_bytes for ledger in self._ledgers)
-            every = letters.all("backward", ranks.numbers, own)
-            self._every[:] = b"".join(own[:start] + (one if len(one) == len(own) else own)[start:] for one in every)
-            return SimpleNamespace(finish=lambda: None)
-
-        self._ranks = SimpleNamespace(is_alone=ranks.size == 1, size=ranks.size)
-        self.transport = SimpleNamespace(begin_all_gather=bring)
-        try:
-            begin(self, **flags)
-        finally:
-            self._ranks, self.transport = ranks, transport
-
-    def written(self: Any, block: torch.Tensor) -> None:
-        write(self, block)
-        flags = self.flag_block
-        if flags._told:
-            # Each exchange has a group of its own: ranks may use several in any order.
-            told = letters.all(self.transport.groups[0].group_name, self._numbers, flags._told)
-            flags._told = [sum(column) for column in zip(*told, strict=True)]
-
-    def agreed(self: Any) -> list[int]:
-        name = f"order in {self.transport.groups[0].group_name}"
-        return letters.of(name, self._numbers, self._numbers[0], order(self))
-
-    BucketExchange.agree_on_order = agreed  # type: ignore[method-assign]
-    Agreement.begin = heard  # type: ignore[method-assign]
-    BucketExchange._write_flags = written  # type: ignore[method-assign]
+def _answer(
+    rank: RehearsedRank, letters: Letters, ranks: Ranks, kind: str, content: bytes, source: int | None
+) -> list[bytes]:
+    """Note a message between the ranks, which the fake backend does not send, and answer for the others."""
+    if kind in _NOTED:
+        rank.note_call(kind, ranks.numbers, content.hex()[:8] if kind == COMPARISON else "")
+    if kind == COMPARISON:
+        return [content] * ranks.size  # The ledgers are compared.
+    if source is not None:
+        return [letters.of(kind, ranks.numbers, ranks.numbers[source], content)] * ranks.size
+    every = letters.all(kind, ranks.numbers, content)
+    # Ranks in other calls say other things: what they say here is heard when they are rehearsed again.
+    return [one if kind == "objects" or len(one) == len(content) else content for one in every]
 
 
 def _heard(letters: Letters) -> Callable[..., Any]:

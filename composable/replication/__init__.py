@@ -1,6 +1,5 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
-from composable.replication.exchange import BucketExchange
 from composable.replication.managed import (
     Ignored,
     ManagedTensors,

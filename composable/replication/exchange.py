@@ -10,10 +10,11 @@ used, and of errors on other ranks.
 
 import logging
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,8 @@ import torch.distributed as dist
 from composable.comm import Grid, Pending, Transport, wait_for_hook
 from composable.engine import Listeners, Registration, Work, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.modes import with_values
 from composable.ground.names import count_text, described, list_text, ranks_text
-from composable.ground.torch_private import FakeTensor, autograd_profiler
+from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.managed import ReducedParam
 from composable.replication.options import ReplicateArguments
@@ -40,6 +40,8 @@ GRAPH_CHANGED = -3
 # The highest count: bfloat16 holds all integers up to it.
 _MOST_RUNS = 256
 _MAX_NAMES_SHOWN = 10
+# Adds numbers up over all ranks.
+_AddUp: TypeAlias = Callable[[Sequence[float]], list[float]] | None
 # The longest wait inside backward that may be in vain: a bucket of the default size takes less at 1 Gbit/s.
 _LONGEST_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
@@ -57,16 +59,17 @@ class Report(NamedTuple):
 class FlagBlock:
     """Writes and reads the flags of ``count`` parameters in every round, behind the gradients of the last bucket."""
 
-    __slots__ = ("_count", "_late", "_plain", "_rank", "_told", "_world_size", "numel")
+    __slots__ = ("_add_up", "_count", "_late", "_plain", "_rank", "_told", "_world_size", "numel")
 
-    def __init__(self, count: int, rank: int, world_size: int) -> None:
+    def __init__(self, count: int, rank: int, world_size: int, add_up: _AddUp = None) -> None:
         self.numel = count + 2 * world_size
         self._count = count
         self._rank = rank
         self._world_size = world_size
         self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
         self._late: tuple[torch.Tensor, torch.Event] | None = None
-        self._told: list[float] = []  # What was written to a block that is fake.
+        # What has added up the flags of all ranks where blocks have no values, and the sums.
+        self._add_up, self._told = add_up, list[float]()
 
     def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
         """Fill ``block`` [numel], the tail of the last bucket, before it is sent.
@@ -84,14 +87,14 @@ class FlagBlock:
         if used is not None:
             block[:count].copy_(torch.tensor(used, dtype=block.dtype))
             block.narrow(0, count + self._rank, 1).fill_(complaint)
-        if isinstance(block, FakeTensor):
+        if self._add_up is not None:
             own = [*(used or [True] * count), *[0] * 2 * self._world_size]
             own[count + self._rank], own[own_run] = complaint, runs
-            self._told = [float(value) for value in own]
+            self._told = self._add_up(own)
 
     def values(self, block: torch.Tensor) -> list[float]:
-        """Return the values in ``block`` [numel], for which the host waits; of a fake one those of this rank alone."""
-        if isinstance(block, FakeTensor):
+        """Return the values in ``block`` [numel], for which the host waits."""
+        if self._add_up is not None:
             return self._told
         values: list[float] = block.tolist()
         return values
@@ -110,7 +113,7 @@ class FlagBlock:
         On a device other than the CPU, where reading would stop this thread until the device is
         idle, return the report of the round before, if any. In a CUDA graph nothing is read.
         """
-        if isinstance(block, FakeTensor):
+        if self._add_up is not None:
             return None
         if block.device.type == "cpu":
             told = block[self._count :].tolist()
@@ -249,7 +252,9 @@ class BucketExchange:
         self._stopwatch = stopwatch
         self._listeners = listeners
         self._has_warned = False
-        self.flag_block = FlagBlock(len(params), transport.rank, transport.world_size)
+        self._ranks = ranks
+        add_up = None if transport.carries_values else self._added_up
+        self.flag_block = FlagBlock(len(params), transport.rank, transport.world_size, add_up)
         # Each takes a key of the transport, in this order on every rank.
         self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
@@ -439,11 +444,19 @@ class BucketExchange:
         order = list(dict.fromkeys([*self._round.order, *range(len(self._params))]))
         if self.transport.world_size == 1:
             return order
-        with with_values():
-            sent = torch.tensor(order, device=self.flags.device)
-            self.transport.begin_broadcast(sent, 0, self._order_key).finish()
-            agreed: list[int] = sent.tolist()
+        sent = torch.tensor(order, device=self.flags.device)
+        self.transport.begin_broadcast(sent, 0, self._order_key).finish()
+        if not self.transport.carries_values:
+            first, group = self._ranks.numbers.index(self._numbers[0]), self.transport.groups[0].group_name
+            return self._ranks.object_of(first, order, f"order in {group}")
+        agreed: list[int] = sent.tolist()
         return agreed
+
+    def _added_up(self, numbers: Sequence[float]) -> list[float]:
+        # Each exchange has a group of its own: ranks may use several in any order.
+        kind = f"flags in {self.transport.groups[0].group_name}"
+        told = self._ranks.exchange(array("d", numbers).tobytes(), kind)
+        return [sum(column) for column in zip(*(array("d", one) for one in told), strict=True)]
 
     # Warnings and errors
 

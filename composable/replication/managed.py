@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from composable.comm import Transport
 from composable.engine import has_torch_optimizer
 from composable.errors import ConfigError
 from composable.ground.contract import get_registry
@@ -29,7 +30,7 @@ from composable.ground.ownership import (
     names_left_alone,
     rival_on,
 )
-from composable.ground.torch_private import FakeTensor, ranks_of_mesh
+from composable.ground.torch_private import ranks_of_mesh
 from composable.planning import managed_modules, name_modules, replacement_of
 
 _KEPT = "_composable_kept"  # the mark on gradients of one rank
@@ -67,12 +68,11 @@ def mark_kept(grad: torch.Tensor | None) -> None:
         setattr(grad, _KEPT, True)
 
 
-def is_kept_gradient(grad: torch.Tensor | None) -> bool:
+def is_kept_gradient(grad: torch.Tensor | None, transport: Transport) -> bool:
     """Say whether ``grad`` [any] has the mark of ``mark_kept``, and was not set to zero since; waits for its device."""
     if grad is None or not hasattr(grad, _KEPT):
         return False
-    local = local_of(grad)
-    return isinstance(local, FakeTensor) or bool(local.any())
+    return not transport.carries_values or bool(local_of(grad).any())
 
 
 def grad_dtype_of(param: nn.Parameter) -> torch.dtype:

@@ -213,7 +213,7 @@ class Reducer:
         return [
             item.param
             for item, kept in zip(self.params, self._kept, strict=True)
-            if kept and is_kept_gradient(item.param.grad)
+            if kept and is_kept_gradient(item.param.grad, self.exchange.transport)
         ]
 
     sharded = waiting
@@ -221,8 +221,9 @@ class Reducer:
     @property
     def keeps_gradients(self) -> bool:
         """A ``no_sync`` runs, or gradients wait for a backward that averages."""
-        kept = (item.param.grad for item, kept in zip(self.params, self._kept, strict=True) if kept)
-        return self.sync_after_context is not None or any(map(is_kept_gradient, kept))
+        by = self.exchange.transport
+        kept = (is_kept_gradient(one.param.grad, by) for one, kept in zip(self.params, self._kept, strict=True) if kept)
+        return self.sync_after_context is not None or any(kept)
 
     # What forward and backward call, in this order
 

@@ -7,7 +7,6 @@ from torch import nn
 
 from composable.comm import Transport
 from composable.errors import ConfigError
-from composable.ground.torch_private import FakeTensor
 from composable.replication.managed import ReducedParam
 
 
@@ -46,8 +45,8 @@ class SparseGradients:
             for grad, table in zip(grads, tables, strict=True)
         ]
         told = self._gather(torch.tensor(own, dtype=torch.int64, device=self._params[0].device))
-        # Nobody knows the values of fake tensors: other ranks are taken to be like this one.
-        of_ranks = [own] * self._transport.world_size if isinstance(told, FakeTensor) else told.tolist()
+        # Where nobody knows values, other ranks are taken to be like this one.
+        of_ranks = told.tolist() if self._transport.carries_values else [own] * self._transport.world_size
         for param, table, of_param in zip(self._params, tables, zip(*of_ranks, strict=True), strict=True):
             counts, are_dense = zip(*of_param, strict=True)
             if max(counts) >= 0:

@@ -1,6 +1,7 @@
 """Ranks outside the hot path: an error on one is an error on all, what differs is named by global rank."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from composable import (
     load_full_state_dict,
     replicate,
 )
-from composable.comm import Grid, Ranks
+from composable.comm import COMPARISON, Grid, Ranks, answer_for_absent_ranks
+from composable.comm import ranks as ranks_file
+from composable.comm.ranks import FLAGS
 from composable.errors import ConfigError
 from tests.world import on_ranks, run_threads
 
@@ -168,7 +171,79 @@ def test_values_reach_every_rank() -> None:
 @on_ranks(3)
 def test_the_divisor_is_the_number_of_ranks_whose_gradients_count() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, whole = Grid.of(mesh), Grid.whole(Ranks.of_world())
+    sharded, whole = Grid.of(Ranks.of_mesh(mesh)), Grid.whole(Ranks.of_world())
     assert sharded.shard == sharded.everyone and sharded.replicas is None
     assert whole.replicas == whole.everyone and whole.shard.numbers == (dist.get_rank(),)
     assert (sharded.divisor, whole.divisor, whole.shard.size, sharded.shard.size) == (3, 3, 1, 3)
+
+
+# The exchange under all of these
+
+
+def exchanged(kind: str, lengths: list[int], source: int | None, to: int | None) -> list[bytes]:
+    content = bytes([65 + dist.get_rank()]) * lengths[dist.get_rank()]
+    # The caller's modes are not those of messages.
+    with torch.device("meta"), torch.inference_mode():
+        return Ranks.of_world().exchange(content, kind, source=source, to=to)
+
+
+LENGTHS = {
+    COMPARISON: lambda size: [8] * size,
+    FLAGS: lambda size: [3] * size,
+    "uneven": lambda size: [0, 300, 1, 7][:size],
+    "empty": lambda size: [0] * size,
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_an_exchange_gives_every_rank_the_bytes_of_all(world_size: int, kind: str) -> None:
+    lengths = LENGTHS[kind](world_size)
+    expected = [bytes([65 + rank]) * length for rank, length in enumerate(lengths)]
+    assert run_threads(exchanged, world_size, kind, lengths, None, None) == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_is_heard_or_hears(world_size: int) -> None:
+    lengths = [5, 0, 9][:world_size]
+    for one, length in enumerate(lengths):
+        heard = run_threads(exchanged, world_size, "values", lengths, one, None)
+        assert [told[one] for told in heard] == [bytes([65 + one]) * length] * world_size
+        every = [bytes([65 + rank]) * own for rank, own in enumerate(lengths)]
+        told = run_threads(exchanged, world_size, "texts", lengths, None, one)
+        assert [own if rank == one else every for rank, own in enumerate(told)] == [every] * world_size
+
+
+def compared(odd: int | None) -> tuple[bool, list[bool]]:
+    ranks = Ranks.of_world()
+    is_odd = ranks.rank == odd
+    return ranks.are_alike("other" if is_odd else "one"), ranks.any_of([False, is_odd, True])
+
+
+@pytest.mark.parametrize("world_size", range(1, 8))
+def test_one_rank_that_differs_is_seen_by_all(world_size: int) -> None:
+    assert run_threads(compared, world_size, None) == [(True, [False, False, True])] * world_size
+    for odd in range(world_size):
+        expected = world_size == 1, [False, True, True]
+        assert run_threads(compared, world_size, odd) == [expected] * world_size
+
+
+def test_ranks_that_are_not_there_say_what_this_one_says_or_what_is_answered_for_them() -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=3)
+    try:
+        ranks = Ranks.of_world()
+        assert ranks.are_alike("key") and ranks.objects((1, None)) == [(1, None)] * 3
+        assert ranks.object_of(0, "mine") == "mine" and ranks.any_of([True, False]) == [True, False]
+        asked: list[tuple[str, int | None]] = []
+
+        def answer(ranks: Ranks, kind: str, content: bytes, source: int | None) -> list[bytes]:
+            asked.append((kind, source))
+            return [b"\0" * len(content) if kind == FLAGS else b"'theirs'", content, content]
+
+        with mock.patch.object(ranks_file, "_ANSWERS", []):
+            answer_for_absent_ranks(answer)
+            assert not ranks.are_alike("key") and ranks.objects("mine") == ["theirs", "mine", "mine"]
+            assert ranks.object_of(0, "mine") == "theirs" and ranks.any_of([True, False]) == [True, False]
+        assert asked == [(COMPARISON, None), ("objects", None), ("object_of", 0), (FLAGS, None)]
+    finally:
+        dist.destroy_process_group()

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import ConfigError, CPUOffloadPolicy, HandleOptions, MixedPrecisionPolicy, fully_shard, plan
-from composable.ground.modes import with_values
 from composable.rehearsal import Rehearsal, rehearse
+from composable.rehearsal.rehearsed_function import with_values
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -28,8 +28,7 @@ from composable import (
     timeline,
 )
 from composable.comm.transport import ProcessGroupTransport
-from composable.ground.modes import with_values
-from composable.rehearsal.rehearsed_function import rehearse
+from composable.rehearsal.rehearsed_function import rehearse, with_values
 from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.world import on_ranks, run_threads
