@@ -188,7 +188,8 @@ class ForeignGroup(dist.ProcessGroup):
 
 @on_ranks(1)
 def test_a_group_that_torch_does_not_know_is_refused() -> None:
-    for group in (ForeignGroup(0, 1), SimpleNamespace(rank=lambda: 0, size=lambda: 1)):
+    known = dist.group.WORLD
+    for group in (ForeignGroup(0, 1), SimpleNamespace(rank=lambda: 0, size=lambda: 1), (known,), (known, known)):
         with pytest.raises(ConfigError, match=r"process_group is .*, not a ProcessGroup that this rank is in"):
             replicate(nn.Linear(2, 2), process_group=group)  # type: ignore[arg-type]
 

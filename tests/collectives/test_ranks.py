@@ -1,6 +1,7 @@
 """Ranks outside the hot path: an error on one is an error on all, what differs is named by global rank."""
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -212,6 +213,19 @@ def test_one_rank_is_heard_or_hears(world_size: int) -> None:
         every = [bytes([65 + rank]) * own for rank, own in enumerate(lengths)]
         told = run_threads(exchanged, world_size, "texts", lengths, None, one)
         assert [own if rank == one else every for rank, own in enumerate(told)] == [every] * world_size
+
+
+def test_what_is_not_heard_is_not_sent() -> None:
+    sizes: list[int] = []
+    send = dist.broadcast
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return send(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "broadcast", noted):
+        run_threads(exchanged, 2, "values", [5, 5000], 0, None)
+    assert sizes and max(sizes) < 50
 
 
 def compared(odd: int | None) -> tuple[bool, list[bool]]:
