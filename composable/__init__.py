@@ -59,6 +59,7 @@ from composable.unannotate import unannotate
 
 if TYPE_CHECKING:
     from composable.extras import (
+        ChangedParams,
         DDPView,
         MatrixOptimizer,
         Timeline,
@@ -66,7 +67,9 @@ if TYPE_CHECKING:
         UnevenInputs,
         Watch,
         accelerate_optimizer,
+        apply_changes,
         as_ddp,
+        changed_params,
         joinable,
         timeline,
         watch,
@@ -104,21 +107,22 @@ else:
 
 
 __all__ = [
-    "BackwardSteps", "CPUOffloadPolicy", "CommHookHandle", "ComposableError", "ConfigError", "CustomPolicy",
-    "DDPView", "DataParallelMeshDims", "DefaultState", "DesyncError", "FSDPModule", "GradientReductionHandle",
-    "HandleOptions", "LowPrecisionState", "MatrixOptimizer", "MixedPrecisionPolicy", "ModuleWrapPolicy",
-    "OffloadPolicy", "RaggedDTensor", "RaggedShard", "ReductionStats", "ReplicateModule", "ReplicateOptions",
-    "SaveHandle", "SaveNotice", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "SizePolicy", "StateDictError",
-    "Storage", "Timeline", "TimelineEvent", "UnevenInputs", "UnshardHandle", "UsageError", "Watch",
-    "accelerate_optimizer", "allreduce_hook", "as_ddp", "bf16_compress_hook",
-    "bf16_compress_wrapper", "checkpoint", "clip_grad_norm_", "contract", "explain_waits", "fallback_counts",
-    "find_checkpoint", "fp16_compress_hook", "fp16_compress_wrapper", "full_state_dict", "fully_shard",
-    "get_registry", "get_total_norm", "has_finite_gradients", "iter_full_params", "joinable", "load_checkpoint",
-    "load_full_params", "load_full_state_dict", "load_safetensors", "no_sync", "plan", "rebind_optimizer",
-    "reduce_gradients", "reduce_scatter_hook", "reduction_stats", "register_comm_hook",
-    "register_fsdp_forward_method", "replicate", "save_checkpoint", "save_on_signal", "save_safetensors",
-    "set_divergence_timeout", "share_comm_ctx", "step_in_backward", "strict_mode", "timeline", "unannotate",
-    "unshard_params", "update_process_group", "watch",
+    "BackwardSteps", "CPUOffloadPolicy", "ChangedParams", "CommHookHandle", "ComposableError", "ConfigError",
+    "CustomPolicy", "DDPView", "DataParallelMeshDims", "DefaultState", "DesyncError", "FSDPModule",
+    "GradientReductionHandle", "HandleOptions", "LowPrecisionState", "MatrixOptimizer", "MixedPrecisionPolicy",
+    "ModuleWrapPolicy", "OffloadPolicy", "RaggedDTensor", "RaggedShard", "ReductionStats", "ReplicateModule",
+    "ReplicateOptions", "SaveHandle", "SaveNotice", "SavedCheckpoint", "ShardPlan", "ShardingStrategy",
+    "SizePolicy", "StateDictError", "Storage", "Timeline", "TimelineEvent", "UnevenInputs", "UnshardHandle",
+    "UsageError", "Watch", "accelerate_optimizer", "allreduce_hook", "apply_changes", "as_ddp",
+    "bf16_compress_hook", "bf16_compress_wrapper", "changed_params", "checkpoint", "clip_grad_norm_",
+    "contract", "explain_waits", "fallback_counts", "find_checkpoint", "fp16_compress_hook",
+    "fp16_compress_wrapper", "full_state_dict", "fully_shard", "get_registry", "get_total_norm",
+    "has_finite_gradients", "iter_full_params", "joinable", "load_checkpoint", "load_full_params",
+    "load_full_state_dict", "load_safetensors", "no_sync", "plan", "rebind_optimizer", "reduce_gradients",
+    "reduce_scatter_hook", "reduction_stats", "register_comm_hook", "register_fsdp_forward_method", "replicate",
+    "save_checkpoint", "save_on_signal", "save_safetensors", "set_divergence_timeout", "share_comm_ctx",
+    "step_in_backward", "strict_mode", "timeline", "unannotate", "unshard_params", "update_process_group",
+    "watch",
 ]  # fmt: skip
 
 # Names that are no more, and what to write instead. Of an ``AttributeError`` an import statement shows no text.

@@ -127,6 +127,8 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "module: plain; use_reentrant determinism_check no_such_option: ; preserve_rng_state debug early_stop: True;"
         "context_fn: None",
     ),
+    "changed_params": (lambda: {"model": sharded()}, "model dst: ; dtype: None"),
+    "apply_changes": (lambda: {"state_dict": {}, "changes": {}}, "state_dict changes: {}"),
     "accelerate_optimizer": (
         lambda: {"optimizer": optimizer_of(model := sharded()), "model": model},
         "optimizer model:",
@@ -286,7 +288,7 @@ def taken_by(name: str) -> dict[str, set[str]]:
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
-    *("BackwardSteps", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle"),
+    *("BackwardSteps", "ChangedParams", "CommHookHandle", "DDPView", "FSDPModule", "GradientReductionHandle"),
     *("PlanEstimate", "RaggedDTensor", "ReductionStats", "SaveHandle", "UnevenInputs"),
     *("Timeline", "TimelineEvent"),  # tests/test_timeline.py
     "Watch",  # tests/test_watched_run.py

@@ -1,5 +1,6 @@
 """Features that training does not need; only the package itself gives their names, at the first use."""
 
+from composable.extras.changes import ChangedParams, apply_changes, changed_params
 from composable.extras.drawing import draw_plan as draw_plan
 from composable.extras.flat_step import accelerate_optimizer
 from composable.extras.matrix_step import MatrixOptimizer

@@ -318,6 +318,14 @@ GROUPS: tuple[Group, ...] = (
                 },
             ),
             Topic(
+                "changed_params",
+                {
+                    "changed_params": "A function that gives on one rank what has changed since its last call.",
+                    "ChangedParams": "That function.",
+                    "apply_changes": "Writes such changes into a plain state dict.",
+                },
+            ),
+            Topic(
                 "unshard_params",
                 {
                     "unshard_params": "A context in which modules hold full, plain parameters: to read, to change, to "
