@@ -504,6 +504,27 @@ def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() ->
     assert found.item() == pytest.approx((total + other) ** 0.5)
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "replicated", "sharded"])
+@on_ranks(8)
+def test_copies_of_an_expert_count_once_in_norms_of_every_order(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ep", "copies", "shards"))
+    ours = mesh["copies", "shards"]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if kind == "replicated":
+        replicate(model[1], mesh=ours._flatten("data"))
+    else:
+        fully_shard(model[1], mesh=ours if kind == "hybrid" else ours._flatten("data"))
+    fully_shard(model)
+    for param in model[0].parameters():
+        param.grad = torch.ones_like(param)
+    for param in model[1].parameters():
+        param.grad = torch.full_like(param, 2.0 + mesh.get_local_rank("ep"))
+    plain = [torch.full((12,), value) for value in (1.0, 2.0, 3.0)]
+    for order in (0.5, 1.0, 2.0, 3.0, float("inf")):
+        expected = nn.utils.get_total_norm(plain, order)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9, order), expected)
+
+
 @pytest.mark.parametrize("rest", ["hybrid", "replicated", "sharded"])
 @on_ranks(4)
 def test_a_rank_without_experts_takes_part_in_the_norm_of_those_of_others(rest: str) -> None:

@@ -11,7 +11,22 @@ import torch
 import torch.distributed as dist
 
 import composable
-from composable.comm.waits import Meeting, Wait, Waiting, annotations_here, local_status, waiting_here
+from composable.comm.waits import (
+    ORDERED,
+    AnnotationStatus,
+    Meeting,
+    Order,
+    Started,
+    Tree,
+    Wait,
+    Waiting,
+    annotations_here,
+    local_status,
+    notice_transport,
+    notice_tree,
+    waiting_here,
+)
+from composable.ground.torch_private import started_in
 
 
 def text_from(file: Path) -> str:
@@ -73,3 +88,70 @@ def test_a_call_that_meets_nobody_and_what_an_exception_cuts_short_is_no_wait(gr
     assert seen_in((None, "outer")) is None
     Meeting(group, "kind").__enter__()  # and no further
     assert seen_in() is None
+
+
+class Transport:
+    """Has started four collectives in the order of its group, the last two after the one that a thread waits for."""
+
+    world_size, begun = 2, {}
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.groups, self.order, self.in_flight = (group,), Order(), dict[Started, None]()
+        self.order.count = 4
+
+
+class Annotation:
+    """An annotation on two groups, of which a rank waits in the first one."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def tell(self, *, in_backward: bool) -> AnnotationStatus:
+        return AnnotationStatus("name", Tree("Linear", 1, 0, is_inside=True), self.transport, ("another",))
+
+    def name_of(self, started: Started) -> str | None:
+        return "the all-gather of 'weight'" if started.transport is self.transport else None
+
+
+def test_the_wait_for_a_collective_is_told_with_its_place_in_the_group_and_the_groups_of_its_annotation() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        before, transport = started_in(group), Transport(group)
+        annotation, started = Annotation(transport), Started()
+        notice_transport(transport)
+        notice_tree(annotation)
+        for _ in range(4):
+            dist.all_reduce(torch.ones(()))
+        started.transport, started.tag, started.number, started.waiter = transport, 6, 2, threading.get_ident()
+        transport.in_flight[started] = None
+        found = seen_in()
+        transport.in_flight.clear()  # Not by garbage: the two hold each other.
+        assert found is not None and found[0].is_ours
+        wait = found[1]
+        assert wait.text.startswith("the all-gather of 'weight', in forward 1 of Linear, at test_waits.py:")
+        assert (wait.tag, wait.number, wait.kind, wait.tree) == (ORDERED, 2, "6", "name")
+        assert wait.sequence == started_in(group) - 2 == before + 2
+        assert wait.groups == (group.group_name, "another") and not wait.is_call
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wait_of_a_thread_beside_the_one_that_trains_is_not_watched(group: dist.ProcessGroup) -> None:
+    notice_tree(Annotation(Transport(group)))  # From here on this is the thread that trains.
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with Meeting(group, "kind"):
+            is_inside.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        assert is_inside.wait(60)
+        assert waiting_here() is None
+    finally:
+        may_end.set()
+        thread.join(60)

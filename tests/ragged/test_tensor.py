@@ -141,6 +141,17 @@ def test_a_penalty_on_the_weights_has_the_right_gradient() -> None:
 # -- optimizers, clipping, zeroing
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(3)
+def test_norms_of_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    spec = ragged_spec(cpu_mesh(), (300,), dtype, (0, 100, 210, 300))
+    for seed in range(20):
+        full = torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        found = torch._foreach_norm([from_full(full, spec), from_full(full * 2, spec)])
+        expected = [torch.linalg.vector_norm(one.double()).to(dtype) for one in (full, full * 2)]
+        assert [one.to_local() for one in found] == expected, seed
+
+
 @on_ranks(3)
 def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
     spec = ragged_spec(cpu_mesh(), (6,), torch.float32, (0, 4, 4, 6))
