@@ -135,7 +135,7 @@ def check_idle(what: str, states: Iterable[AnnotationState], involved: Iterable[
             fix="call it between two steps",
         )
     for state in sharded:
-        if state.root is not None and state.root.scheduler.is_deferred:
+        if state.root is not None and state.root.scheduler.step.finalizer.is_deferred:
             raise UsageError(
                 f"{what} while gradients wait for the last backward",
                 at=describe_module(state.modules[0]),
@@ -224,7 +224,7 @@ def reduce_gradients(module: nn.Module) -> None:
         raise _untimely(module, what, "leave the call out, and run the last backward of each step outside of no_sync")
     states = [state for state in states_of(module.modules()) if isinstance(state, FullyShardState)]
     schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
-    if in_backward() or not all(scheduler.is_idle for scheduler in schedulers):
+    if in_backward() or not all(scheduler.step.is_idle for scheduler in schedulers):
         raise _untimely(module, "while a forward or backward is running", "call it after the last backward")
     for scheduler in schedulers:
         scheduler.reduce_kept()

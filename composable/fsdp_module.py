@@ -161,7 +161,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         Raises:
             UsageError: Gradients wait for the last backward; see ``set_is_last_backward``.
         """
-        if any(root.scheduler.is_deferred for root in roots_of(self, recurse=True)):
+        if any(root.scheduler.step.finalizer.is_deferred for root in roots_of(self, recurse=True)):
             raise UsageError(
                 "zero_grad while gradients wait for the last backward",
                 at=describe_module(self),
@@ -189,7 +189,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         scheduler = state.lazy_init().scheduler
         handles = handles_of(self, recurse=False)
         scheduler.refresh(handles)
-        scheduler.shards_written()
+        scheduler.step.streams.shards_written()
         for handle in handles:
             attach(handle)
             scheduler.begin_unshard(handle)
@@ -300,7 +300,7 @@ def _check_all_convertible(module: nn.Module, fn: Callable[[torch.Tensor], torch
 def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     root = state_of(handle.modules[0]).root
     if root is not None:
-        if root.scheduler.is_idle:
+        if root.scheduler.step.is_idle:
             root.scheduler.reshard(handle)
         if handle.is_unsharded or handle.held_with is not None:
             raise UsageError(

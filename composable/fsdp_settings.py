@@ -27,7 +27,7 @@ class GradientReductionHandle:
 
     def __init__(self, scheduler: Scheduler | None) -> None:
         self._scheduler = scheduler
-        self._finalizing = None if scheduler is None else scheduler.finalizing
+        self._finalizing = None if scheduler is None else scheduler.step.finalizing
 
     def wait(self) -> None:
         """Wait for the reductions and set every ``grad``; a second call does nothing.
@@ -38,7 +38,7 @@ class GradientReductionHandle:
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is None or self._finalizing is None:
             return
-        if scheduler.finalizing is not self._finalizing:
+        if scheduler.step.finalizing is not self._finalizing:
             what, fix = "the gradients were dropped by reset_iter_state", "start anew with the next forward"
             raise UsageError(what, fix=fix)
         scheduler.end_finalize()
@@ -247,7 +247,7 @@ class ReductionSettings(AnnotatedModule):
         state = _root_state(self, "set_manual_backward_finalization")
         if enabled == state.settings.finalizes_by_hand:
             return
-        if in_backward() or (state.root is not None and state.root.scheduler.is_deferred):
+        if in_backward() or (state.root is not None and state.root.scheduler.step.finalizer.is_deferred):
             what = "set_manual_backward_finalization between a backward and its end"
             raise UsageError(what, at=describe_module(self), fix="call finalize_backward() first")
         state.settings.finalizes_by_hand = enabled

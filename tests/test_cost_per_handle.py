@@ -153,3 +153,27 @@ def work_among(world_size: int) -> list[int]:
 def test_the_work_is_the_same_whatever_the_number_of_ranks_once_these_have_compared_their_plans() -> None:
     few, many = work_among(2), work_among(1024)
     assert all(other <= one * 1.02 for one, other in zip(few, many, strict=True)), (few, many)
+
+
+# Calls of functions of the package in one step after three others, as benchmarks/hot_path.py counts them on the fake
+# group, and how many of them look for losses that leave a forward by another way than its outputs.
+CALLS = {"one Linear": (1, 90), "four handles": (4, 290)}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_step_takes_few_calls(case: str) -> None:
+    handles, most = CALLS[case]
+    join(WORLD_SIZE)
+    model: nn.Module = nn.Linear(4, 4)
+    if handles > 1:
+        model = chain(handles)
+        annotate_by_hand(model)
+    else:
+        fully_shard(model)
+    for _ in range(3):
+        step(model)
+        model.zero_grad()
+    found = Counter({name: count for name, count in counted(lambda: step(model)).items() if "/composable/" in name})
+    assert found.total() <= most, found.most_common()
+    aside = [count for name, count in found.items() if "side_losses.py" in name or "_run_watched" in name]
+    assert 0 < sum(aside) <= 3

@@ -8,7 +8,7 @@ unsharded.
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -26,8 +26,10 @@ from composable.engine import (
     attach,
     check_held,
     handle_of,
+    leaves_side_loss,
     lies_in_buffer,
     misplaced,
+    tensors_in_attributes,
     written_too_early,
 )
 from composable.errors import DesyncError, UsageError
@@ -116,11 +118,10 @@ class _ModuleHooks:
         if is_outermost and (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call,attr-defined]
             _check_not_traced(module, root.handles)
         if handle is not None:
-            if not _is_in_place(handle):
-                _put_right(handle, scheduler)
+            if handle.view is ParamView.UNSHARDED or not handle.faces.are_sharded():
+                _take_assigned(handle, scheduler)
             for follower in step.steps[handle].followers:
-                if not _is_in_place(follower.handle):
-                    _put_right(follower.handle, scheduler)
+                _take_assigned(follower.handle, scheduler)
         if is_outermost and torch.is_grad_enabled():
             self._additions.check(module, root)
         forwards.enter_forward(module)
@@ -141,8 +142,8 @@ class _ModuleHooks:
         if root is None or not running or running[-1] is not module:
             # pre_forward raised, or a user's hook before it.
             return None
-        forwards = root.scheduler.forwards
-        has_failed = False
+        scheduler = root.scheduler
+        forwards, has_failed = scheduler.forwards, False
         if output is None and (error := sys.exc_info()[1]) is not None:
             forwards.note_failure(error, handle)
             if isinstance(error, DesyncError):
@@ -159,9 +160,35 @@ class _ModuleHooks:
             # In the common case the output of an operation is neither a view nor a leaf, and needs no search.
             if type(output) is not torch.Tensor or output.grad_fn is None or output._base is not None:
                 changed = _without_own_memory(output, handle)
-            _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
+            found = output if changed is None else changed
+            tensors: list[torch.Tensor] = []
+            leaks, first_node = False, scheduler.step.first_nodes[-1]
+            if torch.is_grad_enabled():
+                if not isinstance(found, torch.Tensor):
+                    tensors = list(differentiable_tensors(found))
+                elif found.requires_grad:
+                    tensors = [found]
+                if first_node >= 0:
+                    # Tensors that a forward puts into attributes of its module, such as a loss, count as outputs.
+                    if torch.Tensor in map(type, vars(module).values()):
+                        tensors += tensors_in_attributes(module, first_node)
+                    # In the common case the output's node is the youngest.
+                    node = tensors[0].grad_fn if len(tensors) == 1 else None
+                    is_youngest = node is not None and node._sequence_nr() == next_node_number() - 1
+                    leaks = not is_youngest and leaves_side_loss(tensors, first_node)
+            # Without outputs, what the call has made may be in a loss that lies elsewhere.
+            clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors) or leaks, leaks=leaks)
+            if tensors and first_node >= 0:
+                own = scheduler.step.steps[handle]
+                hook = _OutputHook(scheduler, own, clock)
+                for tensor in tensors:
+                    if tensor.grad_fn is None:
+                        on_gradient(tensor, _LeafHook(scheduler, own))
+                    else:
+                        own.output = weakref.ref(hook.first or hook)
+                        on_gradient(tensor, hook)
         if len(running) == 1 and torch.is_grad_enabled():
-            forwards.note_outputs(output if changed is None else changed)
+            scheduler.backwards.side_losses.note_outputs(output if changed is None else changed)
         forwards.exit_forward(has_failed=has_failed)
         if not (root.has_looked_at_views or running or has_failed):
             root.has_looked_at_views = True
@@ -303,25 +330,22 @@ class _LeafHook(_OutputHook):
         return hash(self._handle)
 
 
-def _is_in_place(handle: Handle) -> bool:
-    """Say whether modules hold the parameters that the handle gave them; inside ``unshard_params``, always true."""
-    return (handle.view is not ParamView.UNSHARDED and handle.faces.are_sharded()) or not misplaced(handle)
-
-
-def _put_right(handle: Handle, scheduler: Scheduler) -> None:
+def _take_assigned(handle: Handle, scheduler: Scheduler) -> None:
     """Copy parameters that were assigned since the last forward, such as by a load of a part, into the shards.
 
     Raises ``UsageError`` if a parameter has another shape or dtype, and as ``check_held``.
     """
+    found = misplaced(handle)
+    if not found:
+        return
     check_held(handle)
-    assigned = [found for found in misplaced(handle) if found.is_stranger]
     # A gather in flight reads the shards: it ends here.
     scheduler.reshard(handle)
     handle.drop_secondary()
-    for module, name, _, held in assigned:
+    for module, name, _, held in (one for one in found if one.is_unknown):
         module._parameters[name] = held
     attach(handle)
-    scheduler.shards_written()
+    scheduler.step.streams.shards_written()
 
 
 def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
@@ -334,58 +358,6 @@ def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
             at=describe_module(module),
             fix="do it after unannotate(model), or on a plain model that has loaded full_state_dict(model)",
         )
-
-
-def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.Module) -> None:
-    forwards = scheduler.forwards
-    if not torch.is_grad_enabled():
-        forwards.post_forward(handle, module, is_differentiable=False)
-        return
-    if isinstance(output, torch.Tensor):
-        tensors = [output] if output.requires_grad else []
-    else:
-        tensors = list(differentiable_tensors(output))
-    first_node = scheduler.step.first_nodes[-1]
-    if first_node < 0:
-        forwards.post_forward(handle, module, is_differentiable=bool(tensors))
-        return
-    # Tensors that a forward puts into attributes of its module, such as a loss, count as outputs.
-    if torch.Tensor in map(type, module.__dict__.values()):
-        tensors += _made_since(first_node, module.__dict__.values())
-    leaks = _leaks(tensors, first_node)
-    # Without outputs, what the call has made may be in a loss that lies elsewhere.
-    clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors) or leaks, leaks=leaks)
-    if not tensors:
-        return
-    own = scheduler.step.steps[handle]
-    hook = _OutputHook(scheduler, own, clock)
-    for tensor in tensors:
-        if tensor.grad_fn is None:
-            on_gradient(tensor, _LeafHook(scheduler, own))
-        else:
-            own.output = weakref.ref(hook.first or hook)
-            on_gradient(tensor, hook)
-
-
-def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among ``values`` whose autograd node has the number ``first_node``, or a later one."""
-    tensors = [value for value in values if type(value) is torch.Tensor and value.grad_fn is not None]
-    return [tensor for tensor in tensors if tensor.grad_fn._sequence_nr() >= first_node]  # type: ignore[union-attr]
-
-
-def _leaks(outputs: Iterable[torch.Tensor], first_node: int) -> bool:
-    """Say whether a call made autograd nodes that are younger than its outputs, from the number ``first_node`` on.
-
-    They belong to tensors that left the call in another way, such as an attribute; they run before an output's hook.
-    """
-    youngest = next_node_number() - 1
-    if youngest < first_node:
-        return False
-    for tensor in outputs:
-        node = tensor.grad_fn
-        if node is not None and node._sequence_nr() == youngest:
-            return False
-    return True
 
 
 def _without_own_memory(output: Any, handle: Handle) -> Any:

@@ -31,5 +31,6 @@ from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setat
 from composable.engine.paths import Replicas, RestingPlace, make_resting_places_by
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
+from composable.engine.side_losses import leaves_side_loss, tensors_in_attributes
 from composable.engine.step import Companion, RootSettings
 from composable.engine.unsharded import streams_for

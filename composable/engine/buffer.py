@@ -147,11 +147,6 @@ class FlatBuffer:
                 return True
         return False
 
-    @property
-    def rests_elsewhere(self) -> bool:
-        """The shard rests in other memory than the buffer: on the host."""
-        return self.home.is_elsewhere
-
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard must be usable."""
         if self._storage is not None and not self.is_allocated and self._buffer is not None:
@@ -186,7 +181,7 @@ class FlatBuffer:
         away = [param for param in self.params if param.sharded.device.type != home.type]
         if away:
             device = away[0].sharded.device
-            if self.rests_elsewhere:
+            if self.home.is_elsewhere:
                 wanted = f"offload_policy keeps them on {home}"
                 fix = "model.to('cpu'), then move its buffers to the device; or leave out what moved the model"
             else:

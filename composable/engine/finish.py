@@ -32,6 +32,7 @@ class GradientFinalizer:
 
     Attributes:
         agreements: The message of each group of ranks, which compares gradients and choices.
+        is_deferred: Backwards have ended, but not their reductions; a later backward or the user ends these.
         failure: What went wrong on this rank; it still took part in every collective.
     """
 
@@ -41,23 +42,18 @@ class GradientFinalizer:
         self.streams = streams
         self._listeners = listeners
         self._steps = steps
-        self._is_deferred = False
+        self.is_deferred = False
         self._is_settled = True
         # Each with the ledger that gets the result, and the gradient buffer that it reads.
         self._under_way: deque[tuple[Reduction, GradientLedger, GradientBuffer | None]] = deque()
         # Gradient buffers of this backward that wait to be filled again.
         self._free: dict[GradientShape, list[GradientBuffer]] = {}
 
-    @property
-    def is_deferred(self) -> bool:
-        """Backwards have ended, but not their reductions; a later backward or the user ends these."""
-        return self._is_deferred
-
-    @is_deferred.setter
-    def is_deferred(self, is_deferred: bool) -> None:
-        if is_deferred is not self._is_deferred:
+    def defer(self, *, is_deferred: bool) -> None:
+        """Set ``is_deferred``."""
+        if is_deferred is not self.is_deferred:
             (note_unfinished if is_deferred else note_finished)(self._steps)
-            self._is_deferred = is_deferred
+            self.is_deferred = is_deferred
 
     # Reductions
 
@@ -139,7 +135,8 @@ class GradientFinalizer:
                     ledger.clear()
         self._is_settled = False
         for agreement in self.agreements:
-            agreement.open()
+            for order in agreement.inner_orders:
+                order.take_digest()
 
     def postpone(self) -> None:
         """Leave the end to a later backward, or to the user: the ledgers keep their state."""
@@ -147,7 +144,7 @@ class GradientFinalizer:
 
     def tell(self, *, ends: bool) -> None:
         """Note gradients that are left on leaves; if this ends all reductions, start messages to the other ranks."""
-        is_synced, goes_on = self._is_deferred, False
+        is_synced, goes_on = self.is_deferred, False
         for handle, step in self._steps.items():
             if not handle.requires_gradient_sync:
                 for ledger in step.ledgers:
@@ -155,12 +152,15 @@ class GradientFinalizer:
             elif ends:
                 is_synced = True
                 for ledger in step.ledgers:
-                    left = ledger.flat.gradients.bits()
-                    ledger.grad_mask |= left
-                    ledger.has_more = left != 0
+                    ledger.has_more = False
+                    for param in ledger.flat.params:  # Inline: there is none, unless more has come.
+                        if param.unsharded is not None and param.unsharded.grad is not None:
+                            ledger.has_more = True
+                    if ledger.has_more:
+                        ledger.grad_mask |= ledger.flat.gradients.bits()
                     goes_on |= ledger.has_more or (ledger.flat.routes.kept.total is not None and _is_due(ledger))
             else:
-                self.is_deferred = True
+                self.defer(is_deferred=True)
         if ends and is_synced:
             for agreement in self.agreements:
                 agreement.begin(has_failed=self.failure is not None, goes_on=goes_on)
@@ -182,7 +182,9 @@ class GradientFinalizer:
                 if agreement.goes_on:
                     again.append(agreement)
             self._reduce_the_rest()
-            failure: Exception | None = self._forget_reductions()
+            self._free.clear()
+            failure: Exception | None = self.failure
+            self.failure = None
             # If some rank had more to reduce, a second message says whether that failed.
             for agreement in again:
                 agreement.begin(has_failed=failure is not None)
@@ -190,7 +192,8 @@ class GradientFinalizer:
                 if agreement.finish():
                     complaining.append(agreement)
             tidy()
-            was_deferred, self.is_deferred = self._is_deferred, False
+            if was_deferred := self.is_deferred:
+                self.defer(is_deferred=False)
             self._settle(was_deferred=was_deferred)
         # In each group, also after an error in another one: its ranks wait for this rank.
         for agreement in self.agreements if complaining else ():
@@ -248,12 +251,6 @@ class GradientFinalizer:
 
     # Recovery
 
-    def _forget_reductions(self) -> ComposableError | None:
-        """Free the gradient buffers; return the failure of this rank, if any, and forget it."""
-        self._free.clear()
-        failure, self.failure = self.failure, None
-        return failure
-
     def abandon(self) -> None:
         """Wait for all reductions and messages that were started, and forget them."""
         for agreement in self.agreements:
@@ -261,7 +258,8 @@ class GradientFinalizer:
         while self._under_way:
             self._under_way[0][0]()
             self._under_way.popleft()
-        self._forget_reductions()
+        self._free.clear()
+        self.failure = None
 
     def give_up(self) -> None:
         """Forget all reductions that were started; their transports have given up."""
@@ -352,6 +350,7 @@ class Agreement:
 
     Attributes:
         goes_on: Some rank had more to reduce when it sent its message.
+        inner_orders: Digests that a backward begins anew: groups may have run different numbers of forwards.
     """
 
     def __init__(
@@ -363,6 +362,7 @@ class Agreement:
         # Where ranks match collectives by their order alone, the order is compared too: equal sizes would mix.
         ways = dict.fromkeys(way for ledger in ledgers for way in ledger.flat.routes.transports())
         self._orders = {way.order: way.world_size for way in ways if way.world_size > 1}
+        self.inner_orders = [order for order, size in self._orders.items() if size < self._ranks.size]
         self._differs = self.goes_on = False
         self.transport = transport
         self._key = transport.allocate_key()
@@ -378,12 +378,6 @@ class Agreement:
             self._sent = torch.frombuffer(self._mine, dtype=torch.uint8)
             self._received = torch.frombuffer(self._every, dtype=torch.uint8)
         self._pending: Pending | None = None
-
-    def open(self) -> None:
-        """Drop digests of orders from before a backward: groups may have run different numbers of forwards."""
-        for order, size in self._orders.items():
-            if size < self._ranks.size:
-                order.take_digest()
 
     def begin(self, *, has_failed: bool, goes_on: bool = False) -> None:
         """Start the message: whether this rank has failed, and whether it has more to reduce. Collective."""

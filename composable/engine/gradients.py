@@ -238,7 +238,7 @@ class Gradients:
         self._params = tuple(params)
         self._pieces = list(zip(self._params, indices, strict=True))
         self._routes = routes
-        self._hooks_known, self._has_hooks = -1, False
+        self.hooks_known, self.has_hooks = -1, False
         self.step_by(())
 
     def copied(self, params: Sequence[ShardedParam], routes: Routes) -> "Gradients":
@@ -400,14 +400,12 @@ class Gradients:
         # A stepper may be collective: it runs when all ranks have agreed on the parameters to step.
         self.steps_together = bool(steppers) and not all(steps_alone(param.sharded) for param in self._params)
 
-    def has_hooks(self) -> bool:
-        """Say whether users registered hooks on the gradient of a sharded parameter."""
-        if self._hooks_known != CHANGES.hooks:
-            self._hooks_known = CHANGES.hooks
-            self._has_hooks = any(
-                param.sharded._post_accumulate_grad_hooks or param.sharded._backward_hooks for param in self._params
-            )
-        return self._has_hooks
+    def look_for_hooks(self) -> None:
+        """Note whether users registered hooks on the gradient of a sharded parameter."""
+        self.hooks_known = CHANGES.hooks
+        self.has_hooks = any(
+            param.sharded._post_accumulate_grad_hooks or param.sharded._backward_hooks for param in self._params
+        )
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         """Make ``reduced`` [S], a mean over the ranks, the gradient of some sharded parameters, or add it to theirs.
@@ -421,7 +419,7 @@ class Gradients:
             chosen = [piece for number, piece in enumerate(chosen) if bits >> number & 1]
         for param, index in chosen:
             sharded = param.sharded
-            grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
+            grad = param.empty_grad if index is None else param.wrap_grad(pieces[index])
             if with_hooks:
                 grad = _run_hooks(param, grad)
             held, placeholder, param.placeholder = sharded.grad, param.placeholder, None

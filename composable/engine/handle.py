@@ -293,11 +293,7 @@ class Handle:
     @property
     def rests_elsewhere(self) -> bool:
         """Some shard rests in other memory than its buffer: on the host."""
-        # Runs at each gather: a generator would double the cost.
-        for flat in self.buffers:  # noqa: SIM110
-            if flat.rests_elsewhere:
-                return True
-        return False
+        return any(flat.home.is_elsewhere for flat in self.buffers)
 
     # In use, and free
 
@@ -395,8 +391,9 @@ class Handle:
         self.view = ParamView.SHARDED
         self.gathers = None
         self.faces.show_sharded()
-        if frees:
-            self.free_buffers()
+        if frees and not (self.is_shared or self.settings.keeps_storage):
+            for flat in self.buffers:  # Inline, as ``free_buffers``: this runs twice in a step.
+                flat.free_buffer()
 
     def hide(self) -> None:
         """Make the modules hold the sharded parameters, and keep the unsharded ones; ``show`` undoes it."""
@@ -484,7 +481,9 @@ class GradientLedger:
         """Give a reduced shard [S] to the parameters that are known to get it."""
         gradients = self.flat.gradients
         given = 0
-        if not (gradients.steps_together or gradients.has_hooks()):
+        if gradients.hooks_known != CHANGES.hooks:
+            gradients.look_for_hooks()
+        if not (gradients.steps_together or gradients.has_hooks):
             given = self.grad_mask | self.flat.routes.kept.bits
             if given and not gradients.steppers:
                 gradients.accumulate(reduced, given)
@@ -512,7 +511,7 @@ class GradientLedger:
         for reduced, given in rest:
             left = mask & ~given
             if left:
-                self._give(reduced, left, with_hooks=not given and self.flat.gradients.has_hooks())
+                self._give(reduced, left, with_hooks=not given and self.flat.gradients.has_hooks)
 
     def _give(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         if self.flat.gradients.steppers:

@@ -3,20 +3,17 @@
 A load assigns tensors, whose values are copied into the shards; other tensors are refused.
 """
 
-import re
 import weakref
 from collections.abc import Sequence
 
 import torch
 
 from composable.comm import Ranks
-from composable.engine.buffer import FREED
 from composable.engine.handle import Handle, handle_of
 from composable.engine.param import Lent, Misplaced, ShardedParam
 from composable.errors import UsageError
 from composable.ground.frames import is_functional_call
 from composable.ground.names import class_name, list_text, module_text
-from composable.ground.torch_private import refusal_of_compiled
 from composable.planning import mark_replaced
 
 LOADED = "_composable_loaded"  # Mark of a parameter that a load has assigned; set in ownership.py.
@@ -27,7 +24,7 @@ def misplaced(handle: Handle) -> list[Misplaced]:
     return [] if handle.held_with is not None else handle.faces.misplaced(handle.view)
 
 
-def refuse_strangers(handle: Handle) -> None:
+def refuse_unknown(handle: Handle) -> None:
     """Raise where a module holds neither face of a parameter of ``handle``, unless a context shows the parameters.
 
     Since the forward, a parameter was then replaced or removed, or a load has assigned it: ``UsageError``.
@@ -67,7 +64,7 @@ def check_held(handle: Handle) -> None:
     Parameters that a load assigned are allowed, and so is any parameter in the place of one on the meta device.
     Raises ``UsageError``, also where ``functional_call`` has put in another one.
     """
-    for _, _, param, held in (found for found in misplaced(handle) if found.is_stranger):
+    for _, _, param, held in (found for found in misplaced(handle) if found.is_unknown):
         at = f"{handle.described}, parameter {param.fqn!r}"
         if is_functional_call():
             raise UsageError(
@@ -134,38 +131,6 @@ def written_too_early(handle: Handle) -> UsageError:
         at=handle.described,
         fix="step, load or change parameters after backward; or run forward again",
     )
-
-
-def freed_parameter_read(error: RuntimeError, handles: Sequence[Handle]) -> Exception | None:
-    """Return the error for a backward that met freed parameters of ``handles``; ``None``: it met none of them."""
-    found = re.search(r"\[[\w.]+ \[([\d, ]*)\]\].* is at version " + str(FREED), str(error))
-    if found is None:
-        return None
-    if (refusal := refusal_of_compiled(is_under_way=False)) is not None:
-        return refusal  # It reads all saved tensors before any hook runs.
-    shapes = [[int(size) for size in found[1].split(", ") if size]]
-    shapes.append(shapes[0][::-1])  # Linear saves its weight transposed.
-    met = [
-        (handle, param)
-        for handle in handles
-        for param in handle.params
-        if list(param.shape) in shapes and not handle.is_unsharded
-    ]
-    unset = [one for one in met if not one[0].settings.unshard_in_backward]
-    names = [handle.from_root(param.fqn) for handle, param in unset or met]
-    if not names:
-        return None
-    what, fix = "that nobody gathers: set_unshard_in_backward(False)", "leave that call out for its module"
-    if not unset:
-        what = (
-            "whose memory is freed: a tensor has left the forward of its module by another way than the outputs, "
-            "and the outputs take no part in this backward"
-        )
-        fix = (
-            "add up all losses of one forward and call backward once; or return the tensor from the forward of "
-            "its module; or annotate that module with reshard_after_forward=False"
-        )
-    return UsageError(f"backward reads a parameter {what}", at=f"parameter {list_text(names)}", fix=fix)
 
 
 def refuse_split_backward(handles: Sequence[Handle]) -> None:

@@ -11,6 +11,7 @@ import copy
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -100,7 +101,6 @@ class ShardedParam:
         self.sharded = nn.Parameter(RaggedDTensor.wrap(self.shown, spec), requires_grad=original.requires_grad)
         _permit_grad(self)
         self.unsharded: nn.Parameter | None = None
-        self._empty_grad: RaggedDTensor | None = None
         self.placeholder: RaggedDTensor | None = None
         self._kept_beside: torch.Tensor | None = None
         _share_hooks(original, self.sharded)
@@ -173,7 +173,7 @@ class ShardedParam:
                 torch.utils.swap_tensors(sharded, fresh)
             _share_hooks(fresh, sharded)
             _permit_grad(self)
-            self._empty_grad = None
+            vars(self).pop("empty_grad", None)
         self.bring_back_marks()
 
     def bring_back_marks(self) -> None:
@@ -275,13 +275,11 @@ class ShardedParam:
         wrapped: RaggedDTensor = wrap_ragged(piece, self.grad_spec, requires_grad=False)
         return wrapped
 
+    @cached_property
     def empty_grad(self) -> RaggedDTensor:
-        """Return the gradient, of full shape, for a rank that owns no element: always the same object."""
-        if self._empty_grad is None:
-            self._empty_grad = RaggedDTensor.wrap(
-                torch.empty(self.local_shape, dtype=self.grad_spec.dtype, device=self.sharded.device), self.grad_spec
-            )
-        return self._empty_grad
+        """The gradient, of full shape, for a rank that owns no element: always the same object."""
+        empty = torch.empty(self.local_shape, dtype=self.grad_spec.dtype, device=self.sharded.device)
+        return RaggedDTensor.wrap(empty, self.grad_spec)
 
     # Gradients that wait on the leaf. ``zero_grad`` sees sharded parameters only, so their ``grad`` stands for these.
 
@@ -289,7 +287,7 @@ class ShardedParam:
         """Note that the leaf's gradient waits to be reduced with later ones."""
         held = self.sharded.grad
         if held is None:
-            held = self.empty_grad()
+            held = self.empty_grad
             if self.stop > self.start:
                 memory = memory_in(self)
                 held = RaggedDTensor.wrap(torch.zeros_like(memory, dtype=self.grad_spec.dtype), self.grad_spec)
@@ -331,7 +329,8 @@ class ShardedParam:
         From then on ``memo`` gives the copy's sharded parameter for both faces of this one.
         """
         twin = copy.copy(self)
-        twin.unsharded = twin._empty_grad = twin.placeholder = twin._kept_beside = None
+        twin.unsharded = twin.placeholder = twin._kept_beside = None
+        vars(twin).pop("empty_grad", None)
         twin.lie_in(shard)
         # Like a copy of any tensor, it has the gradient and the user's marks.
         known: Any = copy.deepcopy(self.sharded, memo)
@@ -469,7 +468,7 @@ class Misplaced(NamedTuple):
     held: nn.Parameter | None
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unknown(self) -> bool:
         """The held tensor is neither face."""
         return not self.param.has_face(self.held)
 

@@ -6,8 +6,8 @@ A step, in order. The hooks of ``annotation/hooks.py`` call this file; autograd 
    lets the next gathers wait until the optimizer has written the shards.
 2. ``Forwards.pre_forward``, before a module with a handle: ``Unsharded.unshard`` waits for the gather, started by an
    earlier module, and puts the unsharded parameters into modules. ``Step.begin_unshard`` starts the next gather.
-3. ``Forwards.post_forward``, after it: ``Completion.arm`` notes the call, ``_end_call`` frees the parameters. The
-   hook of an output gets the clock at the end of the call.
+3. ``Forwards.post_forward``, after it, arms the handle: the next backward completes it. ``_end_call`` frees the
+   parameters. The hook of an output gets the clock at the end of the call.
 4. ``Forwards.exit_forward``, for the outermost module: modules hold sharded parameters until backward.
 5. ``Backwards.pre_backward``, when the gradient of an output arrives; the first one begins the backward (``_begin``,
    ``Completion.begin_backward``). ``Completion.complete_after`` goes back to the clock of the output: each handle whose
@@ -23,12 +23,10 @@ An exception may end this at any line: what comes next calls ``Backwards.tidy_up
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
+from os import getpid
 from threading import get_ident
-from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -36,21 +34,15 @@ from torch import nn
 from composable.comm import described, two_threads
 from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
-from composable.engine.held import check_lent, checksum_of, freed_parameter_read, lost_write, refuse_split_backward
+from composable.engine.held import check_lent, checksum_of, lost_write, refuse_split_backward
 from composable.engine.param import ParamView
+from composable.engine.side_losses import SideLosses
 from composable.engine.step import LED, Completion, Step
 from composable.errors import UsageError
 from composable.ground.frames import in_split_backward, is_called_again
-from composable.ground.torch_hooks import (
-    Ending,
-    differentiable_tensors,
-    in_backward_of_nothing,
-    next_ending_number,
-    watch_backwards,
-)
+from composable.ground.torch_hooks import Ending, backwards_here, next_ending_number
 from composable.ground.torch_private import (
     current_graph_task_id,
-    is_tracing,
     next_node_number,
     running_transform,
     split_backward_code,
@@ -71,12 +63,9 @@ class Backwards:
         self._step = step
         self._completion = completion
         self._at_end = at_end
-        # Of the next backward: the number before it, whether it begins beside outputs, and whether hooks come too late.
-        self._seen, self._is_beside, self._is_lost = 0, False, False
-        self._thread = get_ident()
         # The thread that shows unsharded parameters to itself, between two steps.
         self._shown_in: int | None = None
-        self._watchers: WeakSet[Any] | None = None
+        self.side_losses = SideLosses(step, completion, weakref.proxy(self))
         # Returns an object that autograd holds during the running backward; ``None``: it was freed.
         self._end: Callable[[], object] = lambda: None
         # Whether the running backward ends the reductions; ``None``: it has not started to end.
@@ -84,18 +73,12 @@ class Backwards:
         # The handle whose gradient arrived last in the running backward.
         self._last: HandleStep | None = None
 
-    # Look ahead: tensors that have left a forward by another way than its outputs
-
-    def watch(self, thread: int) -> None:
-        """Look at backwards of the thread of the last forward, which is this one."""
-        if thread != self._thread:
-            self._step.forwards.clear()  # Each thread numbers its nodes by itself.
-        self._watchers, self._thread = watch_backwards(self, self._watchers), thread
+    # Threads
 
     @property
     def is_elsewhere(self) -> bool:
         """Another thread runs the steps, and frees unsharded parameters at any time: this one only reads."""
-        return get_ident() not in (self._thread, self._shown_in) and current_graph_task_id() == -1
+        return get_ident() not in (self.side_losses.thread, self._shown_in) and current_graph_task_id() == -1
 
     @contextmanager
     def shown_here(self) -> Iterator[None]:
@@ -105,51 +88,6 @@ class Backwards:
             yield
         finally:
             self._shown_in = before
-
-    def reads_early(self, outputs: Sequence[Any]) -> bool:
-        """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
-        is_shown = not is_tracing() and self._step.unsharded.show_retained()
-        waiting, self._seen = self._completion.waiting, self._step.backward_id
-        if not waiting:
-            return False
-        self._is_beside = self._step.is_beside(outputs)
-        lost = [own.output() for own in waiting].count(None)
-        # A forward that was dropped as a whole has nothing to read.
-        self._is_lost = self._is_beside or 0 < lost < len(waiting)
-        return self._is_lost or (is_shown and running_transform() is None)
-
-    def begin_early(self) -> None:
-        """Gather what the running backward reaches, and no hook of an output will gather."""
-        waiting = sorted(self._completion.waiting, key=attrgetter("first_forward"))
-        reached = {own for own in waiting if own.is_reached()}
-        if not reached:
-            return
-        self.begin_backward()
-        for own in waiting if self._is_lost else ():
-            # It is not known what reads frozen parameters alone; this rank's loss may just leave an output out.
-            count = [param.sharded.requires_grad for param in own.handle.params].count(False)
-            is_frozen = count > 0 if self._is_beside else count == len(own.handle.params)
-            is_missed = (self._is_beside or own.output() is None) and not own.leaders
-            if is_missed and (is_frozen or own in reached):
-                self._unshard_group(own)
-
-    def end_unseen(self, *, has_failed: bool) -> None:
-        """Reduce gradients of a backward that has met no output of the root; if it has failed, let them be dropped."""
-        step = self._step
-        step.unsharded.hide_retained()
-        if step.backward_id != self._seen or step.is_backward:
-            return
-        for own in self._completion.waiting:
-            if any(flat.gradients.bits() for flat in own.handle.buffers if not flat.gradients.is_kept):
-                if has_failed:
-                    step.is_backward = True  # As one that was cut short: the next forward tidies up.
-                else:
-                    in_backward_of_nothing(self.begin_backward)
-                return
-
-    def explain(self, error: RuntimeError) -> Exception | None:
-        """Return the error for a backward that met freed parameters; ``None``: it did not, or not of this root."""
-        return freed_parameter_read(error, list(self._step.steps))
 
     # Begin
 
@@ -186,6 +124,7 @@ class Backwards:
         step.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
         step.backward_id += 1
+        self.side_losses.is_looking = bool(step.unsharded.shown)
         step.makes_graph = None
         step.latest_clock = 0
         if not step.settings.ends_backward:
@@ -226,7 +165,8 @@ class Backwards:
             self.begin_backward()
         if step.latest_clock < clock < LED:
             step.latest_clock = clock
-        completion.complete_after(clock, self._gather)
+        if completion.queue and completion.queue[-1][0] > clock:
+            completion.complete_after(clock, self._gather)
         backward_id, own = step.backward_id, step.steps[handle]
         if clock == LED and own.leaders:
             if gathers:
@@ -246,10 +186,11 @@ class Backwards:
     def _gather(self, own: HandleStep) -> None:
         """Gather a handle that this rank's loss may leave out, and its followers, in the order of all ranks."""
         own.met_in = self._step.backward_id
-        self._unshard_group(own)
+        self.unshard_group(own)
         self._prefetch_after(own)
 
-    def _unshard_group(self, own: HandleStep) -> None:
+    def unshard_group(self, own: HandleStep) -> None:
+        """Gather a handle and its followers in backward."""
         if own.handle.settings.unshard_in_backward:
             self._step.unsharded.unshard(own.handle)
         self._step.begin_unshard(own, for_backward=True)
@@ -331,8 +272,12 @@ class Backwards:
             unsharded.notice_backward(self.begin_backward)
         else:
             unsharded.read_to = max(unsharded.read_to, step.latest_clock)
-        unsharded.free_retained(0)
-        self._completion.end_backward()
+        if unsharded.retained:
+            unsharded.free_retained(0)
+        for own in self._completion.last_armed:
+            own.is_armed, own.first_forward = False, 0
+            if own.handle.secondary is not None:
+                own.handle.secondary.drop()
         while step.first_nodes and step.first_nodes[-1] < 0:
             # Modules that checkpointing ran again, and stopped in the hook after forward: no other hook is called.
             step.first_nodes.pop()
@@ -367,7 +312,8 @@ class Backwards:
                 flat.gradients.drop()
             handle.drop_secondary()
         step.finalizer.forget_kept()
-        step.finalizer.is_deferred, step.finalizing = False, None
+        step.finalizer.defer(is_deferred=False)
+        step.finalizing = None
         self._completion.forget()
         self._last = None
         step.is_threaded, step.thread = False, None
@@ -382,6 +328,7 @@ class Forwards:
         self._step = step
         self._completion = completion
         self._backwards = backwards
+        self._side_losses = backwards.side_losses
         self._clock = self._started_at = 0
         # The handle whose call came last in the running forward.
         self._last: HandleStep | None = None
@@ -406,14 +353,15 @@ class Forwards:
                 # Numbers of nodes are per thread, and cannot be compared between threads.
                 step.is_threaded = step.thread is not None
                 step.thread = thread
-                self._backwards.watch(thread)
+                if backwards_here.watchers is not self._side_losses.watchers:
+                    self._side_losses.watch(thread)
         step.first_nodes.append(first_node)
         running.append(module)
 
     def _begin(self, module: nn.Module) -> None:
         step = self._step
-        for handle in step.handles[:1]:
-            handle.grid.everyone.check_process()
+        if step.handles and (everyone := step.handles[0].grid.everyone).process != getpid():
+            everyone.check_process()
         for order in step.orders:
             if order.step is not step.reference and order.is_taken():
                 raise two_threads()
@@ -475,18 +423,6 @@ class Forwards:
         if not step.failure:
             step.failure = described(error, "" if handle is None else handle.described)
 
-    def note_outputs(self, output: Any) -> None:
-        """Note the outputs of the outermost module, whose forward ends: a backward begins there or later."""
-        step = self._step
-        if step.first_nodes[0] < 0:
-            return  # Activation checkpointing runs a part again.
-        tensors = (output,) if isinstance(output, torch.Tensor) else differentiable_tensors(output)
-        numbers = {one.grad_fn._sequence_nr() for one in tensors if one.grad_fn is not None}
-        first, stop = step.first_nodes[0], next_node_number()
-        if step.forwards and first < step.forwards[-1][1]:
-            step.forwards.clear()  # Another thread, with the identity of one that has ended.
-        step.forwards.append((first, stop, numbers))
-
     # Handles
 
     def pre_forward(self, handle: Handle) -> None:
@@ -544,7 +480,10 @@ class Forwards:
                 if (ahead := find()) in step.steps:
                     step.begin_unshard(step.steps[ahead])
         elif following is not None and following is not handle:
-            step.begin_unshard(step.steps[following])
+            if step.steps[following].followers:
+                step.begin_unshard(step.steps[following])
+            elif following.held_with is None:
+                step.unsharded.begin_unshard(following)
 
     def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> float:
         """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
@@ -568,7 +507,13 @@ class Forwards:
             return self._clock
         self._clock += 1
         if is_differentiable and not is_led:
-            self._completion.arm(own, self._clock, self._started_at)
+            for one in (own, *own.followers):  # Armed: the next backward completes them.
+                if not one.is_armed:
+                    one.is_armed = True
+                    one.first_forward, one.armed_at = own.entered_at, self._started_at
+                    self._completion.armed.append(one)
+            if own.armed_at == self._started_at:
+                own.last_forward = self._clock
         if leaks:
             step.unsharded.retain_until_backward(handle, read_from=self._started_at)
             step.unsharded.notice_backward(self._backwards.begin_backward)

@@ -54,16 +54,6 @@ class Scheduler:
                 steps[leader].followers = (*steps[leader].followers, own)
 
     @property
-    def is_deferred(self) -> bool:
-        """Backwards have ended, but not their reductions; a later backward or ``finalize`` ends these."""
-        return self.step.finalizer.is_deferred
-
-    @property
-    def is_idle(self) -> bool:
-        """No forward or backward of this root is running."""
-        return self.step.is_idle
-
-    @property
     def _stream_to_name(self) -> dict[int, str]:
         """Name of each stream by its id, for debugging; empty on the CPU."""
         return dict(self.step.streams.names)
@@ -96,10 +86,6 @@ class Scheduler:
         self.step.unsharded.reshard(handle)
         self.step.streams.wait_for_copies()
 
-    def shards_written(self) -> None:
-        """Note that the current stream wrote the shards outside of forward; gathers that start now wait for it."""
-        self.step.streams.shards_written()
-
     def reshard_hidden(self) -> None:
         """Free parameters that a backward kept, if settings no longer keep them; within a step, its end does this."""
         if self.step.is_under_way:
@@ -110,7 +96,7 @@ class Scheduler:
 
     def check_between_steps(self) -> None:
         """Raise ``UsageError`` where a step is running, or reductions are under way."""
-        if self.step.is_under_way or self.is_deferred:
+        if self.step.is_under_way or self.step.finalizer.is_deferred:
             raise UsageError("streams cannot change within a step", fix="do it between two steps")
 
     def use_streams(self, streams: Streams) -> None:
@@ -139,7 +125,7 @@ class Scheduler:
         if self.step.is_backward:
             self.abandon_step()  # A backward was stopped by an exception: its gradients are dropped.
         # Ranks compare in any case: there may be shards that wait for an all-reduce over copies.
-        self.step.finalizer.is_deferred = True
+        self.step.finalizer.defer(is_deferred=True)
         self.finalize()
         self.end_finalize()
 
@@ -155,9 +141,9 @@ class Scheduler:
         step = self.step
         step.check_waited_for()
         waiting = [own for handle, own in step.steps.items() if handle.requires_gradient_sync and handle.is_unsynced]
-        if not waiting and not self.is_deferred:
+        if not waiting and not self.step.finalizer.is_deferred:
             return
-        step.finalizer.is_deferred = True
+        step.finalizer.defer(is_deferred=True)
         step.makes_graph = False
         try:
             with torch.no_grad():
@@ -172,11 +158,6 @@ class Scheduler:
             self.backwards.reset()
             raise
 
-    @property
-    def finalizing(self) -> object | None:
-        """Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none."""
-        return self.step.finalizing
-
     @unseen
     def end_finalize(self) -> None:
         """Give each gradient to its sharded parameter; raises the errors of ``Backwards.finish``."""
@@ -189,7 +170,7 @@ class Scheduler:
         try:
             step.finalizer.end(self.backwards.end_backward)
         except BaseException:
-            if self.is_deferred:
+            if self.step.finalizer.is_deferred:
                 self.backwards.reset()
             raise
         finally:
@@ -232,7 +213,7 @@ class Scheduler:
             UsageError: In the middle of a forward or backward.
         """
         step = self.step
-        if step.is_under_way or self.is_deferred:
+        if step.is_under_way or self.step.finalizer.is_deferred:
             raise UsageError(
                 "a module that ran on its own is called inside another annotated one before its own step has ended",
                 fix="call the outermost annotated module before the modules inside it",

@@ -39,9 +39,8 @@ from composable.ground.torch_private import current_graph_task_id
 
 # Clock for the end of a follower's call, which decides nothing: its leader's calls decide.
 LED = math.inf
-# How many forwards of a root, and nodes of a loss, are looked at before a backward: each costs half a microsecond.
+# How many forwards of a root are looked at before a backward.
 _SEEN_FORWARDS = 8
-_SEEN_NODES = 64
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Step:
         self.is_backward = False  # A backward of this root is running.
         self.makes_graph: bool | None = False  # That backward makes a graph for another one; ``None``: not known yet.
         self.latest_clock: float = 0  # Clock of the latest call whose output has got a gradient in that backward.
-        # Numbers of autograd's nodes in the last forwards: the first, the next after it, those of the outputs.
+        # Numbers of autograd's nodes in each of the last forwards: the first, the next after the last, the outputs'.
         self.forwards: deque[tuple[int, int, set[int]]] = deque(maxlen=_SEEN_FORWARDS)
         self.failure = ""  # Text of the error of the last forward; empty: there was none.
         # Identity of the ``finalize`` that ``end_finalize`` has to end; ``None``: there is none.
@@ -118,29 +117,6 @@ class Step:
     def is_under_way(self) -> bool:
         """A forward has not ended, or a backward; also one that an exception or Ctrl-C cut short."""
         return bool(self.running) or self.is_backward
-
-    def is_beside(self, outputs: Sequence[Any]) -> bool:
-        """Say whether a backward from ``outputs``, of any shapes, goes into one of the last forwards by no output."""
-        nodes: list[Any] = []
-        for output in outputs:
-            nodes.append(output.grad_fn if isinstance(output, torch.Tensor) else output.node)
-        is_beside = False
-        for _ in range(_SEEN_NODES):  # A loss of more nodes is taken for one of outputs.
-            if not nodes:
-                break
-            node = nodes.pop()
-            if node is None or not self.forwards or (number := node._sequence_nr()) < self.forwards[0][0]:
-                continue
-            for first, stop, inside in self.forwards:  # No comprehensions: each would be a call for a node.
-                if first <= number < stop:
-                    if number in inside:
-                        return False
-                    is_beside = True
-                    break
-            else:
-                for following, _ in node.next_functions:
-                    nodes.append(following)
-        return is_beside and not nodes
 
     def check_waited_for(self) -> None:
         """Raise ``UsageError`` if a ``finalize`` has begun and was not waited for."""
@@ -214,42 +190,22 @@ class Completion:
 
     A forward arms handles. A backward goes back through the clock of their forwards: at the end of a handle's last call
     it gathers the handle, at the start of the first call it completes it. All ranks do so in the order of one clock.
-    ``armed`` are the handles that ran since the last backward, in the order of their first calls.
+    ``armed`` are the handles that ran since the last backward, in the order of their first calls; ``last_armed`` are
+    those of the last backward, which may run once more through the same graph.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self.armed: list[HandleStep] = []
-        # Handles of the last backward: it may run once more through the same graph.
-        self._last_armed: list[HandleStep] = []
+        self.last_armed: list[HandleStep] = []
         # Clock, handle, and whether to gather it or to complete it; the last ones come first.
-        self._queue: list[tuple[int, HandleStep, bool]] = []
-
-    # Before backward
-
-    def arm(self, own: HandleStep, clock: int, started_at: int) -> None:
-        """Note the end at ``clock`` of a differentiable call, in the forward that began at ``started_at``.
-
-        The next backward completes the handle ``own`` and its followers.
-        """
-        for one in (own, *own.followers):
-            if not one.is_armed:
-                one.is_armed = True
-                one.first_forward, one.armed_at = own.entered_at, started_at
-                self.armed.append(one)
-        if own.armed_at == started_at:
-            own.last_forward = clock
-
-    @property
-    def waiting(self) -> list[HandleStep]:
-        """The handles of the next backward: those that ran since the last one, or else those of the last one."""
-        return self.armed or self._last_armed
+        self.queue: list[tuple[int, HandleStep, bool]] = []
 
     def forget(self) -> None:
         """Forget the handles that wait for a backward, or for completion in the running one."""
-        self._queue.clear()
+        self.queue.clear()
         self.armed = []
-        self._last_armed = []
+        self.last_armed = []
 
     # In backward
 
@@ -257,8 +213,8 @@ class Completion:
         """Queue handles that ran since the last backward (if none: its handles again), or that have kept gradients."""
         step = self._step
         is_again = not self.armed
-        armed = self._last_armed if is_again else self.armed
-        known = set(self._last_armed) if is_again else set()
+        armed = self.last_armed if is_again else self.armed
+        known = set(self.last_armed) if is_again else set()
         queue, gathered, left = [], [], []
         for own in armed:
             if not own.leaders:
@@ -276,15 +232,8 @@ class Completion:
         for own in armed:
             own.queued_in = step.backward_id
             queue.append((own.first_forward, own, False))
-        self._queue = sorted(queue + gathered, key=_clock)
-        self._last_armed, self.armed = armed, []
-
-    def end_backward(self) -> None:
-        """Forget the forwards that the backward has gone through."""
-        for own in self._last_armed:
-            own.is_armed, own.first_forward = False, 0
-            if own.handle.secondary is not None:
-                own.handle.secondary.drop()
+        self.queue = sorted(queue + gathered, key=_clock)
+        self.last_armed, self.armed = armed, []
 
     def expect_late(self, own: HandleStep) -> None:
         """Let the end of backward complete a handle that was not expected or is complete already, and its followers."""
@@ -292,22 +241,22 @@ class Completion:
         for one in (*own.followers, own):
             if one.completed_in == backward_id:
                 # Forwards and backwards interleave: the handle was reduced already, and more is coming.
-                if (0, one, False) not in self._queue:
-                    self._queue.insert(0, (0, one, False))
+                if (0, one, False) not in self.queue:
+                    self.queue.insert(0, (0, one, False))
             elif one.queued_in != backward_id:
                 # It ran before the previous backward, or its first forward had no grad.
                 one.queued_in = backward_id
                 one.is_armed, one.first_forward = True, 0
-                self._queue.insert(0, (0, one, False))
-                self._last_armed.append(one)
+                self.queue.insert(0, (0, one, False))
+                self.last_armed.append(one)
 
     def complete_after(self, clock: float, gather: Callable[[HandleStep], object]) -> None:
         """Complete handles whose first call began after ``clock``: the gradient of an output made then has arrived.
 
         ``gather`` those first that no gradient has reached here: other ranks have gathered them.
         """
-        queue, step = self._queue, self._step
-        if not queue or queue[-1][0] <= clock or step.is_threaded:
+        queue, step = self.queue, self._step
+        if step.is_threaded:
             return
         # In a backward that makes no graph, gradients are disabled anyway.
         with torch.no_grad() if step.makes_graph else _NOTHING:
@@ -321,8 +270,8 @@ class Completion:
 
     def complete_the_rest(self, gather: Callable[[HandleStep], object]) -> None:
         """Complete the handles that are left when a backward ends; see ``complete_after``, also for the error."""
-        while self._queue:
-            _, own, is_gather = self._queue.pop()
+        while self.queue:
+            _, own, is_gather = self.queue.pop()
             if not is_gather:
                 if own.completed_in == self._step.backward_id and own.handle.steppers:
                     raise stepped_already(own.handle)
@@ -369,7 +318,7 @@ class Completion:
         is_in_use = bool(step.running) and step.is_in_use(handle)
         trainable: list[GradientLedger] = []
         for ledger in own.ledgers:  # A comprehension would double the cost.
-            is_trainable = ledger.flat.is_trainable
+            is_trainable = ledger.flat.params[0].sharded.requires_grad or ledger.flat.is_trainable
             if is_trainable or ledger.flat.gradients.is_unsynced or ledger.is_unfrozen:
                 trainable.append(ledger)
                 ledger.is_unfrozen &= is_trainable

@@ -23,7 +23,7 @@ from composable.engine.buffer import SecondaryShards
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
-from composable.engine.held import refuse_strangers
+from composable.engine.held import refuse_unknown
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
 from composable.ground.modes import unseen
@@ -227,6 +227,8 @@ class Unsharded:
     Attributes:
         read_to: Clock of the latest call that backwards which made no graph have gone through.
         members: The handles; loops go over a copy if they may reshard a handle.
+        retained: Handles whose memory stays, each with the clock of ``retain_until_backward``.
+        shown: Handles of ``show_retained``.
         find_stale: Returns the unsharded handles that are older than their shards; the ranks decide together.
     """
 
@@ -236,9 +238,9 @@ class Unsharded:
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self.members: dict[Handle, None] = {}
-        self._retained: dict[Handle, int] = {}
+        self.retained: dict[Handle, int] = {}
         self.read_to = -1.0
-        self._shown: list[Handle] = []
+        self.shown: list[Handle] = []
         self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
 
     def unshard(self, handle: Handle) -> None:
@@ -248,13 +250,16 @@ class Unsharded:
             self.begin_unshard(handle)
         elif view is not ParamView.GATHERING:
             if view is ParamView.HIDDEN:
-                handle.show(refuse_strangers)
+                handle.show(refuse_unknown)
             return
         if self._listeners.work or autograd_profiler._is_profiler_enabled:
             self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
-        else:
+        elif self.streams.queues:
             self.streams.wait_for_unshard(handle)
-        if handle.show(refuse_strangers):
+        else:
+            for gather in handle.gathers or ():
+                gather.finish()
+        if handle.show(refuse_unknown):
             # All ranks run the same operations on shards, so all of them find this here.
             if self._step.is_backward:
                 raise written_after_gather(handle)
@@ -275,14 +280,15 @@ class Unsharded:
             secondary.are_source = self._step.takes_secondary(handle) if takes_secondary is None else takes_secondary
         for hear in self._listeners.gather_begins:
             hear(handle, from_secondary=secondary is not None and secondary.are_source)
-        is_in_use = handle in self._retained  # A graph may read the memory, which gets the same values again.
+        is_in_use = handle in self.retained  # A graph may read the memory, which gets the same values again.
         is_written = is_in_use
         for flat in handle.buffers:
-            if not (flat.is_empty or flat.is_usable):
-                # On this stream, which wrote the pieces that torch has moved elsewhere, and frees their memory.
-                flat.attach()
-                flat.check_usable()
-                is_written = True
+            for param in () if flat.is_empty else flat.params:  # Inline, as all that runs for each gather.
+                if param.sharded._local_tensor is not param.shown or flat.is_away:  # type: ignore[attr-defined]
+                    # On this stream, which wrote the pieces that torch has moved elsewhere, and frees their memory.
+                    flat.attach()
+                    flat.check_usable()
+                    is_written = True
         if is_written:
             self.streams.shards_written()
         self.members[handle] = None
@@ -304,7 +310,7 @@ class Unsharded:
             self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
         if keeps_secondary and handle.secondary is not None:
             self.streams.keep_secondary(handle.secondary, handle.version, self._step.forward_id)
-        handle.reshard(frees=handle not in self._retained)
+        handle.reshard(frees=handle not in self.retained)
         self.streams.resharded()
         # Last: a call that was cut short is done again.
         self.members.pop(handle, None)
@@ -339,7 +345,7 @@ class Unsharded:
             steps: The state of each handle.
             written: Event after which the shards are written; ``None``: in the order of the current stream.
         """
-        if self._retained:
+        if self.retained:
             self.free_retained(self.read_to)
         if not self.members:
             return
@@ -386,29 +392,29 @@ class Unsharded:
                 memory stays until a backward that makes no graph has gone through that forward or a later one, and
                 another forward begins.
         """
-        self._retained[handle] = max(read_from, self._retained.get(handle, -1))
+        self.retained[handle] = max(read_from, self.retained.get(handle, -1))
 
     def show_retained(self) -> bool:
         """Show modules the parameters whose memory stays: backward may run a checkpoint again before any hook.
 
         Not collective, and no change of state: other ranks may have freed theirs. Returns whether there are any.
         """
-        for handle in self._retained:
+        for handle in self.retained:
             if handle.faces.are_sharded() and not is_outdated(handle):
-                self._shown.append(handle)  # Set first: what is cut short is hidden again.
-                handle.faces.show_unsharded(refuse_strangers, handle)
-        return bool(self._shown)
+                self.shown.append(handle)  # Set first: what is cut short is hidden again.
+                handle.faces.show_unsharded(refuse_unknown, handle)
+        return bool(self.shown)
 
     def hide_retained(self) -> None:
         """Undo ``show_retained``."""
-        for handle in self._shown:
+        for handle in self.shown:
             if handle.view is not ParamView.UNSHARDED:
                 handle.faces.show_sharded()
-        self._shown.clear()
+        self.shown.clear()
 
     def notice_backward(self, hear: Callable[[], None]) -> None:
         """Call ``hear``, a bound method, also when a backward reaches leaves of retained handles, but no output."""
-        for handle in self._retained:
+        for handle in self.retained:
             if handle not in self._leaf_hooks:
                 leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
                 # Before the gradients: a backward begins with a search for kept gradients that users have dropped.
@@ -423,9 +429,9 @@ class Unsharded:
 
     def free_retained(self, read_to: float = math.inf) -> None:
         """Free retained memory, except for graphs of forwards that began at the clock ``read_to`` or later."""
-        for handle, read_from in tuple(self._retained.items()):
+        for handle, read_from in tuple(self.retained.items()):
             if read_from < read_to:
-                del self._retained[handle]
+                del self.retained[handle]
                 for hook in self._leaf_hooks.pop(handle, ()):
                     hook.remove()
                 if handle not in self.members:

@@ -60,22 +60,10 @@ class EndOfBackward:
     first on this rank, and only then wait.
     """
 
-    __slots__ = ("__weakref__", "_endings")
+    __slots__ = ("__weakref__", "endings")
 
     def __init__(self) -> None:
-        self._endings: list[Ending] = []
-
-    def add(self, ending: Ending) -> Callable[[], None]:
-        """Add ``ending``; returns a callback that autograd frees when the backward ends, also by an exception.
-
-        Each ending has its own callback, which nothing else holds: the traceback of an exception that was raised here
-        keeps frames alive, and with them a callback that has to be freed for another ending.
-        """
-        self._endings.append(ending)
-        # A callback that does nothing, without a Python frame.
-        held: Callable[[], Any] = partial(bool)
-        queue_callback(held)
-        return held
+        self.endings: list[Ending] = []
 
     @unseen
     @outside_transforms()
@@ -87,8 +75,8 @@ class EndOfBackward:
         failures: list[Exception] = []
         started: list[Ending] = []
         seen = 0
-        while seen < len(self._endings):  # An ending that starts may add others.
-            waiting = sorted(self._endings[seen:], key=attrgetter("number"))
+        while seen < len(self.endings):  # An ending that starts may add others.
+            waiting = sorted(self.endings[seen:], key=attrgetter("number"))
             seen += len(waiting)
             # A failure is raised later: the other endings have to go on, or other ranks would wait for them.
             for ending in waiting:
@@ -132,7 +120,12 @@ class _Endings:
         self._lock = threading.Lock()
 
     def add(self, ending: Ending) -> Callable[[], None]:
-        """Add ``ending`` to the backward that is running on this thread; returns the callback that autograd holds."""
+        """Add ``ending`` to the backward that is running on this thread.
+
+        Returns a callback that autograd frees when the backward ends, also by an exception. Each ending has its own,
+        which nothing else holds: the traceback of an exception that was raised in one keeps frames alive, and with them
+        a callback that has to be freed for another ending.
+        """
         task = current_graph_task_id()
         end = self._running.get(task)
         if end is None:
@@ -145,24 +138,29 @@ class _Endings:
                         raise refusal
                     queue_callback(end.end_backward)
                     self._running[task] = end
-        return end.add(ending)
+        end.endings.append(ending)
+        # A callback that does nothing, without a Python frame.
+        held: Callable[[], Any] = partial(bool)
+        queue_callback(held)
+        return held
 
 
 class BackwardWatcher(Protocol):
     """An annotation that looks at backwards before their nodes run, and after them."""
 
     number: int  # Equal on all ranks; of several watchers the lowest comes first.
+    is_looking: bool  # It has to hear of the end of the running backward.
 
-    def reads_early(self, outputs: Sequence[Any]) -> bool:
+    def look_ahead(self, outputs: Sequence[Any]) -> bool:
         """Say whether a backward from ``outputs``, of any shapes, may read parameters before a hook runs for it."""
         ...
 
-    def begin_early(self) -> None:
+    def gather_ahead(self) -> None:
         """Prepare the running backward, if it is one of this annotation."""
         ...
 
-    def end_unseen(self, *, has_failed: bool) -> None:
-        """End a backward that has run without an event of this annotation, if it was one of it."""
+    def end_backward(self, *, has_failed: bool) -> None:
+        """End a backward, also one that has run without an event of this annotation, if it was one of it."""
         ...
 
     def explain(self, error: RuntimeError) -> Exception | None:
@@ -173,7 +171,7 @@ class BackwardWatcher(Protocol):
 def watch_backwards(watcher: BackwardWatcher, before: "WeakSet[BackwardWatcher] | None") -> "WeakSet[BackwardWatcher]":
     """Let ``watcher``, as long as it lives, look at backwards of this thread, and no more at those of another one.
 
-    Returns the watchers of this thread, to be passed as ``before`` next time.
+    Returns ``backwards_here.watchers``, to be passed as ``before`` next time.
     """
     here = _ENDINGS.here.watchers
     if here is None:
@@ -210,25 +208,28 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             return original(outputs, *args, **kwargs)
         finally:
             here.is_in_function = before
-    watchers: list[Any] = []
+    watchers = list(here.watchers or ())
     hooks: list[RemovableHandle] = []
     has_failed = True
     threads.add(thread)
     try:
-        if here.watchers:
-            watchers, early = _looked(here.watchers, outputs)
-            if early:
+        early: list[BackwardWatcher] = []
+        for one in watchers:
+            if one.look_ahead(outputs):
+                early.append(one)  # a comprehension would be a call
+        if early:
+            early.sort(key=attrgetter("number"))
 
-                @unseen
-                def begin(_: object) -> None:
-                    while early:
-                        early.pop(0).begin_early()
+            @unseen
+            def begin(_: object) -> None:
+                while early:
+                    early.pop(0).gather_ahead()
 
-                for output in outputs:
-                    if isinstance(output, torch.Tensor):
-                        hooks.append(output.register_hook(begin))
-                    else:  # an edge of a graph
-                        hooks.append(output.node.register_prehook(begin))
+            for output in outputs:
+                if isinstance(output, torch.Tensor):
+                    hooks.append(output.register_hook(begin))
+                else:  # an edge of a graph
+                    hooks.append(output.node.register_prehook(begin))
         result = original(outputs, *args, **kwargs)
         has_failed = False
     except RuntimeError as error:
@@ -240,28 +241,14 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
         threads.discard(thread)
         for hook in hooks:
             hook.remove()
-        if watchers:
-            _end_unseen(watchers, has_failed=has_failed)
+        for one in watchers:
+            if one.is_looking:
+                one.end_backward(has_failed=has_failed)
     return result
 
 
-# The compiler leaves `_run_watched` alone, but not what it calls.
-
-
-@opaque
-def _looked(known: Iterable[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the watchers, and those that have to gather before a backward from ``outputs`` [any] runs."""
-    watchers = list(known)
-    return watchers, sorted((one for one in watchers if one.reads_early(outputs)), key=attrgetter("number"))
-
-
-@opaque
-def _end_unseen(watchers: Sequence[Any], *, has_failed: bool) -> None:
-    for one in watchers:
-        one.end_unseen(has_failed=has_failed)
-
-
 _ENDINGS = _Endings()
+backwards_here = _ENDINGS.here
 next_ending_number = _ENDINGS.next_number
 at_end_of_backward = _ENDINGS.add
 
@@ -497,17 +484,15 @@ class Contents:
         self._leaves = [one._modules for one in found if not one._modules]
         self._params = [one._parameters for one in found if one._parameters]
         self._of_params = of_params
-        self._before = self._look()
+        self._before: list[object] | None = None
+        self.have_changed()
 
     def have_changed(self) -> bool:
         """Say whether a module or a parameter was added, replaced or removed."""
-        now = self._look()
-        return any(self._leaves) or len(now) != len(self._before) or not all(map(is_, now, self._before))
-
-    def _look(self) -> list[object]:
         children = map(dict.values, map(_CHILDREN, self._parents))
-        params = map(self._of_params, self._params)
-        return list(chain(chain.from_iterable(children), chain.from_iterable(params)))
+        now = list(chain(chain.from_iterable(children), chain.from_iterable(map(self._of_params, self._params))))
+        before = self._before = now if self._before is None else self._before
+        return any(self._leaves) or len(now) != len(before) or not all(map(is_, now, before))
 
 
 _CHILDREN: Callable[[Any], dict[str, object]] = attrgetter("_modules")

@@ -400,7 +400,7 @@ def batches(
 def _check_moment(model: nn.Module) -> None:
     for module in model.modules():
         state, handle = sharded_state_of(module), handle_of_module(module)
-        if state is not None and state.root is not None and not state.root.scheduler.is_idle:
+        if state is not None and state.root is not None and not state.root.scheduler.step.is_idle:
             raise UsageError(
                 "full values are asked for in the middle of a forward or backward",
                 at=describe_module(model),

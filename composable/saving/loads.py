@@ -189,7 +189,7 @@ def _prepare_load(module: nn.Module, *state: Any) -> None:
 def _reshard(module: nn.Module, *_: Any) -> None:
     state, handle = sharded_state_of(module), handle_of_module(module)
     scheduler = None if state is None or state.root is None else state.root.scheduler
-    if handle is not None and scheduler is not None and scheduler.is_idle and not scheduler.backwards.is_elsewhere:
+    if handle is not None and scheduler is not None and scheduler.step.is_idle and not scheduler.backwards.is_elsewhere:
         scheduler.reshard(handle)
 
 

@@ -105,7 +105,7 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
         raise nothing_annotated("unshard_params", module)
     roots = [state.lazy_init() for state in states.values()]
     for root in roots:
-        if not root.scheduler.is_idle:
+        if not root.scheduler.step.is_idle:
             raise UsageError(
                 "unshard_params was entered in the middle of a forward or backward",
                 at=describe_module(module),
@@ -164,7 +164,7 @@ class _Shown:
             for param, stand_in in zip(self.params, self._placed):
                 param.place(stand_in)
         else:
-            self.scheduler.shards_written()
+            self.scheduler.step.streams.shards_written()
             self.scheduler.unshard(handle)
             self._placed = [param.leaf() for param in self.params]
         handle.held_with = options

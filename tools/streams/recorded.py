@@ -34,7 +34,7 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
     for handle in root.handles:
         for index, flat in enumerate(handle.buffers):
             name = repr(handle.fqn) if len(handle.buffers) == 1 else f"{handle.fqn!r} [{index}]"
-            if flat.rests_elsewhere:
+            if flat.home.is_elsewhere:
                 recorder.call(flat.shard, f"the shard of {name}")
             routes = flat.routes
             for path in (routes.gather_path, routes.gradient_path, getattr(routes, "secondary_path", None)):
