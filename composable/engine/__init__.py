@@ -3,20 +3,6 @@
 from composable.engine.buffer import FlatBuffer, digest_of
 from composable.engine.events import Listeners, StepListener, Work
 from composable.engine.finish import Agreement, HandleChoices, find_stale
-from composable.engine.gradients import (
-    ELEMENT_WISE,
-    Stepper,
-    check_backward,
-    forget_torch_hooks,
-    give_torch_optimizers,
-    has_stepped,
-    has_torch_optimizer,
-    mark_stepped,
-    refuse_steppers,
-    step_torch_optimizers,
-    stepper_of,
-    unmark_stepped,
-)
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
 from composable.engine.held import (
     ParamLabel,
@@ -33,4 +19,18 @@ from composable.engine.routes import HookFunction, Registration, nearest, reduce
 from composable.engine.scheduler import Scheduler
 from composable.engine.side_losses import leaves_side_loss, tensors_in_attributes
 from composable.engine.step import Companion, RootSettings
+from composable.engine.stepping import (
+    ELEMENT_WISE,
+    Stepper,
+    check_backward,
+    forget_torch_hooks,
+    give_torch_optimizers,
+    has_stepped,
+    has_torch_optimizer,
+    mark_stepped,
+    refuse_steppers,
+    step_torch_optimizers,
+    stepper_of,
+    unmark_stepped,
+)
 from composable.engine.unsharded import streams_for

@@ -18,9 +18,10 @@ from torch import nn
 from composable.comm import LOADED, Grid, Pending
 from composable.dtensor import note_finished
 from composable.engine.buffer import FREED, FlatBuffer, SecondaryShards
-from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
+from composable.engine.gradients import GRADIENT_BUFFERS
 from composable.engine.param import Faces, Lent, ParamView, ShardedParam
 from composable.engine.routes import DEFAULT_COMMS, Comms, Registration, nearest
+from composable.engine.stepping import Stepper, refuse_steppers
 from composable.errors import UsageError, located
 from composable.ground.frames import (
     in_backward,

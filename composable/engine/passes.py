@@ -32,12 +32,12 @@ import torch
 from torch import nn
 
 from composable.comm import described, two_threads
-from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
 from composable.engine.held import check_lent, checksum_of, lost_write, refuse_split_backward
 from composable.engine.param import ParamView
 from composable.engine.side_losses import SideLosses
 from composable.engine.step import LED, Completion, Step
+from composable.engine.stepping import refuse_graph_of_backward
 from composable.errors import UsageError
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import Ending, backwards_here, next_ending_number

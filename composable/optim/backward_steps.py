@@ -1,7 +1,7 @@
 """Optimizer steps inside backward.
 
 An optimizer may step each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that
-memory holds the gradients of one bucket or handle, and not of the whole model. ``engine/gradients.py`` and
+memory holds the gradients of one bucket or handle, and not of the whole model. ``engine/stepping.py`` and
 ``replication/reducer.py`` call the functions that step.
 
 Source: fusing the step into backward, arXiv 2306.09782.
