@@ -5,7 +5,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,8 +38,9 @@ from composable.engine import (
     Replicas,
     RootSettings,
     Scheduler,
+    Step,
     attach,
-    find_stale,
+    steps_of,
     streams_for,
 )
 from composable.errors import ComposableError, UsageError, place_of_rank, warn_once
@@ -53,13 +54,6 @@ from composable.planning import ShardPlan, managed_modules, name_modules
 
 _LOG = logging.getLogger("composable")
 _COMPARISON = "the comparison of plans before the first forward"
-
-
-def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]:
-    """Return the companions below a root's modules, in the same order on all ranks that share them."""
-    found = dict.fromkeys(state for _, state in states_below(modules) if isinstance(state, Companion))
-    fewer = [state for state in found if state.grid.everyone.size < grid.everyone.size]
-    return sorted(fewer, key=lambda state: state.grid.everyone.order)
 
 
 class FullyShardState(AnnotationState):
@@ -245,32 +239,86 @@ class FullyShardState(AnnotationState):
             self.root.scheduler.abandon_step()
 
 
+@dataclass(frozen=True)
+class RootPlan:
+    """What lies below a module that is to be a root; made without a message to other ranks, and nothing is changed.
+
+    Attributes:
+        modules: Those of the outermost annotation; users may have let go of them, and kept some that a policy picked.
+        names: The FQNs of all modules below.
+        states: Every state of the tree, left to right, depth first; the first is the outermost annotation's.
+        handles: Every handle of the tree, in the same order.
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: Mapping[nn.Module, str]
+    states: list[FullyShardState]
+    handles: list[Handle]
+
+    @staticmethod
+    def of(state: FullyShardState) -> "RootPlan":
+        """Return the plan of everything below the modules of ``state``."""
+        modules = tuple(state.modules or state._module_to_handle)
+        handles = (one for module in modules for one in _traversal_utils._get_fsdp_handles(module))
+        states = list(dict.fromkeys([state, *_states_below(modules)]))
+        return RootPlan(modules, name_modules(modules), states, list(dict.fromkeys(handles)))
+
+
 class Root:
-    """A tree of annotated modules, with the scheduler that runs its handles."""
+    """A tree of annotated modules, with the scheduler that runs its handles.
+
+    Making one connects the handles of ``plan`` to their transports: collective. Then they belong to this root.
+    ``models`` has the ranks of each handle together with those of tensor parallelism.
+    """
 
     states = HeldWeakly[FullyShardState]()
     modules = HeldWeakly[nn.Module]()
 
-    def __init__(
-        self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
-    ) -> None:
+    def __init__(self, plan: RootPlan, models: Mapping[Ranks, ModelRanks]) -> None:
+        state = plan.states[0]
+        replicas: dict[tuple[Ranks, str], Replicas] = {}
+        for found in plan.states:
+            found.connect(replicas)
+            put_outermost(found.hook_handles)
+            if any(handle.rests_elsewhere for handle in found._handles):
+                # ``to_empty`` has made the buffers where the parameters rest.
+                managed = managed_modules(found.modules, found.ignored_modules)
+                move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         # Gives the outermost annotation's state; ``None``: users let go of its modules, and kept inner ones.
         self.find_state = weakref.ref(state)
         # The ranks and the modules of the outermost annotation.
         self.grid, self.modules = state.grid, state.modules
         self._class_name = state.plan.class_names[0]
-        self.handles = handles  # Every handle of the tree, left to right, depth first.
-        self.states = states  # Every state of the tree, in the same order.
-        self.scheduler = scheduler  # Runs the handles.
+        self.handles = plan.handles  # Every handle of the tree, left to right, depth first.
+        self.states = plan.states  # Every state of the tree, in the same order.
+        self.models = models
         # By id of a buffer, the copies that modules hold in its place while they run.
         self.lent_buffers: dict[int, LentBuffer] = {}
         self.has_looked_at_views = False  # A forward has ended, and buffers that look into old parameters were refused.
-        # For the ranks of each handle, the same ranks with those of tensor parallelism.
-        self.models: Mapping[Ranks, ModelRanks] = {}
         self.has_begun = False  # All has values, and copies of shards are equal.
         # Read from another thread, for ranks that wait; empty once the root is closed.
-        self._flats = [(handle, flat) for handle in handles for flat in handle.buffers if not flat.is_empty]
+        self._flats = [(handle, flat) for handle in plan.handles for flat in handle.buffers if not flat.is_empty]
+        # In the same order on all ranks that share them.
+        found_below = dict.fromkeys(one for _, one in states_below(plan.modules) if isinstance(one, Companion))
+        fewer = [one for one in found_below if one.grid.everyone.size < state.grid.everyone.size]
+        companions = sorted(fewer, key=lambda one: one.grid.everyone.order)
+        for companion in companions:
+            companion.begin_to_follow()
+        steps = steps_of(plan.handles, _find_leaders(state, plan.states))
+        agreements = _make_agreements(plan.states, models, steps)
+        streams = state.settings.streams or streams_for(state.grid.shard.device)
+        step = Step(steps, streams, state.grid.everyone, state.settings, agreements)
+        self.scheduler = Scheduler(step, at_end_of_backward)  # Runs the handles.
+        step.listeners.add(*companions, *(one for found in plan.states for one in found.listeners.members))
+        # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
+        own = state._module_to_handle.get(plan.modules[0])
+        for handle in plan.handles:
+            option = handle.settings.reshard_option
+            handle.settings.reshard_after_forward = handle is not own if option is None else bool(option)
         notice_tree(self)
+        # Set last, the root's own state after all others: if this is cut short, the next forward does it again.
+        for found in [*(one for one in plan.states if one is not state), state]:
+            found.listeners.root, found.root = step.listeners, self
 
     @property
     def is_joined(self) -> bool:
@@ -281,65 +329,29 @@ class Root:
     @calling(_COMPARISON)
     def adopt(state: FullyShardState) -> "Root":
         """Make ``state`` the root of everything below its modules. Collective; see ``lazy_init``."""
-        # Users may have let go of the outermost modules, and kept some that a policy has picked.
-        modules = state.modules or tuple(state._module_to_handle)
-        names = name_modules(modules)
-        states = list(dict.fromkeys([state, *_states_below(modules)]))
-        found_handles = (one for module in modules for one in _traversal_utils._get_fsdp_handles(module))
-        handles: list[Handle] = list(dict.fromkeys(found_handles))
-        for handle in handles:
+        plan = RootPlan.of(state)
+        for handle in plan.handles:
             known = list(zip(handle.modules, handle.module_fqns, strict=False))
             if len(known) == len(handle.module_fqns):  # Of several, users may have let go of some.
-                handle.module_fqns = tuple(names.get(module, fqn) for module, fqn in known)
-        models = model_ranks_of(handles)
-        _compare_plans(states, models, _find_failure(state, states, names))
-        parted = has_parts(modules, state.grid.everyone)
-        for handle in handles:
+                handle.module_fqns = tuple(plan.names.get(module, fqn) for module, fqn in known)
+        models = model_ranks_of(plan.handles)
+        _compare_plans(plan.states, models, _find_failure(state, plan.states, plan.names))
+        parted = has_parts(plan.modules, state.grid.everyone)
+        for handle in plan.handles:
             handle.has_parts = parted and handle.grid.everyone == state.grid.everyone
-        for found in states:
+        for found in plan.states:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
                 for handle in found._handles:
                     # Graphs of forwards below either root may read the parameters: the last graph's end is unknown.
-                    handle.is_shared |= found.root.find_state() not in states
-        replicas: dict[tuple[Ranks, str], Replicas] = {}
-        for found in states:
-            found.connect(replicas)
-            put_outermost(found.hook_handles)
-            if any(handle.rests_elsewhere for handle in found._handles):
-                # ``to_empty`` has made the buffers where the parameters rest.
-                managed = managed_modules(found.modules, found.ignored_modules)
-                move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
-        streams = state.settings.streams or streams_for(state.grid.shard.device)
-        scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
-        scheduler.follow(_find_leaders(state, states))
-        companions = find_companions(modules, state.grid)
-        for companion in companions:
-            companion.begin_to_follow()
-        step = scheduler.step
-        step.listeners.add(*companions, *(one for found in states for one in found.listeners.members))
-        step.finalizer.agreements = _make_agreements(states, models, step.steps)
-        ranks_of = {handle: found.grid.everyone for found in states for handle in found._handles}
-        step.unsharded.find_stale = functools.partial(find_stale, state.grid.everyone, ranks_of)
-        root = Root(state, handles, states, scheduler)
-        root.models = models
-        # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
-        own = state._module_to_handle.get(modules[0])
-        for handle in handles:
-            option = handle.settings.reshard_option
-            handle.settings.reshard_after_forward = handle is not own if option is None else bool(option)
-        # Set last, the root's own state after all others: if this is cut short, the next forward does it again.
-        for found in states:
-            found.listeners.root = step.listeners
-            if found is not state:
-                found.root = root
-        state.root = root
+                    handle.is_shared |= found.root.find_state() not in plan.states
+        root = Root(plan, models)
         if state.grid.everyone.rank == 0 and state.grid.everyone.size > 1:
             # Warn for a root only: a later annotation may still come around any other.
             for warning in state.plan.warnings:
                 warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(state.plan.class_names)}")
             groups = count_text(len(root.groups()), "process group")
-            _LOG.info("%s: %d handles use %s", root._class_name, len(handles), groups)
+            _LOG.info("%s: %d handles use %s", root._class_name, len(root.handles), groups)
         return root
 
     def groups(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from composable.engine.buffer import FlatBuffer, digest_of
 from composable.engine.events import Listeners, StepListener, Work
-from composable.engine.finish import Agreement, HandleChoices, find_stale
+from composable.engine.finish import Agreement, HandleChoices
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
 from composable.engine.held import (
     ParamLabel,
@@ -18,7 +18,7 @@ from composable.engine.paths import Replicas, RestingPlace, make_resting_places_
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.side_losses import leaves_side_loss, tensors_in_attributes
-from composable.engine.step import Companion, RootSettings
+from composable.engine.step import Companion, RootSettings, Step, steps_of
 from composable.engine.stepping import (
     ELEMENT_WISE,
     Stepper,

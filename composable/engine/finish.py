@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from composable.comm import DONE, ModelRanks, Pending, Ranks, Transport
+from composable.comm import DONE, ModelRanks, Pending, Transport
 from composable.dtensor import note_finished, note_unfinished
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer, GradientShape
@@ -36,8 +36,10 @@ class GradientFinalizer:
         failure: What went wrong on this rank; it still took part in every collective.
     """
 
-    def __init__(self, steps: Mapping[Handle, HandleStep], streams: Streams, listeners: Listeners) -> None:
-        self.agreements: Sequence[Agreement] = ()
+    def __init__(
+        self, steps: Mapping[Handle, HandleStep], streams: Streams, listeners: Listeners, agreements: "list[Agreement]"
+    ) -> None:
+        self.agreements = agreements
         self.failure: ComposableError | None = None
         self.streams = streams
         self._listeners = listeners
@@ -443,27 +445,3 @@ class Agreement:
         shown = self._choices.shown
         self._ranks.compare(self._choices.text(), failure, shown=shown, what=_WHAT, fix=_FIX, call="a backward")
         raise DesyncError(_OTHER_ORDER, fix=_ONE_ORDER)
-
-
-def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:
-    """Return the handles of ``kept``, which are unsharded, whose shard some rank has written since the last gather.
-
-    Collective over the ranks of each handle: one small message. If there are handles of all ranks, handles of a part of
-    the ranks, such as experts, add no message: if one of these was written on any rank, all of them count as written.
-    The handles on ``everyone``, all ranks of the root, are the same on all ranks.
-    """
-    groups: dict[Ranks, list[Handle]] = {}
-    for handle in kept:
-        groups.setdefault(ranks_of[handle], []).append(handle)
-    stale: list[Handle] = []
-    outer = groups.pop(everyone, [])
-    if outer:
-        parts = [handle for handles in groups.values() for handle in handles]
-        are_parts_fresh = all(handle.is_fresh() for handle in parts)
-        *heard, is_part_stale = everyone.any_of([*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
-        stale = [handle for handle, is_stale in zip(outer, heard, strict=True) if is_stale]
-        return stale + (parts if is_part_stale else [])
-    for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
-        heard = ranks.any_of([not handle.is_fresh() for handle in handles])
-        stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
-    return stale

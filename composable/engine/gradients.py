@@ -106,10 +106,6 @@ class Gradients:
                 found |= 1 << number
         return found
 
-    def trainable_bits(self) -> int:
-        """Return the bits of the parameters that require a gradient now."""
-        return sum(1 << number for number, param in enumerate(self._params) if param.sharded.requires_grad)
-
     def take(self, gradient: GradientBuffer) -> int:
         """Move the leaves' gradients into ``gradient``, or zeros; returns the bits of the leaves that had one."""
         views: list[torch.Tensor] = []

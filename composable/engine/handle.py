@@ -502,7 +502,7 @@ class GradientLedger:
             return
         rest, self.waiting = self.waiting, []
         if self.handle.settings.fills_unused:
-            mask |= self.flat.gradients.trainable_bits()
+            mask |= sum(1 << number for number, one in enumerate(self.flat.params) if one.sharded.requires_grad)
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:
             # No parameter has got a part of these yet: hooks run once, on the sum.
@@ -529,10 +529,6 @@ class GradientLedger:
         found = int.from_bytes(message, "little")
         self.grad_mask = found >> 1
         self.has_more = bool(found & 1)
-
-
-def _is_there() -> object:
-    return True
 
 
 class HandleStep:
@@ -564,7 +560,7 @@ class HandleStep:
         self.modules_left: set[int] = set()
         self.is_waiting = any(flat.gradients.is_waiting for flat in handle.buffers)  # on a copy
         self.checksum = (0, 0), 0
-        self.output: Callable[[], object] = _is_there
+        self.output: Callable[[], object] = object
         self.leaders: tuple[Handle, ...] = ()
         self.followers: tuple[HandleStep, ...] = ()
         self.forget()

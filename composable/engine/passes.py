@@ -202,10 +202,7 @@ class Backwards:
             last.next_backward = own.handle
         steps, prefetch = self._step.steps, own.handle.settings.backward_prefetch
         if prefetch is not None:
-            for find in prefetch:
-                # Handles of another root are gathered by that root, on streams of its own.
-                if (ahead := find()) in steps:
-                    self._step.begin_unshard(steps[ahead], for_backward=True)
+            self._step.prefetch(prefetch, for_backward=True)
             return
         hint = own.next_backward or own.previous_forward
         following = None if hint is None else steps[hint]
@@ -475,10 +472,7 @@ class Forwards:
             own.checksum = (step.forward_id, handle.version), checksum_of(handle)
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
-            for find in handle.settings.forward_prefetch:
-                # Handles of another root are gathered by that root, on streams of its own.
-                if (ahead := find()) in step.steps:
-                    step.begin_unshard(step.steps[ahead])
+            step.prefetch(handle.settings.forward_prefetch, for_backward=False)
         elif following is not None and following is not handle:
             if step.steps[following].followers:
                 step.begin_unshard(step.steps[following])

@@ -3,14 +3,14 @@
 Hooks of modules call its two passes, see ``passes.py``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from composable.engine.handle import Handle
 from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
-from composable.engine.step import Completion, RootSettings, Step
+from composable.engine.step import Completion, Step
 from composable.engine.unsharded import Streams
 from composable.errors import UsageError
 from composable.ground.modes import unseen
@@ -21,37 +21,15 @@ class Scheduler:
     """Runs the handles of one root.
 
     Args:
-        handles: All handles of the root, left to right, depth first.
-        streams: Streams of the handles' device.
+        step: The state of its steps.
         at_end: Lets ``Backwards`` run at the end of the running backward; returns an object that autograd frees then.
-        settings: Settings of the root, read at each use.
     """
 
-    def __init__(
-        self,
-        handles: Sequence[Handle],
-        streams: Streams,
-        at_end: Callable[[Ending], Callable[[], None]],
-        settings: RootSettings | None = None,
-    ) -> None:
-        self.handles = tuple(handles)
-        self.step = Step(self.handles, streams, settings or RootSettings())
+    def __init__(self, step: Step, at_end: Callable[[Ending], Callable[[], None]]) -> None:
+        self.step = step
         self._completion = Completion(self.step)
         self.backwards = Backwards(self.step, self._completion, at_end)
         self.forwards = Forwards(self.step, self._completion, self.backwards)
-
-    def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
-        """Let handles follow others, whether their own modules run or not: see ``HandleStep.leaders``.
-
-        Args:
-            leaders: The leaders of each handle that follows; leaders follow no handle.
-        """
-        steps = self.step.steps
-        for handle, ahead in leaders.items():
-            own = steps[handle]
-            own.leaders = tuple(ahead)
-            for leader in ahead:
-                steps[leader].followers = (*steps[leader].followers, own)
 
     @property
     def _stream_to_name(self) -> dict[int, str]:
@@ -228,7 +206,7 @@ class Scheduler:
 
     def leave_ranks(self) -> None:
         """Forget a step that was cut short and tell no rank of it: some may have gone. Call ``close`` next."""
-        flats = [flat for handle in self.handles for flat in handle.buffers]
+        flats = [flat for handle in self.step.handles for flat in handle.buffers]
         for transport in self.step.finalizer.transports().union(*(flat.routes.transports() for flat in flats)):
             transport.give_up()
         self.step.finalizer.give_up()
@@ -236,9 +214,9 @@ class Scheduler:
     def close(self) -> None:
         """Let go of every handle; a backward of an earlier forward then raises. No step is running."""
         self.abandon_step()
-        self.let_go(self.handles)
+        self.let_go(self.step.handles)
         self.step.is_closed = True
         # An earlier graph holds this scheduler, and must not hold the shards with it.
-        self.step.finalizer.agreements = ()
+        self.step.finalizer.agreements = []
         for own in self.step.steps.values():
             own.ledgers = []

@@ -18,18 +18,18 @@ the handle of the module around it, its *leader*: its own calls start no collect
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from composable.comm import Grid
+from composable.comm import Grid, Ranks
 from composable.engine.events import Listeners, StepListener
-from composable.engine.finish import GradientFinalizer, stepped_already
+from composable.engine.finish import Agreement, GradientFinalizer, stepped_already
 from composable.engine.gradients import Gradients
 from composable.engine.handle import GradientLedger, Handle, HandleStep, is_outdated
 from composable.engine.param import ParamView
@@ -70,17 +70,41 @@ class Companion(StepListener):
         """Let the root decide, from now on, when to communicate. Collective over the annotation's ranks."""
 
 
-class Step:
-    """The state that forwards and backwards of one root share."""
+Steps: TypeAlias = dict[Handle, HandleStep]
 
-    def __init__(self, handles: Sequence[Handle], streams: Streams, settings: RootSettings) -> None:
-        self.handles = tuple(handles)
-        self.steps = {handle: HandleStep(handle) for handle in handles}  # The state of each handle in the step.
+
+def steps_of(handles: Iterable[Handle], leaders: Mapping[Handle, Sequence[Handle]]) -> Steps:
+    """Return the state of each handle in a step; ``leaders`` has those of each handle that follows."""
+    steps = {handle: HandleStep(handle) for handle in handles}
+    for handle, ahead in leaders.items():
+        steps[handle].leaders = tuple(ahead)
+        for leader in ahead:
+            steps[leader].followers += (steps[handle],)
+    return steps
+
+
+class Step:
+    """The state that forwards and backwards of one root share.
+
+    Args:
+        steps: The states of all handles of the root, left to right, depth first; see ``steps_of``.
+        streams: Streams of the handles' device.
+        everyone: All ranks of the root.
+        settings: Settings of the root, read at each use.
+        agreements: As of ``GradientFinalizer``.
+    """
+
+    def __init__(
+        self, steps: Steps, streams: Streams, everyone: Ranks, settings: RootSettings, agreements: list[Agreement]
+    ) -> None:
+        self.handles = tuple(steps)
+        self.steps = steps  # The state of each handle in the step.
+        self.everyone = everyone  # All ranks of the root.
         self.settings = settings
         self.streams = streams
         self.listeners = Listeners()  # Hear of each event.
         self.unsharded = Unsharded(streams, self.listeners, weakref.proxy(self))
-        self.finalizer = GradientFinalizer(self.steps, streams, self.listeners)
+        self.finalizer = GradientFinalizer(steps, streams, self.listeners, agreements)
         # The managed modules whose forwards have started and not ended, outermost first.
         self.running: list[nn.Module] = []
         # For each running module, the number of autograd's next node at its start; -1: in backward.
@@ -100,7 +124,7 @@ class Step:
         self.is_closed = False  # Another annotation took the place of this one.
         self.is_threaded = False  # Parts of forward have run in several threads since the last backward.
         # The orders of process groups in which it communicates, on the host: threads must not mix their collectives.
-        ways = {way for handle in handles for flat in handle.buffers for way in flat.routes.transports()}
+        ways = {way for handle in steps for flat in handle.buffers for way in flat.routes.transports()}
         self.orders = [way.order for way in ways if way.world_size > 1 and not (way.is_direct or way.has_nccl)]
         self.reference = weakref.ref(self)
         # Thread in which the last forward started; ``None``: no forward since the last backward.
@@ -154,6 +178,12 @@ class Step:
             if one.handle.held_with is None and (one.handle.settings.unshard_in_backward or not for_backward):
                 self.unsharded.begin_unshard(one.handle)
 
+    def prefetch(self, chosen: Iterable[Callable[[], Handle | None]], *, for_backward: bool) -> None:
+        """Start to gather the handles that users chose; those of another root it gathers by itself."""
+        for find in chosen:
+            if (ahead := find()) is not None and ahead in self.steps:
+                self.begin_unshard(self.steps[ahead], for_backward=for_backward)
+
     def is_in_use(self, handle: Handle) -> bool:
         """Say whether a module of ``handle``, or of its leaders, is running."""
         return self.is_around(handle) or any(map(self.is_around, self.steps[handle].leaders))
@@ -179,10 +209,6 @@ class Step:
             self.streams.shards_written()
         else:
             self.streams.shards_written_at(written)
-
-
-_clock = itemgetter(0)
-_NOTHING: Any = nullcontext()
 
 
 class Completion:
@@ -232,7 +258,7 @@ class Completion:
         for own in armed:
             own.queued_in = step.backward_id
             queue.append((own.first_forward, own, False))
-        self.queue = sorted(queue + gathered, key=_clock)
+        self.queue = sorted(queue + gathered, key=itemgetter(0))
         self.last_armed, self.armed = armed, []
 
     def expect_late(self, own: HandleStep) -> None:
@@ -259,7 +285,7 @@ class Completion:
         if step.is_threaded:
             return
         # In a backward that makes no graph, gradients are disabled anyway.
-        with torch.no_grad() if step.makes_graph else _NOTHING:
+        with torch.no_grad() if step.makes_graph else nullcontext():
             while queue and queue[-1][0] > clock:
                 _, own, is_gather = queue.pop()
                 if not is_gather:

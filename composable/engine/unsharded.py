@@ -12,13 +12,14 @@ On the CPU there are no streams: what a device orders by events, the host orders
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from composable.comm import Ranks
 from composable.engine.buffer import SecondaryShards
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
@@ -229,14 +230,12 @@ class Unsharded:
         members: The handles; loops go over a copy if they may reshard a handle.
         retained: Handles whose memory stays, each with the clock of ``retain_until_backward``.
         shown: Handles of ``show_retained``.
-        find_stale: Returns the unsharded handles that are older than their shards; the ranks decide together.
     """
 
     def __init__(self, streams: Streams, listeners: Listeners, step: Any) -> None:
         self._listeners = listeners
         self._step = step
         self.streams = streams
-        self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self.members: dict[Handle, None] = {}
         self.retained: dict[Handle, int] = {}
         self.read_to = -1.0
@@ -372,7 +371,7 @@ class Unsharded:
         """Free parameters that an earlier step left, of handles of which a rank has written its shard. Collective."""
         asks = self._listeners.has_idle_ranks
         # A rank that ran no modules has no unsharded parameters, and its optimizer has written its shards.
-        stale = set(kept if asks and any(ask() for ask in asks) else self.find_stale(kept))
+        stale = set(kept if asks and any(ask() for ask in asks) else _find_stale(self._step.everyone, kept))
         for handle in kept:
             if handle not in stale:
                 handle.discount_writes()
@@ -439,8 +438,28 @@ class Unsharded:
                     self.streams.resharded()
 
 
-def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:
-    return [handle for handle in kept if not handle.is_fresh()]
+def _find_stale(everyone: Ranks, kept: Sequence[Handle]) -> list[Handle]:
+    """Return the handles of ``kept``, which are unsharded, whose shard some rank has written since the last gather.
+
+    Collective over the ranks of each handle: one small message. If there are handles of all ranks, handles of a part of
+    the ranks, such as experts, add no message: if one of these was written on any rank, all of them count as written.
+    The handles on ``everyone``, all ranks of the root, are the same on all ranks.
+    """
+    groups: dict[Ranks, list[Handle]] = {}
+    for handle in kept:
+        groups.setdefault(handle.grid.everyone, []).append(handle)
+    stale: list[Handle] = []
+    outer = groups.pop(everyone, [])
+    if outer:
+        parts = [handle for handles in groups.values() for handle in handles]
+        are_parts_fresh = all(handle.is_fresh() for handle in parts)
+        *heard, is_part_stale = everyone.any_of([*(not handle.is_fresh() for handle in outer), not are_parts_fresh])
+        stale = [handle for handle, is_stale in zip(outer, heard, strict=True) if is_stale]
+        return stale + (parts if is_part_stale else [])
+    for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
+        heard = ranks.any_of([not handle.is_fresh() for handle in handles])
+        stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
+    return stale
 
 
 def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
@@ -452,8 +471,7 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
 
     @unseen
     def arrived(_: torch.Tensor) -> None:
-        call = method()
-        if call is not None:
+        if (call := method()) is not None:
             call()
 
     return arrived

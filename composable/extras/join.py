@@ -310,7 +310,7 @@ class _ShardedPart(_Part):
     def finish_join(self) -> None:
         """Forget gradients that were not averaged."""
         self._scheduler.abandon_step(always=True)
-        self._scheduler.let_go(self._scheduler.handles)
+        self._scheduler.let_go(self._step.handles)
         self._forget()
 
     def close(self) -> None:

@@ -109,10 +109,9 @@ class _OfThread(threading.local):
 class _Endings:
     """The ``EndOfBackward`` of each running backward, and the count that gives endings their numbers."""
 
-    __slots__ = ("_lock", "_running", "here", "next_number", "threads")
+    __slots__ = ("_lock", "_running", "next_number", "threads")
 
     def __init__(self) -> None:
-        self.here = _OfThread()
         self.threads: set[int] = set()  # those in a backward
         self.next_number = itertools.count().__next__
         # By autograd's id of the backward, which is unique.
@@ -173,9 +172,9 @@ def watch_backwards(watcher: BackwardWatcher, before: "WeakSet[BackwardWatcher] 
 
     Returns ``backwards_here.watchers``, to be passed as ``before`` next time.
     """
-    here = _ENDINGS.here.watchers
+    here = backwards_here.watchers
     if here is None:
-        here = _ENDINGS.here.watchers = WeakSet()
+        here = backwards_here.watchers = WeakSet()
     if before is not None:
         before.discard(watcher)
     here.add(watcher)
@@ -194,12 +193,12 @@ def any_backward_runs() -> bool:
 
 def in_backward_of_function() -> bool:
     """Say whether the backward of an ``autograd.Function``, such as a reentrant checkpoint, started the running one."""
-    return _ENDINGS.here.is_in_function
+    return backwards_here.is_in_function
 
 
 @opaque
 def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    here, threads, thread = _ENDINGS.here, _ENDINGS.threads, threading.get_ident()
+    here, threads, thread = backwards_here, _ENDINGS.threads, threading.get_ident()
     if current_graph_task_id() != -1:
         # Inside another backward, this one is a part of it.
         before = here.is_in_function
@@ -248,7 +247,7 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
 
 
 _ENDINGS = _Endings()
-backwards_here = _ENDINGS.here
+backwards_here = _OfThread()
 next_ending_number = _ENDINGS.next_number
 at_end_of_backward = _ENDINGS.add
 

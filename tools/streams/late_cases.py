@@ -26,7 +26,7 @@ from tools.mutations import mutations_of
 from tools.streams.bench import Bench, Case
 from tools.streams.branches import Branches
 from tools.streams.late import LateDevice
-from tools.streams.recorded import REAL, Runtime
+from tools.streams.recorded import REAL, Runtime, step_on
 from tools.streams.recording import Recorder
 from tools.streams.stream_cases import ON_BLOCKS, PINNED
 
@@ -56,7 +56,7 @@ class LateBench(Bench):
                 device.put_on_host(flat.shard)
         root = state.lazy_init()
         streams = self.runtime.streams(device)
-        root.scheduler = self.runtime.scheduler(root.handles, streams, at_end_of_backward)
+        root.scheduler = self.runtime.scheduler(step_on(root, streams), at_end_of_backward)
         device.take_names(streams.names)
         return root
 

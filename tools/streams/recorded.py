@@ -6,6 +6,7 @@ import torch
 
 from composable.annotation.root import Root
 from composable.comm import Pending, Transport
+from composable.engine import RootSettings, Step, steps_of
 from composable.engine.scheduler import Scheduler
 from composable.engine.unsharded import DeviceStreams
 from composable.ground.torch_hooks import at_end_of_backward
@@ -24,10 +25,15 @@ class Runtime(NamedTuple):
 REAL = Runtime(DeviceStreams, Scheduler)
 
 
+def step_on(root: Root, streams: DeviceStreams) -> Step:
+    """Return a new state for the steps of ``root`` on ``streams``; no rank compares what it does."""
+    return Step(steps_of(root.handles, {}), streams, root.grid.everyone, RootSettings(), [])
+
+
 def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> None:
     """Let the handles of ``root``, which has not run yet, run on the streams of ``recorder``."""
     streams = runtime.streams(recorder)
-    root.scheduler = runtime.scheduler(root.handles, streams, at_end_of_backward)
+    root.scheduler = runtime.scheduler(step_on(root, streams), at_end_of_backward)
     for state in root.states:
         state.listeners.root = root.scheduler.step.listeners
     recorder.take_names(streams.names)
