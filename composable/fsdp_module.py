@@ -207,8 +207,8 @@ class FSDPModule(GatherSettings, ReductionSettings):
         """
         scheduler = state_of(self).lazy_init().scheduler
         for handle in handles_of(self, recurse=False):
-            written = [flat.versioned[0]._version != handle.version for flat in handle.buffers if flat.versioned]
-            is_lost = handle.held_with is None and handle.is_unsharded and any(written)
+            written = {flat.versioned[0]._version for flat in handle.buffers if flat.versioned}
+            is_lost = handle.held_with is None and handle.is_unsharded and not written <= {handle.versions.gathered}
             error = lost_write(handle) if is_lost else None
             scheduler.reshard(handle)
             if error is not None:

@@ -457,15 +457,15 @@ def test_the_engine_names_no_feature() -> None:
 # How often the engine and the annotations mention what only some models need: the numbers of today. A rise is a commit
 # of its own, whose body says what went for it.
 MENTIONS = {
-    "secondary shards": (r"(?i)secondar", 100),
-    "followers and leaders": (r"(?i)follower|leader", 65),
-    "steppers": (r"(?i)stepper", 58),
-    "deferral": (r"(?i)defer", 43),
-    "deep copies": (r"(?i)deep.?cop|\bcopied\b|memo\b", 123),
-    "kept gradients": (r"(?i)\bkept\b|kept_|\bkeeps?\b", 150),
-    "graphs of backward": (r"(?i)create_graph|makes_graph|graph of backward", 15),
-    "communication hooks": (r"(?i)comm_hook|communication hook", 31),
-    "Join": (r"\bJoin\b|(?i:joined|idle_ranks)", 27),
+    "secondary shards": (r"(?i)secondar", 99),
+    "followers and leaders": (r"(?i)follower|leader", 60),
+    "steppers": (r"(?i)stepper", 57),
+    "deferral": (r"(?i)defer", 34),
+    "deep copies": (r"(?i)deep.?cop|\bcopied\b|memo\b", 122),
+    "kept gradients": (r"(?i)\bkept\b|kept_|\bkeeps?\b", 146),
+    "graphs of backward": (r"(?i)create_graph|makes_graph|graph of backward", 14),
+    "communication hooks": (r"(?i)comm_hook|communication hook", 30),
+    "Join": (r"\bJoin\b|(?i:joined|idle_ranks)", 26),
 }
 
 

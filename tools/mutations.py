@@ -1,7 +1,7 @@
 """Breaks the package in one place at a time, and sees whether tests notice.
 
     python -m tools.mutations --map FOLDER --seed 0 --count 150
-    python -m tools.mutations --map FOLDER --only engine/held.py
+    python -m tools.mutations --map FOLDER --only engine/edited.py
 
 First the tests run once, and the lines that each executes are noted below ``--map``, which takes minutes; what is
 there already, of the same code and the same tests, is not done again. Then, for each mutation, the tests run that

@@ -96,7 +96,7 @@ def _copy_root(module: nn.Module, outermost: FullyShardState, memo: dict[Any, An
         for scheduler in schedulers:
             if scheduler.step.is_backward and not in_backward():
                 scheduler.abandon_step()  # An exception has stopped it.
-            scheduler.notice_dropped()
+            scheduler.completion.notice_dropped()
         refuse_running(outermost, handles, waits=any(one.step.finalizer.is_deferred for one in schedulers))
         for handle in handles:
             attach(handle)

@@ -290,7 +290,7 @@ class _OutputHook(GradientHook):
         self._clock = clock
         # The setting of the forward counts: autograd may have saved parameters since then.
         self._gathers = handle.settings.unshard_in_backward
-        self._version = handle.version
+        self._version = handle.versions.gathered
         self._met_in = -1
         first = own.output()
         # The hook of the step's first call lives as long as that of any later one.
@@ -305,7 +305,7 @@ class _OutputHook(GradientHook):
         step = self._step
         if not (step.is_backward and step.backward_id == self._met_in):
             self._met_in = self._backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
-            if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
+            if self._version != self._handle.versions.gathered and self._gathers and type(self) is _OutputHook:
                 raise written_too_early(self._handle)
             for hear in step.listeners.backward_reached:
                 hear(self._handle)

@@ -41,14 +41,10 @@ class KeptGradients(StepListener):
     @staticmethod
     def note(states: Iterable[AnnotationState]) -> None:
         """Note that ``states`` synchronise again; a single annotation averages its kept gradients by itself."""
-        sharded: dict[FullyShardState, None] = {}
-        replicated: dict[ReplicateState, None] = {}
-        for state in states:
-            if isinstance(state, FullyShardState):
-                sharded[state] = None
-            elif isinstance(state, ReplicateState) and not state.follows:
-                # If it follows, it takes part in every backward of the root around.
-                replicated[state] = None
+        given = list(states)
+        sharded = dict.fromkeys(one for one in given if isinstance(one, FullyShardState))
+        # If it follows, it takes part in every backward of the root around.
+        replicated = dict.fromkeys(one for one in given if isinstance(one, ReplicateState) and not one.follows)
         known: list[_State] = [*sharded, *replicated]
         for one in dict.fromkeys(listener for state in known for listener in state.listeners.members):
             if isinstance(one, KeptGradients):

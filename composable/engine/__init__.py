@@ -1,10 +1,7 @@
 """The engine: parameters, buffers, paths, and the order of a step."""
 
 from composable.engine.buffer import FlatBuffer, digest_of
-from composable.engine.events import Listeners, StepListener, Work
-from composable.engine.finish import Agreement, HandleChoices
-from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
-from composable.engine.held import (
+from composable.engine.edited import (
     ParamLabel,
     attach,
     check_held,
@@ -13,6 +10,9 @@ from composable.engine.held import (
     misplaced,
     written_too_early,
 )
+from composable.engine.events import Listeners, StepListener, Work
+from composable.engine.finish import Agreement, HandleChoices
+from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
 from composable.engine.paths import Replicas, RestingPlace, make_resting_places_by
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise

@@ -51,11 +51,11 @@ class GradientFinalizer:
         # Gradient buffers of this backward that wait to be filled again.
         self._free: dict[GradientShape, list[GradientBuffer]] = {}
 
-    def defer(self, *, is_deferred: bool) -> None:
-        """Set ``is_deferred``."""
-        if is_deferred is not self.is_deferred:
-            (note_unfinished if is_deferred else note_finished)(self._steps)
-            self.is_deferred = is_deferred
+    def defer(self, *, waits: bool) -> None:
+        """Note whether reductions wait for a later backward or the user."""
+        if waits is not self.is_deferred:
+            (note_unfinished if waits else note_finished)(self._steps)
+            self.is_deferred = waits
 
     # Reductions
 
@@ -162,7 +162,7 @@ class GradientFinalizer:
                         ledger.grad_mask |= ledger.flat.gradients.bits()
                     goes_on |= ledger.has_more or (ledger.flat.routes.kept.total is not None and _is_due(ledger))
             else:
-                self.defer(is_deferred=True)
+                self.defer(waits=True)
         if ends and is_synced:
             for agreement in self.agreements:
                 agreement.begin(has_failed=self.failure is not None, goes_on=goes_on)
@@ -195,7 +195,7 @@ class GradientFinalizer:
                     complaining.append(agreement)
             tidy()
             if was_deferred := self.is_deferred:
-                self.defer(is_deferred=False)
+                self.defer(waits=False)
             self._settle(was_deferred=was_deferred)
         # In each group, also after an error in another one: its ranks wait for this rank.
         for agreement in self.agreements if complaining else ():

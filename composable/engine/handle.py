@@ -124,6 +124,21 @@ class HandleSettings:
         return type(self.reshard_option) is int
 
 
+@dataclass(slots=True)
+class Versions:
+    """The versions of a handle's parameters. Each write adds to that of its shard, alike on all ranks.
+
+    Attributes:
+        gathered: Sum over the shards whose values the unsharded parameters have; the leaves have this version.
+        written: Sum over the shards as the last gather began: another one since then is a write that it has missed.
+        discount: By how much the shards' own versions are higher than both, for writes that have changed no value.
+    """
+
+    gathered: int = 0
+    written: int = 0
+    discount: int = 0
+
+
 class Handle:
     """The parameters that are unsharded and resharded together. ``HandleStep`` has their state in a step.
 
@@ -137,8 +152,7 @@ class Handle:
         held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
         lent: How that context shows the parameters, if forward and backward cannot use them.
         secondary: The secondary shards; ``None``: none are planned.
-        version: Version of the shards when the unsharded parameters were last gathered.
-        idle_writes: By how much that is less than the shards' own versions, for writes that have changed no value.
+        versions: Of the shards, now and when they were gathered.
         settings: Settings of users.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
@@ -175,7 +189,7 @@ class Handle:
         self.view = ParamView.SHARDED
         self.held_with: object | None = None
         self.lent: Lent | None = None
-        self.version = self.idle_writes = self._version_at_gather = 0
+        self.versions = Versions()
         self.gathers: list[Pending] | None = None
         self.secondary: SecondaryShards | None = None
         if self.plan.secondary_ranks is not None:
@@ -312,7 +326,7 @@ class Handle:
             self.settle()
         self.gathers = gathers = []
         secondary = self.secondary if self.secondary is not None and self.secondary.are_source else None
-        version, is_kept = -self.idle_writes, False
+        version, is_kept = -self.versions.discount, False
         for flat in self.buffers:
             is_kept |= flat.is_allocated
             version += flat.shard._version  # Versions grow alike on all ranks.
@@ -322,17 +336,17 @@ class Handle:
                 gathers.append(secondary.begin(flat))
             else:
                 gathers.append(flat.begin_unshard())
-        self._version_at_gather = version
+        self.versions.written = version
         version = version if secondary is None else secondary.version
-        if is_kept and version != self.version:
+        if is_kept and version != self.versions.gathered:
             for flat in self.buffers:  # The memory was kept for an earlier graph, and gets other values.
                 set_versions(flat.versioned, (FREED,) * len(flat.versioned))
-        self.version = version
+        self.versions.gathered = version
         self.view = ParamView.GATHERING
 
     def discount_writes(self) -> None:
         """Note that writes since the last gather, on all ranks, did not change the values."""
-        self.idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
+        self.versions.discount = sum(flat.shard._version for flat in self.buffers) - self.versions.gathered
 
     def forgive_idle_writes(self) -> None:
         """Take operations in place on the unsharded parameters as no writes, if no rank finds another value.
@@ -343,10 +357,10 @@ class Handle:
         if self.view is not ParamView.UNSHARDED or self.held_with is not None or self.has_parts:
             return
         for flat in self.buffers:
-            is_risen = bool(flat.versioned) and flat.versioned[0]._version != self.version
+            is_risen = bool(flat.versioned) and flat.versioned[0]._version != self.versions.gathered
             # In backward, a checkpoint runs a forward again, whose writes were looked for.
             if is_risen and (in_backward() or not any(self.grid.everyone.any_of([not flat.is_unwritten()]))):
-                set_versions(flat.versioned, (self.version,))
+                set_versions(flat.versioned, (self.versions.gathered,))
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
@@ -364,15 +378,15 @@ class Handle:
         Returns whether the shards were written to since then, and nothing was done.
         """
         if self.gathers is not None:
-            written = -self.idle_writes - self._version_at_gather
+            written = -self.versions.discount - self.versions.written
             for flat in self.buffers:  # Inline: this runs for each gather.
                 written += flat.shard._version
             if written:
-                self._version_at_gather += written  # Told once: what ends the forward may show them, too.
+                self.versions.written += written  # Told once: what ends the forward may show them, too.
                 return True
         self.faces.show_unsharded(refuse, self)
         if self.gathers is not None:
-            version = (self.version,)
+            version = (self.versions.gathered,)
             for flat in self.buffers:
                 if flat.versioned:
                     set_versions(flat.versioned, version)
@@ -443,7 +457,7 @@ def written_after_gather(handle: Handle) -> UsageError:
 
 def is_outdated(handle: Handle) -> bool:
     """Say whether unsharded parameters have other values than the shards, as all ranks know by versions."""
-    return sum(flat.shard._version for flat in handle.buffers) - handle.idle_writes != handle.version
+    return sum(flat.shard._version for flat in handle.buffers) - handle.versions.discount != handle.versions.gathered
 
 
 class GradientLedger:

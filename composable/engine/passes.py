@@ -32,11 +32,11 @@ import torch
 from torch import nn
 
 from composable.comm import described, two_threads
+from composable.engine.edited import check_lent, checksum_of, lost_write, refuse_split_backward
 from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
-from composable.engine.held import check_lent, checksum_of, lost_write, refuse_split_backward
 from composable.engine.param import ParamView
 from composable.engine.side_losses import SideLosses
-from composable.engine.step import LED, Completion, Step
+from composable.engine.step import NO_CLOCK, Completion, Step
 from composable.engine.stepping import refuse_graph_of_backward
 from composable.errors import UsageError
 from composable.ground.frames import in_split_backward, is_called_again
@@ -163,12 +163,12 @@ class Backwards:
         step, completion = self._step, self._completion
         if not step.is_backward or step.makes_graph is None or self._end() is None:
             self.begin_backward()
-        if step.latest_clock < clock < LED:
+        if step.latest_clock < clock < NO_CLOCK:
             step.latest_clock = clock
         if completion.queue and completion.queue[-1][0] > clock:
             completion.complete_after(clock, self._gather)
         backward_id, own = step.backward_id, step.steps[handle]
-        if clock == LED and own.leaders:
+        if clock == NO_CLOCK and own.leaders:
             if gathers:
                 step.unsharded.unshard(handle)
             return backward_id
@@ -309,7 +309,7 @@ class Backwards:
                 flat.gradients.drop()
             handle.drop_secondary()
         step.finalizer.forget_kept()
-        step.finalizer.defer(is_deferred=False)
+        step.finalizer.defer(waits=False)
         step.finalizing = None
         self._completion.forget()
         self._last = None
@@ -398,7 +398,7 @@ class Forwards:
             elif own.modules_left:  # A group of modules that did not all run.
                 own.modules_left.clear()
                 self._end_call(own, is_differentiable=own.is_armed)
-            elif own.checksum[0] == (step.forward_id, handle.version) and handle.view is ParamView.UNSHARDED:
+            elif own.checksum[0] == (step.forward_id, handle.versions.gathered) and handle.view is ParamView.UNSHARDED:
                 # What came behind the last call is compared too.
                 compares = handle.held_with is None and running_transform() is None
                 if compares and own.checksum[1] != checksum_of(handle):
@@ -466,10 +466,10 @@ class Forwards:
         if (
             not step.forward_id & (step.forward_id + 1)
             and (step.forward_id == 1 or not step.streams.queues)
-            and own.checksum[0] != (step.forward_id, handle.version)
+            and own.checksum[0] != (step.forward_id, handle.versions.gathered)
             and handle.held_with is None
         ):
-            own.checksum = (step.forward_id, handle.version), checksum_of(handle)
+            own.checksum = (step.forward_id, handle.versions.gathered), checksum_of(handle)
         following = own.next_forward
         if handle.settings.forward_prefetch is not None:
             step.prefetch(handle.settings.forward_prefetch, for_backward=False)
@@ -512,7 +512,7 @@ class Forwards:
             step.unsharded.retain_until_backward(handle, read_from=self._started_at)
             step.unsharded.notice_backward(self._backwards.begin_backward)
         if is_led:
-            return LED
+            return NO_CLOCK
         # The handle's last call in the forward: no other of its modules is left to run, and this one has no outer call.
         if not own.modules_left and step.running.count(module) == 1:
             for one in own.followers:
@@ -525,14 +525,15 @@ class Forwards:
         """Free a handle after its last call in the forward, or let it stay unsharded."""
         handle, settings = own.handle, own.handle.settings
         if handle.held_with is None and handle.view is ParamView.UNSHARDED:
-            compares = own.checksum[0] == (self._step.forward_id, handle.version) and running_transform() is None
+            gathered = handle.versions.gathered
+            compares = own.checksum[0] == (self._step.forward_id, gathered) and running_transform() is None
             is_written = compares and own.checksum[1] != checksum_of(handle)
-            shards = -handle.idle_writes
+            shards = -handle.versions.discount
             for flat in handle.buffers:  # Inline: a call would cost as much for each handle.
-                is_written |= bool(flat.versioned) and flat.versioned[0]._version != handle.version
+                is_written |= bool(flat.versioned) and flat.versioned[0]._version != gathered
                 shards += flat.shard._version
             # An optimizer may step in a forward, after a backward there.
-            if shards != handle.version and self._step.backward_id == self._step.backwards_before:
+            if shards != gathered and self._step.backward_id == self._step.backwards_before:
                 self._written = written_after_gather(handle)
             if is_written:
                 self._written = lost_write(handle)  # Raised when the modules are in order again.

@@ -27,9 +27,9 @@ class Scheduler:
 
     def __init__(self, step: Step, at_end: Callable[[Ending], Callable[[], None]]) -> None:
         self.step = step
-        self._completion = Completion(self.step)
-        self.backwards = Backwards(self.step, self._completion, at_end)
-        self.forwards = Forwards(self.step, self._completion, self.backwards)
+        self.completion = Completion(self.step)
+        self.backwards = Backwards(self.step, self.completion, at_end)
+        self.forwards = Forwards(self.step, self.completion, self.backwards)
 
     @property
     def _stream_to_name(self) -> dict[int, str]:
@@ -92,10 +92,6 @@ class Scheduler:
         step.streams = step.unsharded.streams = step.finalizer.streams = streams
         streams.shards_written()
 
-    def notice_dropped(self) -> None:
-        """Forget kept gradients that users have dropped; call it between steps before kept gradients are read."""
-        self._completion.notice_dropped()
-
     # Ending by hand
 
     def reduce_kept(self) -> None:
@@ -103,7 +99,7 @@ class Scheduler:
         if self.step.is_backward:
             self.abandon_step()  # A backward was stopped by an exception: its gradients are dropped.
         # Ranks compare in any case: there may be shards that wait for an all-reduce over copies.
-        self.step.finalizer.defer(is_deferred=True)
+        self.step.finalizer.defer(waits=True)
         self.finalize()
         self.end_finalize()
 
@@ -121,11 +117,11 @@ class Scheduler:
         waiting = [own for handle, own in step.steps.items() if handle.requires_gradient_sync and handle.is_unsynced]
         if not waiting and not self.step.finalizer.is_deferred:
             return
-        step.finalizer.defer(is_deferred=True)
+        step.finalizer.defer(waits=True)
         step.makes_graph = False
         try:
             with torch.no_grad():
-                self._completion.complete_kept(waiting)
+                self.completion.complete_kept(waiting)
                 step.streams.end_backward()
             for hear in step.listeners.backward_ends:
                 hear(averages=step.averages, ends=True)
@@ -177,7 +173,7 @@ class Scheduler:
             for flat in handle.buffers:
                 flat.gradients.drop()
             own.is_armed = False
-        self._completion.forget()
+        self.completion.forget()
 
     def forget_order(self) -> None:
         """Prefetch nothing until forwards have shown the order of modules again. On every rank alike."""
@@ -202,7 +198,7 @@ class Scheduler:
             handle.drop_secondary()
             if handle in step.steps:
                 step.steps[handle].forget()
-        self._completion.forget()
+        self.completion.forget()
 
     def leave_ranks(self) -> None:
         """Forget a step that was cut short and tell no rank of it: some may have gone. Call ``close`` next."""

@@ -38,7 +38,7 @@ from composable.errors import UsageError
 from composable.ground.torch_private import current_graph_task_id
 
 # Clock for the end of a follower's call, which decides nothing: its leader's calls decide.
-LED = math.inf
+NO_CLOCK = math.inf
 # How many forwards of a root are looked at before a backward.
 _SEEN_FORWARDS = 8
 
@@ -355,7 +355,7 @@ class Completion:
                     hear(handle, own.ledgers.index(ledger))
                 gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
                 if is_early and ledger.grad_mask != ledger.flat.gradients.all_bits:
-                    self._linger(handle, ledger.flat.gradients, ledger.grad_mask)
+                    self._retain(handle, ledger.flat.gradients, ledger.grad_mask)
                 if ledger is trainable[-1] and handle.settings.reshard_after_backward and not is_in_use:
                     # Freed before the last reduction starts.
                     step.unsharded.reshard(handle)
@@ -363,7 +363,7 @@ class Completion:
                     step.finalizer.begin(ledger, gradient)
         else:
             for ledger in trainable if is_early else ():
-                self._linger(handle, ledger.flat.gradients, ledger.flat.gradients.bits())
+                self._retain(handle, ledger.flat.gradients, ledger.flat.gradients.bits())
             if handle.settings.reshard_after_backward and not is_in_use:
                 step.unsharded.reshard(handle)
         step.streams.meet()
@@ -371,7 +371,7 @@ class Completion:
             # Parameters that stay unsharded have to be so on all ranks, also where the modules took no part.
             step.unsharded.unshard(handle)
 
-    def _linger(self, handle: Handle, gradients: Gradients, had: int) -> None:
+    def _retain(self, handle: Handle, gradients: Gradients, had: int) -> None:
         """Keep the parameters' memory if parts of backward that read them are still to run: gradients are missing."""
         if gradients.expects_more(had):
             self._step.unsharded.retain_until_backward(handle)

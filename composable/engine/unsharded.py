@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.comm import Ranks
 from composable.engine.buffer import SecondaryShards
+from composable.engine.edited import refuse_unknown
 from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle, HandleStep, is_outdated, written_after_gather
-from composable.engine.held import refuse_unknown
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
 from composable.ground.modes import unseen
@@ -308,7 +308,7 @@ class Unsharded:
         if handle.view is ParamView.GATHERING:
             self._listeners.during(Work.WAIT_FOR_GATHER, handle, handle.fqn, self.streams.wait_for_unshard, handle)
         if keeps_secondary and handle.secondary is not None:
-            self.streams.keep_secondary(handle.secondary, handle.version, self._step.forward_id)
+            self.streams.keep_secondary(handle.secondary, handle.versions.gathered, self._step.forward_id)
         handle.reshard(frees=handle not in self.retained)
         self.streams.resharded()
         # Last: a call that was cut short is done again.
@@ -330,7 +330,7 @@ class Unsharded:
         for handle in self.members:
             if handle.view is ParamView.UNSHARDED and handle.held_with is None:
                 for flat in handle.buffers:
-                    if flat.versioned and flat.versioned[0]._version != handle.version:
+                    if flat.versioned and flat.versioned[0]._version != handle.versions.gathered:
                         written.append(handle)
             handle.hide()
         return written

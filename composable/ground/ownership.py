@@ -305,7 +305,7 @@ def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None
             handle.forgive_idle_writes()
         return
     if is_sharded(parent._parameters.get(name)) and is_running(module_load.__code__):
-        param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/held.py
+        param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/edited.py
     if _REGISTRATIONS.note(parent) and hasattr(param, "_st_info"):
         # The wrapper, or torch's replicate, which uses it, replaces a sharded parameter by one with this attribute.
         raise _two_averages(_WRAPPER, name)
