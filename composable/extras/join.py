@@ -22,7 +22,6 @@ from composable.errors import ComposableError, DesyncError
 from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
-from composable.replication import Shadow
 
 # The owner of a part, which communicates on its own.
 Owner: TypeAlias = Root | ReplicateState
@@ -402,19 +401,18 @@ class _ReplicatedPart(_Part):
         super().__init__(number, steps, state, state.reducer.listeners, [])
         self._state = state
         self._reducer = state.reducer
-        self._shadow = Shadow(state.reducer)
         self._put_back: Callable[[], None] | None = None
         state.reducer.round.count_anew()
 
     def begin_step(self, running: Sequence[int], divisor: int | None) -> None:
         """Begin a step of the ranks at the places ``running``; sums are divided by ``divisor``, ``None``: as usual."""
-        self._shadow.expect(running, divisor)
+        self._reducer.exchange.expect(running, divisor)
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         """Prepare a step without inputs on this rank; ``is_first``: it had inputs for the step before."""
         if is_first:
             self._reducer.prepare()
-            self._put_back = self._shadow.put_aside() if keeps_own else None
+            self._put_back = self._reducer.put_aside() if keeps_own else None
 
     def finish_join(self) -> None:
         """Give all ranks the parameters and buffers of the last rank that had inputs. Collective."""
@@ -427,7 +425,7 @@ class _ReplicatedPart(_Part):
         """Send no message from now on."""
         super().close()
         self._reducer.round.count_anew()
-        self._shadow.expect(None, None)
+        self._reducer.exchange.expect(None, None)
 
     # Events of the reducer, each with what a rank without inputs does
 
@@ -447,19 +445,19 @@ class _ReplicatedPart(_Part):
             self._tell("backward")
 
     def follow_backward(self) -> None:
-        self._shadow.begin()
+        self._reducer.begin_idle()
 
     def reduction_begins(self, unit: object, index: int) -> None:
         self._tell("reduce")
 
     def follow_reduce(self) -> None:
-        self._shadow.send()
+        self._reducer.exchange.send_zeros(1)
 
     def gradients_come(self) -> None:
         self._tell(_FINISH)
 
     def follow_finish(self) -> None:
-        self._shadow.end()
+        self._reducer.end_round()
 
     def step_forgotten(self, *, was_unfinished: bool) -> None:
         self._tell("forget")

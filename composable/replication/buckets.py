@@ -18,6 +18,7 @@ from composable.errors import UsageError
 from composable.ground.torch_private import foreach_copy_, foreach_mul_
 from composable.replication.managed import ReducedParam, grad_dtype_of, local_gradient, local_of, wrapped_like
 from composable.replication.options import ReplicateArguments
+from composable.replication.static_graph import StaticGraph
 
 _FIRST_CAP_BYTES = 2**20
 # From this mean size on, scaling each gradient while it is copied beats copying all of them in
@@ -88,10 +89,10 @@ class Bucket:
         self._views = self.views = [self.flat] * len(self._params)
 
     def clear(self) -> None:
-        """Make all gradients in the buffer zero."""
+        """Make all gradients in the buffer zero; what lies behind them stays."""
         if not self.flat.numel():
             self._allocate()
-        self.flat.zero_()
+        self._data.zero_()
 
     @property
     def sent_bytes(self) -> int:
@@ -215,47 +216,42 @@ class Arrangement:
         params: The parameters. Sparse gradients lie in no bucket; the last bucket waits for them: it has the flags.
         transport: Gives each bucket its key.
         options: What the user chose.
+        static: What the user has promised of every backward.
         tail_numel: Elements behind the gradients of the last bucket.
     """
 
     def __init__(
-        self, params: Sequence[ReducedParam], transport: Transport, options: ReplicateArguments, *, tail_numel: int
+        self,
+        params: Sequence[ReducedParam],
+        transport: Transport,
+        options: ReplicateArguments,
+        static: StaticGraph | None,
+        *,
+        tail_numel: int,
     ) -> None:
         self.buckets: list[Bucket] = []  # In order of reduction; the list is changed in place.
         self.bucket_of: list[Bucket] = []  # The bucket of each parameter; the list is changed in place.
         # The order in which gradients are expected; ``None``: not known.
         self.order: list[int] | None = [*range(len(params))][::-1] if options.fixed_buckets else None
-        # The expected number of gradients of each parameter; ``None``: one, or not known.
-        self.counts: Sequence[int] | None = None
+        self.is_due = False  # The buckets of the next backward follow another order, or other counts.
         self.is_stepped = False  # An optimizer steps the parameters of a bucket inside backward, and frees its memory.
         self._params = params
         self._transport = transport
         self._options = options
+        self._static = static
         self._tail_numel = tail_numel
         self._sparse = [index for index, item in enumerate(params) if item.is_sparse]
-        self._is_due = False  # The buckets of the next backward follow another order.
-        self._build()
+        self.build()
 
     @property
     def is_rebuilt(self) -> bool:
         """The buckets of the last backward follow the order of arrival."""
-        return self.order is not None and not self._is_due
-
-    def expect(self, order: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """Set the order and the counts of gradients that the buckets of the next backward follow."""
-        self.order, self.counts = list(order), counts or self.counts
-        self._is_due = True
+        return self.order is not None and not self.is_due
 
     def step(self, is_stepped: bool) -> None:
         """Set whether an optimizer steps inside backward. Gradients get memory of their own, buckets none."""
         self.is_stepped = is_stepped
-        self._build()
-
-    def prepare(self) -> None:
-        """Build the buckets of the backward that begins, if their order is new."""
-        if self._is_due:
-            self._is_due = False
-            self._build()
+        self.build()
 
     @torch.no_grad()
     def dissolve(self) -> None:
@@ -286,7 +282,9 @@ class Arrangement:
         groups = plan_buckets(inside, keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
         return groups or [[]]  # The last bucket has the flags, even if it has nothing else.
 
-    def _build(self) -> None:
+    def build(self) -> None:
+        """Make the buckets of the backwards from now on."""
+        self.is_due = False
         # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
         self.dissolve()
         groups = self._groups() if self._params else []
@@ -301,11 +299,10 @@ class Arrangement:
                 like=torch.empty(0, dtype=first.bucket_dtype, device=first.param.device),
             )
             awaited = group + self._sparse if is_last else group
-            bucket.arrivals = len(awaited) if self.counts is None else sum(self.counts[index] for index in awaited)
-            if self._options.static_graph and (is_last or self.counts is None):
-                # A parameter may get one more gradient in a graph that is new, or that differs from the first, also
-                # a parameter that had none on this rank: so only the end of backward shows that all have arrived.
-                bucket.arrivals += 1 + len(self._params)
+            if self._static is None:
+                bucket.arrivals = len(awaited)
+            else:
+                bucket.arrivals = self._static.arrivals_of(awaited, is_last=is_last)
             self.buckets.append(bucket)
         holder = {index: bucket for bucket in self.buckets for index in bucket.param_indices}
         self.bucket_of[:] = [holder.get(index, self.buckets[-1]) for index in range(len(self._params))]

@@ -1,20 +1,15 @@
-"""Messages of a reducer: buckets, and flags for errors.
+"""Messages of a reducer: buckets, with flags behind the last one.
 
 A bucket is averaged by an all-reduce, or by a communication hook.
-
-Behind the gradients of the last bucket lie *flags*: one per parameter, set by the ranks that have a gradient for it;
-and for each rank two numbers: its complaint, zero if it has none, and how often it ran the modules since the last
-average. The all-reduce adds the flags up. So, without one more collective, every rank learns which parameters no rank
-used, and of errors on other ranks.
 """
 
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,125 +17,21 @@ import torch.distributed as dist
 from composable.comm import Grid, Pending, Transport, wait_for_hook
 from composable.engine import Listeners, Registration, Work, reduced_otherwise
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import count_text, described, list_text, ranks_text
+from composable.ground.names import described, list_text, ranks_text
 from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.managed import ReducedParam
 from composable.replication.options import ReplicateArguments
-from composable.replication.rounds import Round, StaticGraph, Stopwatch
+from composable.replication.reports import GRAPH_CHANGED, HOOK_FAILED, MOST_NAMES, UNUSED, FlagBlock, Report, error_of
+from composable.replication.rounds import Round, Stopwatch
 from composable.replication.sparse import SparseGradients
+from composable.replication.static_graph import StaticGraph
 
 _LOG = logging.getLogger("composable")
 
-# Complaints that a rank may send in place of its number of parameters without a gradient.
-STOPPED = -1
-HOOK_FAILED = -2
-GRAPH_CHANGED = -3
-
-# The highest count: bfloat16 holds all integers up to it.
-_MOST_RUNS = 256
-_MAX_NAMES_SHOWN = 10
-# Adds numbers up over all ranks.
-_AddUp: TypeAlias = Callable[[Sequence[float]], list[float]] | None
 # The longest wait inside backward that may be in vain: a bucket of the default size takes less at 1 Gbit/s.
 _LONGEST_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
-
-
-class Report(NamedTuple):
-    """The flags of all ranks after a round."""
-
-    used: Sequence[float] = ()  # For each parameter, the number of ranks that had a gradient.
-    complaints: Sequence[float] = ()  # For each rank, its complaint; 0: it has none.
-    # For each rank, how often it ran the modules since the last average; 0: it follows other ranks.
-    runs: Sequence[float] = ()
-
-
-class FlagBlock:
-    """Writes and reads the flags of ``count`` parameters in every round, behind the gradients of the last bucket."""
-
-    __slots__ = ("_add_up", "_count", "_late", "_plain", "_rank", "_told", "_world_size", "numel")
-
-    def __init__(self, count: int, rank: int, world_size: int, add_up: _AddUp = None) -> None:
-        self.numel = count + 2 * world_size
-        self._count = count
-        self._rank = rank
-        self._world_size = world_size
-        self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
-        self._late: tuple[torch.Tensor, torch.Event] | None = None
-        # What has added up the flags of all ranks where blocks have no values, and the sums.
-        self._add_up, self._told = add_up, list[float]()
-
-    def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
-        """Fill ``block`` [numel], the tail of the last bucket, before it is sent.
-
-        ``used`` says for each parameter whether this rank has a gradient; ``None``: all have one, and there is no
-        complaint. ``runs``: how often this rank ran the modules since the last average; 0: it follows other ranks.
-        """
-        count, own_run = self._count, self._count + self._world_size + self._rank
-        if self._plain is None or self._plain.dtype != block.dtype or self._plain.device != block.device:
-            values = [1] * count + [int(index == own_run) for index in range(count, self.numel)]
-            self._plain = torch.tensor(values, dtype=block.dtype, device=block.device)
-        block.copy_(self._plain)
-        if runs != 1:
-            block.narrow(0, own_run, 1).fill_(min(runs, _MOST_RUNS))  # An assignment waits for the device.
-        if used is not None:
-            block[:count].copy_(torch.tensor(used, dtype=block.dtype))
-            block.narrow(0, count + self._rank, 1).fill_(complaint)
-        if self._add_up is not None:
-            own = [*(used or [True] * count), *[0] * 2 * self._world_size]
-            own[count + self._rank], own[own_run] = complaint, runs
-            self._told = self._add_up(own)
-
-    def values(self, block: torch.Tensor) -> list[float]:
-        """Return the values in ``block`` [numel], for which the host waits."""
-        if self._add_up is not None:
-            return self._told
-        values: list[float] = block.tolist()
-        return values
-
-    def report(self, block: torch.Tensor) -> Report:
-        """Return the report of ``block`` [numel] after the all-reduce; waits for the device."""
-        return self._report(self.values(block))
-
-    def _report(self, values: Sequence[float]) -> Report:
-        count, size = self._count, self._world_size
-        return Report(values[:count], values[count : count + size], values[count + size :])
-
-    def read(self, block: torch.Tensor) -> Report | None:
-        """Return the report of ``block`` [numel], if a rank complains, or ranks differ in how often they ran modules.
-
-        On a device other than the CPU, where reading would stop this thread until the device is
-        idle, return the report of the round before, if any. In a CUDA graph nothing is read.
-        """
-        if self._add_up is not None:
-            return None
-        if block.device.type == "cpu":
-            told = block[self._count :].tolist()
-            # The usual case: no complaint, and equal numbers.
-            is_plain = not any(told[: self._world_size]) and told.count(told[-1]) == self._world_size
-            return None if is_plain else self._notable(block.tolist())
-        if block.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        report = None
-        if self._late is not None:
-            host, event = self._late
-            event.synchronize()  # The copy of the round before: long done.
-            values = host.tolist()
-            values[self._count + self._rank] = 0  # This rank has raised its own complaint already.
-            report = self._notable(values)
-        host = torch.empty(block.shape, dtype=block.dtype, pin_memory=block.device.type == "cuda")
-        host.copy_(block, non_blocking=True)
-        event = torch.Event(block.device.type)
-        event.record()
-        self._late = (host, event)
-        return report
-
-    def _notable(self, values: Sequence[float]) -> Report | None:
-        report = self._report(values)
-        # Ranks that ran the modules different numbers of times since the last average are not always wrong.
-        is_out_of_step = len({*report.runs} - {0}) > 1
-        return report if any(report.complaints) or is_out_of_step else None
 
 
 class DebugNotes:
@@ -235,23 +126,22 @@ class BucketExchange:
     ) -> None:
         ranks = grid.everyone
         self.transport = transport
-        # The factor of a gradient before it is added to the gradients of the other ranks.
-        self.scale = 1.0 / grid.divisor
-        # The ranks that have gradients, as the transport counts them; ``None``: all.
-        self.running: Sequence[int] | None = None
-        # The rank whose buffers all ranks get: the first one, or the last one that has, or had, inputs.
-        self.source = 0
         self.group = ranks.group  # The process group of the ranks, which hooks use; ``None``: there is none.
         # Name of the process group that averages in a compiled graph; "": there is one rank.
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self.hook: Registration | None = None  # The communication hook; ``None``: an all-reduce per bucket.
         self._params = params
         self._numbers = sorted(ranks.numbers)  # In the order of the transport.
+        self._divisor = grid.divisor
+        # The rank whose buffers all ranks get: the first one, or the last one that has, or had, inputs.
+        self.source = 0
+        self.expect(None, None)
         self._options = options
         self._round = own_round
         self._stopwatch = stopwatch
         self._listeners = listeners
         self._has_warned = False
+        self.static = StaticGraph(params) if options.static_graph else None  # What the user has promised.
         self._ranks = ranks
         add_up = None if transport.carries_values else self._added_up
         self.flag_block = FlagBlock(len(params), transport.rank, transport.world_size, add_up)
@@ -260,13 +150,26 @@ class BucketExchange:
         self._flags_key = transport.allocate_key()
         # Averages the sparse gradients, which lie in no bucket.
         self.sparse = SparseGradients([item.param for item in params if item.is_sparse], transport)
-        self.arrangement = Arrangement(params, transport, options, tail_numel=self.flag_block.numel)
+        self.arrangement = Arrangement(params, transport, options, self.static, tail_numel=self.flag_block.numel)
         self.notes = DebugNotes(params, grid)  # Logs the buckets of each backward.
         self._pendings: list[Pending] = []
         # The error of the hook in this round; this rank has taken part in the collectives all the same.
         self._failure: ConfigError | None = None
         self._interruption: BaseException | None = None  # Raised after the flags are sent: other ranks wait for them.
         self._wait_s = _LONGEST_WAIT_S
+
+    def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:
+        """Expect gradients of the ranks ``running`` only, as the transport counts them; divide sums by ``divisor``.
+
+        ``None``: all ranks, and their number.
+        """
+        self._running = running
+        if running is None:
+            self.source = 0
+        elif running:
+            self.source = running[-1]
+        # The factor of a gradient before it is added to the gradients of the other ranks.
+        self.scale = 1.0 / (divisor or self._divisor)
 
     def name_of(self, key: int) -> str:
         """Return a name, for messages, of the tensors that are exchanged under ``key``."""
@@ -278,6 +181,12 @@ class BucketExchange:
         return "the order of gradients" if key == self._order_key else "buffers or flags"
 
     # The buckets of a round, in order
+
+    def begin(self, *, synchronises: bool) -> None:
+        """Begin a round, or a backward that does not synchronise."""
+        if self.arrangement.is_due:
+            self.arrangement.build()
+        self._round.clear(self.arrangement.buckets, synchronises=synchronises)
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket.
@@ -347,20 +256,10 @@ class BucketExchange:
             failure.__cause__ = cause
             self._failure = failure
 
-    def raise_failure(self) -> None:
-        """Raise the error of the hook in the round that has ended, if there is one."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            failure.within = f"bucket of a module with parameter {self._params[0].fqn!r}"
-            raise failure
-
     def _write_flags(self, block: torch.Tensor) -> None:
-        own_round = self._round
-        complaint = own_round.complaint
-        if self._failure is not None and complaint >= 0:
-            complaint = HOOK_FAILED
-        used = None
-        if complaint or not own_round.is_complete:
+        own_round, used = self._round, None
+        complaint = own_round.complaint or (None if self._failure is None else HOOK_FAILED)
+        if complaint is not None or not own_round.is_complete:
             stepped = own_round.stepped  # The gradients of these buckets were dropped.
             used = [
                 item.param.grad is not None or bucket.index() < stepped
@@ -368,7 +267,7 @@ class BucketExchange:
             ]
         # Each rank calls experts as often as it likes, and a module around synchronises all of them.
         runs = 0 if own_round.is_led else own_round.forwards or own_round.kept + 1
-        self.flag_block.write(block, used, complaint, runs)
+        self.flag_block.write(block, used, 0 if complaint is None else complaint.number, runs)
 
     # The end of a round
 
@@ -460,7 +359,22 @@ class BucketExchange:
 
     # Warnings and errors
 
-    def warn_of(self, report: Report) -> None:
+    def raise_failures(self, report: Report | None) -> None:
+        """Raise the error of the round that has ended, if there is one: of the hook, of this rank, of another one.
+
+        ``report`` has the flags of all ranks, where they are notable.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            failure.within = f"bucket of a module with parameter {self._params[0].fqn!r}"
+            raise failure
+        if report is not None and not any(report.complaints):
+            self._warn_of(report)
+            report = None
+        if self._round.complaint is not None or report is not None:
+            raise self._error_of(report or Report())
+
+    def _warn_of(self, report: Report) -> None:
         """Log, once, that ranks ran the modules different numbers of times: a rank may have left out a backward."""
         if self._has_warned:
             return
@@ -478,63 +392,16 @@ class BucketExchange:
             "on every rank, and run forwards without a backward under torch.no_grad()",
         )
 
-    def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> UsageError:
-        """Return the error of a backward that failed, on this rank or on another one.
-
-        ``missing`` are the parameters that should have got a gradient on this rank, and got none; ``report`` has the
-        flags of all ranks; ``static`` is the graph that all backwards were promised to have, if they were.
-        """
-        fqns, own_rank = [item.fqn for item in self._params], self._numbers[self.transport.rank]
-        told = {rank: value for rank, value in zip(self._numbers, report.complaints, strict=False) if rank != own_rank}
-        changed = [rank for rank, value in told.items() if value == GRAPH_CHANGED]
-        if static is not None and (static.changes or changed):
-            return _graph_changed(fqns, static, report.used, changed)
-        others = [rank for rank, value in told.items() if value > 0]
-        stopped = [rank for rank, value in told.items() if value == STOPPED]
-        failed = [rank for rank, value in told.items() if value == HOOK_FAILED]
-        lines = []
-        if missing:
-            names = list_text([fqns[index] for index in missing], _MAX_NAMES_SHOWN)
-            lines.append(f"backward ended without a gradient for {count_text(len(missing), 'parameter')}: {names}")
-            if others:
-                lines.append(f"    so did {ranks_text(others)}, perhaps for other parameters")
-        elif others:
-            # Flags are added up over the ranks; in bfloat16 the sum may not show a few ranks among many. Gradients of
-            # earlier backwards that were not dropped hide these ranks too.
-            full = len(self._numbers if self.running is None else self.running) - 0.5
-            unused = [fqn for fqn, used in zip(fqns, report.used, strict=False) if used < full]
-            names = list_text(unused, _MAX_NAMES_SHOWN) if unused else "some parameters"
-            lines.append(f"{ranks_text(others)} ended backward without a gradient for {names}")
-        fix = (
-            "let every parameter take part in the loss on every rank, freeze those that do not before replicate, "
-            "or pass find_unused_parameters=True, which several backwards of one forward need"
-            if lines
-            else "drop the gradients of this step, and read the error that was raised there"
-        )
-        if stopped:
-            lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
-        if failed:
-            hook = "" if self.hook is None else f" {self.hook.name}"
-            lines.append(
-                f"{ranks_text(failed)} got no averages of the right dtype and shape from the communication hook{hook}"
-            )
-        return UsageError("\n".join(lines), fix=fix)
-
-
-def _graph_changed(
-    fqns: Sequence[str], static: StaticGraph, used: Sequence[float], others: Sequence[int]
-) -> UsageError:
-    """Return the error for a backward that is not like the first, though it was promised to be."""
-    promise = "is not like the first one, though static_graph=True promises it"
-    if static.changes:
-        shown = [f"{fqns[index]!r} ({count_text(now, 'gradient')}, {then} then)" for index, now, then in static.changes]
-        what = f"this backward {promise}: {list_text(shown, _MAX_NAMES_SHOWN, write=str)}"
-        if others:
-            what += f"\n    nor is that of {ranks_text(others)}"
-    else:
-        counts = zip(fqns, used, static.used, strict=False)
-        elsewhere = [fqn for fqn, now, then in counts if now != then]
-        names = f": {list_text(elsewhere, _MAX_NAMES_SHOWN)}" if elsewhere else ""
-        what = f"the backward of {ranks_text(others)} {promise}{names}"
-    fix = "drop the gradients of this step; use the same parameters in every step, or find_unused_parameters=True"
-    return UsageError(what, fix=fix)
+    def _error_of(self, report: Report) -> UsageError:
+        told = dict(zip(self._numbers, report.complaints, strict=False))
+        told.pop(self._numbers[self.transport.rank], None)
+        # Flags are added up over the ranks; in bfloat16 the sum may not show a few ranks among many. Gradients of
+        # earlier backwards that were not dropped hide these ranks too.
+        full = len(self._numbers if self._running is None else self._running) - 0.5
+        unused = [item.fqn for item, used in zip(self._params, report.used, strict=False) if used < full]
+        names = {
+            UNUSED: list_text(unused, MOST_NAMES) or "some parameters",
+            HOOK_FAILED: "" if self.hook is None else f" {self.hook.name}",
+            GRAPH_CHANGED: "" if self.static is None else self.static.names_of(report.used),
+        }
+        return error_of(self._round.complaint, told, names)

@@ -29,11 +29,12 @@ from composable.ground.names import list_text
 from composable.ground.torch_hooks import at_end_of_backward, hooks_have_run, next_ending_number
 from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
-from composable.replication.exchange import GRAPH_CHANGED, STOPPED, BucketExchange, Report
+from composable.replication.exchange import BucketExchange
 from composable.replication.managed import ReducedParam, grad_dtype_of, is_kept_gradient, mark_kept
 from composable.replication.options import ReplicateArguments
 from composable.replication.outside_buckets import traced_arrival, why_untraceable
-from composable.replication.rounds import Phase, Round, StaticGraph, Stopwatch
+from composable.replication.reports import STOPPED
+from composable.replication.rounds import Phase, Round, Stopwatch
 
 _OPEN = Phase.OPEN
 
@@ -67,7 +68,7 @@ def _arrival(owner: "Reducer", index: int) -> Callable[[torch.Tensor], None]:
 def _arrive_again(reducer: "Reducer", index: int, param: torch.Tensor) -> None:
     """Accept another gradient of a parameter in one backward; ``UsageError`` if the first was sent."""
     reducer.round.seen[index] += 1
-    bucket, static = reducer._bucket_of[index], reducer._static
+    bucket, static = reducer._bucket_of[index], reducer.exchange.static
     if reducer.round.synchronises and bucket.index() < reducer.round.sent:
         what = "a parameter got a second gradient in one backward, after the first was sent to the other ranks"
         fix = "use activation checkpointing with use_reentrant=False, or pass static_graph=True"
@@ -75,7 +76,7 @@ def _arrive_again(reducer: "Reducer", index: int, param: torch.Tensor) -> None:
             what = "a parameter got more gradients than in the first backward, which static_graph=True rules out"
             fix = "drop the gradients of this step, and use the same parameters in every step"
         raise UsageError(what, at=f"parameter {reducer.params[index].fqn!r}", fix=fix)
-    if static is not None and static.counts is not None and reducer.round.seen[index] <= static.counts[index]:
+    if static is not None and static.is_promised(index, reducer.round.seen[index]):
         bucket.pending -= 1
         if not bucket.pending:
             reducer._launch_full(arrived=param)
@@ -162,14 +163,12 @@ class Reducer:
         self._steps: BucketSteps | None = None
         self._lock = threading.RLock()
         self._is_closed = False
-        self._missing: list[int] | None = None  # Of the round that is ending; None: no round is ending.
         self._kept = bytearray(len(params))  # 1: a gradient came since the last round, without synchronisation.
         self._connect(transport, grid)
 
     def _connect(self, transport: Transport, grid: Grid) -> None:
         """Create the attributes that depend on the ranks, as they are before the first backward."""
         self._grid = grid
-        self._static = StaticGraph() if self.options.static_graph else None
         # Averages buckets over the ranks.
         self.exchange = BucketExchange(
             self.params, transport, grid, self.options, self.round, self.stopwatch, self.listeners
@@ -283,8 +282,7 @@ class Reducer:
                 self._use_steppers()
             for hear in self.listeners.backward_begins:
                 hear(averages=self.synchronises)
-            self.exchange.arrangement.prepare()
-            self.round.clear(self.buckets, synchronises=self.synchronises)
+            self.exchange.begin(synchronises=self.synchronises)
             self.rounds += 1
             self.round.open(at_end_of_backward(self))
             self.stopwatch.begin(self.rounds)
@@ -314,8 +312,7 @@ class Reducer:
 
     def start(self) -> None:
         """End a backward: start the reduction of the buckets that are left."""
-        own_round, static = self.round, self._static
-        self._missing = None
+        own_round = self.round
         if self.stopwatch.is_on:
             self.stopwatch.mark("computed")
         is_due = own_round.is_due()
@@ -331,58 +328,45 @@ class Reducer:
         if not averages:
             own_round.phase = Phase.AT_REST
             return
-        accepts = self.options.find_unused_parameters or static is not None or own_round.is_led
-        missing = [] if accepts else own_round.missing(self.params, self._kept)
-        own_round.complaint = len(missing)
-        if static is not None and not own_round.ends_kept and not static.holds(own_round.seen):
-            own_round.complaint = GRAPH_CHANGED
-        self._missing = missing
+        if (static := self.exchange.static) is not None:
+            own_round.complaint = None if own_round.ends_kept else static.complaint_of(own_round.seen)
+        elif not (own_round.is_complete or self.options.find_unused_parameters or own_round.is_led):
+            own_round.complaint = own_round.complaint_of(self.params, self._kept)
         with torch.no_grad():
             for bucket in self.buckets[own_round.sent :]:
                 self._launch(bucket)
 
     def finish(self) -> None:
         """Wait for the averages; ``UsageError`` if, on this or another rank, parameters got no gradient."""
-        missing, self._missing = self._missing, None
-        if missing is None:
-            return
-        for hear in self.listeners.gradients_come:
-            hear()
-        report = self._finish_round()
-        if self.stopwatch.is_on:
-            self.stopwatch.end()
-        self._conclude(missing, report)
+        if self.round.phase is not Phase.AT_REST:
+            for hear in self.listeners.gradients_come:
+                hear()
+            self.end_round()
 
     @torch.no_grad()
-    def _finish_round(self) -> Report | None:
-        """Wait for all buckets, and give every parameter its average; returns the complaints of ranks."""
+    def end_round(self, *, learns: bool = True) -> None:
+        """Wait for all buckets, and give every parameter its average; raise the error of the round, if there is one.
+
+        ``learns``: the first round shows the order and the counts of gradients of all later ones. Collective.
+        """
         report, used = self.exchange.wait()
-        self._end_round(self.exchange.flags)
+        self._forget_kept()
+        if learns:
+            self._learn()
         if self._steps is not None:
             self._steps.step_rest(self.exchange, used)
-        if report is not None and not any(report.complaints):
-            self.exchange.warn_of(report)
-            return None
-        return report
-
-    def _conclude(self, missing: Sequence[int], report: Report | None) -> None:
-        """Close the round, and raise its error, if there is one."""
+        if self.stopwatch.is_on:
+            self.stopwatch.end()
         self.round.phase = Phase.AT_REST
-        self.exchange.raise_failure()
-        if missing or self.round.complaint or report is not None:
-            raise self.exchange.error_of(missing, report or Report(), self._static)
+        self.exchange.raise_failures(report)
 
-    def _end_round(self, flags: torch.Tensor) -> None:
-        """Keep the order and the counts of the first round for all later ones; ``flags``: of all ranks."""
-        self._forget_kept()
-        arrangement, static = self.exchange.arrangement, self._static
+    def _learn(self) -> None:
+        """Keep the order and the counts of the first round for all later ones."""
+        exchange, arrangement = self.exchange, self.exchange.arrangement
         if arrangement.order is None:
-            arrangement.expect(self.exchange.agree_on_order())
-        if static is not None and static.counts is None and arrangement.order is not None and not self.round.ends_kept:
-            report = self.exchange.flag_block.report(flags)
-            if not any(report.complaints):
-                static.counts, static.used = self.round.seen.copy(), report.used
-                arrangement.expect(arrangement.order, static.counts)
+            arrangement.order, arrangement.is_due = exchange.agree_on_order(), True
+        if (static := exchange.static) is not None and static.counts is None and not self.round.ends_kept:
+            arrangement.is_due |= static.learn(self.round.seen, exchange.flag_block.report(exchange.flags))
 
     def _forget_kept(self) -> None:
         if any(self._kept):
@@ -408,7 +392,7 @@ class Reducer:
         else:
             self.round.kept += not self.round.synchronises
             self.exchange.forget()
-            self._missing, self.round.phase = None, Phase.AT_REST
+            self.round.phase = Phase.AT_REST
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -416,16 +400,16 @@ class Reducer:
         self.exchange.send_zeros()
         self.exchange.finish()
         self.exchange.sparse.average(self.exchange.scale, is_stopped=True)
-        flags = self.exchange.flags.clone()
         if self._steps is None:
             for bucket in self.buckets:
                 bucket.clear()
-        self._end_round(flags)
+        self._forget_kept()
+        self._learn()
         self.exchange.forget()
-        self._missing, self.round.phase = None, Phase.AT_REST
+        self.round.phase = Phase.AT_REST
         if self._steps is not None:
             # The other ranks step too, before or after they hear of the stop: otherwise parameters would differ.
-            self._steps.step_rest(self.exchange, self.exchange.flag_block.values(flags))
+            self._steps.step_rest(self.exchange, self.exchange.flag_block.values(self.exchange.flags))
 
     # Settings that users change between two backwards
 
@@ -466,7 +450,6 @@ class Reducer:
         hook = self.exchange.hook
         self.exchange.arrangement.dissolve()
         self.round.reset()
-        self._missing = None
         self._forget_kept()
         self._connect(transport, grid)
         self.exchange.hook = hook
@@ -481,17 +464,12 @@ class Reducer:
         self.prepare()
         self._use_steppers()
         if any(self._grid.everyone.objects(any(self._kept))):
-            self.exchange.arrangement.prepare()
-            self.round.clear(self.buckets, synchronises=True)
+            self.exchange.begin(synchronises=True)
             self.round.is_led = True  # Ranks may have kept different numbers.
             for bucket in self.buckets:
                 self.exchange.launch(bucket)
-            _, used = self.exchange.wait()
-            self._forget_kept()
-            if self._steps is not None:
-                self._steps.step_rest(self.exchange, used)
+            self.end_round(learns=False)
         self._forget_kept()
-        self.exchange.raise_failure()
 
     def close(self) -> None:
         """Average gradients that were kept without synchronisation, give all memory of their own, free the buckets.
@@ -503,51 +481,25 @@ class Reducer:
         self.comm_hooks = ()
         self._is_closed = True
 
-
-class Shadow:
-    """The rounds of other ranks on a rank that has run out of inputs: it sends zeros."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:
-        """Expect gradients of the ranks ``running`` only, as the transport counts them; divide sums by ``divisor``.
-
-        ``None``: all ranks, and their number.
-        """
-        self._reducer.exchange.running = running
-        if running is None:
-            self._reducer.exchange.source = 0
-        elif running:
-            self._reducer.exchange.source = running[-1]
-        self._reducer.exchange.scale = 1.0 / (divisor or self._reducer._grid.divisor)
+    # On a rank that has run out of inputs: it sends zeros in the rounds of other ranks, by `exchange.send_zeros`
 
     def put_aside(self) -> Callable[[], None]:
         """Return a function that restores the present gradients: until then rounds of other ranks leave averages."""
-        grads = [item.param.grad for item in self._reducer.params]
-        copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._reducer._kept)
+        grads = [item.param.grad for item in self.params]
+        copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._kept)
 
         def put_back() -> None:
-            self._reducer._kept[:] = kept
-            for item, grad in zip(self._reducer.params, copies, strict=True):
+            self._kept[:] = kept
+            for item, grad in zip(self.params, copies, strict=True):
                 item.param.grad = grad
 
         return put_back
 
-    def begin(self) -> None:
-        """Begin a round of other ranks on this rank, which has no gradients."""
-        for item in self._reducer.params:
+    def begin_idle(self) -> None:
+        """Begin a round of other ranks, which have gradients."""
+        for item in self.params:
             item.param.grad = None
-        self._reducer.exchange.arrangement.prepare()
-        self._reducer.round.clear(self._reducer.buckets, synchronises=True)
-        self._reducer.rounds += 1
-        self._reducer.round.kept, self._reducer.round.forwards = -1, 0
-
-    @torch.no_grad()
-    def send(self) -> None:
-        """Send zeros for the next bucket. Collective."""
-        self._reducer.exchange.send_zeros(1)
-
-    def end(self) -> None:
-        """Wait for the averages; ``UsageError`` if another rank complains. Collective."""
-        self._reducer._conclude([], self._reducer._finish_round())
+        self.exchange.begin(synchronises=True)
+        self.rounds += 1
+        self.round.kept, self.round.forwards = -1, 0
+        self.stopwatch.is_on = False

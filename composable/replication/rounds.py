@@ -12,9 +12,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from composable.errors import place_of_rank
+from composable.ground.names import count_text, list_text
 from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
 from composable.replication.managed import ReducedParam
+from composable.replication.reports import MOST_NAMES, UNUSED, Complaint
 
 _LOG = logging.getLogger("composable")
 
@@ -47,8 +49,7 @@ class Round:
     accumulates: bool = False
     sent: int = 0  # The number of buckets that were sent, which is the index of the next bucket.
     stepped: int = 0  # The number of these buckets whose parameters an optimizer has stepped inside backward.
-    # A number for other ranks: how many parameters have no gradient; -1: an exception stopped backward.
-    complaint: int = 0
+    complaint: Complaint | None = None  # Why it ends with an error, on this rank and others; ``None``: it does not.
     # How many parameters had no gradient when they were sent: none came, or a hook of a user has dropped it.
     gaps: int = 0
     kept: int = 0  # The number of backwards since the last average; -1: this rank follows the others, with zeros.
@@ -68,7 +69,8 @@ class Round:
         self.seen[:] = [0] * len(self.seen)
         self.order.clear()
         self._armed_modules.clear()
-        self.sent = self.stepped = self.complaint = self.gaps = 0
+        self.sent = self.stepped = self.gaps = 0
+        self.complaint = None
         self.accumulates = self.is_led = self.ends_kept = False
         for bucket in buckets:
             bucket.pending = bucket.arrivals
@@ -131,16 +133,20 @@ class Round:
         self.is_led = self.accumulates = True
         self._node = current_autograd_node()
 
-    def missing(self, params: Sequence[ReducedParam], kept: Sequence[int]) -> list[int]:
-        """Return the indices of parameters without a gradient since the last round, of modules in this backward.
+    def complaint_of(self, params: Sequence[ReducedParam], kept: Sequence[int]) -> Complaint | None:
+        """Return the complaint about parameters without a gradient since the last round, of modules in this backward.
 
         ``kept`` says of each parameter whether an earlier backward, without synchronisation, gave it a gradient.
         """
-        return [
-            index
-            for index, item in enumerate(() if self.is_complete else params)
-            if not self.seen[index] and not kept[index] and item.module_index in self._armed_modules
+        missing = [
+            item.fqn
+            for item, number, was_kept in zip(params, self.seen, kept, strict=True)
+            if not number and not was_kept and item.module_index in self._armed_modules
         ]
+        if not missing:
+            return None
+        count, names = count_text(len(missing), "parameter"), list_text(missing, MOST_NAMES)
+        return UNUSED._replace(text=f"backward ended without a gradient for {count}: {names}")
 
 
 def _is_whole_backward(node: Any) -> bool:
@@ -165,24 +171,6 @@ def _is_whole_backward(node: Any) -> bool:
             seen.add(following)
             stack.append(following)
     return True
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class StaticGraph:
-    """The gradient counts of the first backward, which ``static_graph=True`` promises for all later ones."""
-
-    # The number of gradients of each parameter in a backward of this rank; ``None``: not known yet.
-    counts: list[int] | None = None
-    # For each parameter, the number of ranks that had a gradient for it in the first backward.
-    used: Sequence[float] = ()
-    # (parameter, gradients, gradients expected) for each parameter that differed in the last backward.
-    changes: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def holds(self, seen: Sequence[int]) -> bool:
-        """Say whether each parameter got as many gradients as in the first backward; sets ``changes``."""
-        expected = enumerate(zip(seen, self.counts or seen, strict=True))
-        self.changes = [(index, now, then) for index, (now, then) in expected if now != then]
-        return not self.changes
 
 
 # Times

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from composable.replication.exchange import FlagBlock, Report
+from composable.replication.reports import FlagBlock, Report
 
 NUMEL = 2
 
