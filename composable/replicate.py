@@ -6,20 +6,19 @@ that order: an error leaves the module as it was, on every rank.
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from composable.annotation import ReplicateState, check_not_joined, check_ranks_below, has_parts, take_over_optimizers
 from composable.comm import Grid, annotating, resolve_ranks
-from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, made_alike
 from composable.features import follow_inputs
+from composable.ground.casts import keep_dtype
 from composable.ground.contract import contract
 from composable.ground.names import check_outside_inference, describe_module, described, readable_twice
 from composable.ground.ownership import ignore
@@ -27,19 +26,15 @@ from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
     BufferSync,
-    ManagedTensors,
-    Precision,
-    PrecisionPlan,
-    ReducedParam,
+    ModulePrecision,
     Reducer,
+    ReplicaPlan,
     ReplicateArguments,
     broadcast_params,
-    check_steppable,
-    choose_delay,
     choose_device,
     find_ignored,
-    find_tensors,
-    plan_precision,
+    keep_grad_in,
+    plan_replica,
 )
 from composable.saving import register_load_check
 
@@ -159,25 +154,12 @@ def replicate(
     mesh = device_mesh if mesh is None else mesh
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
 
-    def make_plan() -> _Planned:
+    def make_plan() -> ReplicaPlan:
         check_outside_inference("replicate")
         if not isinstance(options, ReplicateOptions):
             what = f"options is {described(options)}"
             raise ConfigError(what, fix="pass a composable.ReplicateOptions")
         check_ranks_below(state, Grid.whole(ranks))
-        device = choose_device(device_ids, ranks.device.type)
-        state.ignored = find_ignored(modules, ignored_modules, ignored_params)
-        ignore(state.ignored.all())
-        managed = find_tensors(modules, state.ignored, device, ranks.numbers)
-        precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
-        split = [one.fqn for one in managed.params if one.is_sparse or isinstance(one.param, DTensor)]
-        if precision is not None and split:
-            raise ConfigError(
-                "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
-                at=f"parameter {split[0]!r}",
-                fix="first call replicate on their modules, without mp_policy",
-            )
-        params = [one for one in managed.params if one.param.requires_grad]
         arguments = ReplicateArguments(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -187,16 +169,18 @@ def replicate(
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             fixed_buckets=options.fixed_buckets,
-            delay=choose_delay(options.delay_all_reduce_named_params, options.param_to_hook_all_reduce, params),
-            policy="" if precision is None else str(precision.policy),
         )
-        if precision is not None:
-            params = [replace(one, reduce_dtype=precision.reduce_dtype(one.param)) for one in params]
-        if any(has_torch_optimizer(one.param) for one in params):
-            check_steppable(params)
-        return _Planned(arguments, managed, params, precision, device)
+        return plan_replica(
+            modules,
+            find_ignored(modules, ignored_modules, ignored_params),
+            ranks.numbers,
+            choose_device(device_ids, ranks.device.type),
+            as_mixed_precision(mp_policy),
+            arguments,
+            (options.delay_all_reduce_named_params, options.param_to_hook_all_reduce),
+        )
 
-    def compare(planned: _Planned | None, failure: ComposableError | None) -> None:
+    def compare(planned: ReplicaPlan | None, failure: ComposableError | None) -> None:
         text = "" if planned is None else planned.text
         ranks.compare(
             text,
@@ -207,7 +191,6 @@ def replicate(
         )
 
     planned = made_alike(make_plan, compare)
-    state.compared = planned.text
     state.use(Grid.whole(ranks))
     state.has_parts = has_parts(modules, ranks)
     follow_inputs()
@@ -217,26 +200,12 @@ def replicate(
     return module
 
 
-class _Planned(NamedTuple):
-    """The checked plan of one ``replicate`` call; nothing is changed yet."""
-
-    arguments: ReplicateArguments
-    managed: ManagedTensors
-    params: list[ReducedParam]  # The parameters whose gradients are averaged, in the order of ``named_parameters()``.
-    precision: PrecisionPlan | None  # The plan of the mixed precision policy; ``None``: there is no policy.
-    device: torch.device  # The device of the parameters.
-
-    @property
-    def text(self) -> str:
-        """The text that must be equal on all ranks."""
-        precision = [] if self.precision is None else self.precision.lines
-        return "\n".join([*self.arguments.lines, *self.managed.lines, *precision])
-
-
-def _execute(state: ReplicateState, planned: _Planned) -> None:
+def _execute(state: ReplicateState, planned: ReplicaPlan) -> None:
     """Change the modules; all checks have run before. Collective."""
     arguments, managed, precision = planned.arguments, planned.managed, planned.precision
     ranks = state.grid.everyone
+    state.compared, state.ignored = planned.text, planned.ignored
+    ignore(planned.ignored.all())
     state.transport.connect()
     if arguments.init_sync:
         broadcast_params([one.param for one in managed.params], ranks, min(ranks.numbers))
@@ -250,9 +219,14 @@ def _execute(state: ReplicateState, planned: _Planned) -> None:
     state.reducer = Reducer(planned.params, state.transport, state.grid, arguments)
     state.listeners = state.reducer.listeners
     if precision is not None:
-        state.precision = Precision.of(precision, state.modules, state.ignored.modules, planned.params)
+        parts = [ModulePrecision.of(precision, module, planned.ignored.modules) for module in state.modules]
+        state.precision = tuple(parts)
+        for one in planned.params if precision.policy.keep_low_precision_grads else ():
+            keep_grad_in(one.param, one.reduce_dtype or one.param.dtype)
     take_over_optimizers(state.reducer)
     state.register(planned.device)
+    for module in {} if precision is None else dict.fromkeys(precision.skipped.values()):
+        state.hook_handles += keep_dtype(module)
     for module in state.modules:
         state.hook_handles += register_load_check(module)
     state.watch()

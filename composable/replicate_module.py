@@ -85,8 +85,8 @@ class CastingReplicateModule(ReplicateModule):
             return super().__call__(*args, **kwargs)
         except BaseException:
             state = replicate_state_of(self)
-            if state is not None and state.precision is not None:
-                state.precision.put_back()
+            for one in () if state is None else state.precision:
+                one.put_back()
             raise
 
 
@@ -98,8 +98,7 @@ remove_replicate_mixin = _SWAP.remove
 def add_replicate_mixin(module: nn.Module) -> None:
     """Give an annotated module the methods of its kind, unless it has them."""
     state = replicate_state_of(module)
-    is_casting = state is not None and state.precision is not None
-    (_CASTING_SWAP if is_casting else _SWAP).add(module)
+    (_CASTING_SWAP if state is not None and state.precision else _SWAP).add(module)
 
 
 def _reducers(module: nn.Module, *, recurse: bool) -> list[Reducer]:

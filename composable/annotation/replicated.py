@@ -13,7 +13,7 @@ from composable.annotation.states import AnnotationState, refuse_running, take_o
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
 from composable.engine import Companion
 from composable.errors import UsageError
-from composable.ground.casts import cast_floats, keep_dtype, moved_to
+from composable.ground.casts import moved_to
 from composable.ground.contract import managing_state
 from composable.ground.frames import in_backward, in_split_backward, is_functional_call, modules_of_copy
 from composable.ground.modes import unseen
@@ -42,7 +42,16 @@ from composable.ground.torch_hooks import (
 )
 from composable.ground.torch_private import current_graph_task_id, optimizers_in_backward, split_backward_code
 from composable.planning import managed_modules
-from composable.replication import BufferSync, Ignored, Phase, Precision, Reducer, broadcast_params, unmanaged_params
+from composable.replication import (
+    BufferSync,
+    Ignored,
+    ModulePrecision,
+    Phase,
+    Reducer,
+    broadcast_params,
+    keep_grad_in,
+    unmanaged_params,
+)
 
 
 def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
@@ -72,7 +81,7 @@ class ReplicateState(AnnotationState, Companion):
         self.ignored = Ignored()  # Modules and tensors that the annotation ignores.
         # Broadcasts the buffers before a forward; ``None`` if there are none or it was not asked for.
         self.buffers: BufferSync | None = None
-        self.precision: Precision | None = None  # The mixed precision of the modules; ``None``: they have no policy.
+        self.precision: tuple[ModulePrecision, ...] = ()  # Of each module; empty: they have no policy.
         # Parameters that did not require a gradient when they were last checked, with their FQNs.
         self.frozen: list[tuple[str, nn.Parameter]] = []
         self.compared = ""  # The arguments of the annotation, as a text that ranks compare.
@@ -104,20 +113,17 @@ class ReplicateState(AnnotationState, Companion):
         """Register hooks around the modules; one of them moves input tensors to ``device``, unless it is the CPU."""
         self.hook_handles = after_gradients([item.param for item in self.reducer.params], self.reducer.arrivals())
         for index, module in enumerate(self.modules):
-            if self.precision is None:
+            if not self.precision:
                 after = partial(self.post_forward, index)
                 self.hook_handles += beside_forward(module, self.pre_forward, after)
             else:
                 before, after = partial(self.casting_pre_forward, index), partial(self.casting_post_forward, index)
                 # Outside of all other hooks, which run between the casts.
                 self.hook_handles += around_forward(module, before, after)
-                put_back = partial(self._put_back, index)
+                put_back = partial(self.put_back, index)
                 self.hook_handles += around_state_dict(module, before_save=[put_back], before_load=[put_back])
             if device.type != "cpu":
                 self.hook_handles.append(before_forward(module, partial(_move_inputs, device)))
-        if self.precision is not None:
-            for module in self.precision.skipped:
-                self.hook_handles += keep_dtype(module)
 
     @unseen
     def pre_forward(self, module: nn.Module, *_: Any) -> None:
@@ -163,45 +169,28 @@ class ReplicateState(AnnotationState, Companion):
     @unseen
     def casting_pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run ``pre_forward``, lend modules their copies, and return the inputs in the dtype of the policy."""
-        precision = self.precision
-        if precision is None:  # This hook is registered with a policy only.
-            return None
         # Buffers are broadcast before they are cast.
         self.pre_forward(module)
-        part = precision.parts[index]
-        part.enter(module)
-        policy = precision.policy
-        dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and part.is_root(module))
-        return (args, kwargs) if dtype is None else part.inputs.enter(args, kwargs, dtype)
+        return self.precision[index].enter(module, args, kwargs)
 
     @unseen
     def casting_post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         """Run ``post_forward``; return the output in the policy's dtype. ``UsageError``: forward wrote to a copy."""
-        precision = self.precision
-        if precision is None:  # This hook is registered with a policy only.
-            return None
-        part = precision.parts[index]
-        part.leave()
-        has_failed = output is None and sys.exc_info()[1] is not None
-        found = output
-        if not has_failed:
-            try:
-                part.check_not_written()
-            except UsageError:
-                self.post_forward(index, module, args, None)  # It reads the exception.
-                part.params.forget()
-                raise
-            output_dtype = precision.policy.output_dtype
-            found = output if output_dtype is None else cast_floats(output, output_dtype)
-        self.post_forward(index, module, args, found)
-        if has_failed or not torch.is_grad_enabled() or next(differentiable_tensors(found), None) is None:
-            part.params.forget()
+        found, precision = None, self.precision[index]
+        try:
+            precision.leave()
+            if output is not None or sys.exc_info()[1] is None:
+                found = precision.cast_output(output)
+        finally:
+            self.post_forward(index, module, args, found)
+            if not torch.is_grad_enabled() or next(differentiable_tensors(found), None) is None:
+                precision.forget()
         return None if found is output else found
 
     @unseen
-    def _put_back(self, index: int, *_: Any) -> None:
-        if self.precision is not None:
-            self.precision.parts[index].put_back()
+    def put_back(self, index: int, *_: Any) -> None:
+        """Give a module its own tensors back, before its state dict is read or loaded."""
+        self.precision[index].put_back()
 
     def _meet(self, module: nn.Module) -> None:
         """Connect, recover a backward that was stopped, and broadcast buffers before a forward. Collective."""
@@ -260,8 +249,8 @@ class ReplicateState(AnnotationState, Companion):
                 "examples/clients/pipelining.py",
             )
         self.reducer.arm(index)
-        if self.precision is not None:
-            self.precision.parts[index].enter_backward()
+        if self.precision:
+            self.precision[index].enter_backward()
         for hear in self.reducer.listeners.backward_reached:
             hear(self.modules[index])
 
@@ -315,7 +304,7 @@ class ReplicateState(AnnotationState, Companion):
         self._claim()
         watch_registrations(self._own_modules())
         # Modules may hold copies in low precision where one of several is called inside another.
-        of_params = dict.values if self.precision is None else dict.keys
+        of_params = dict.keys if self.precision else dict.values
         self._contents[id(module)] = Contents(managed_modules([module], self.ignored.modules), of_params, owner=module)
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
 
@@ -335,16 +324,18 @@ class ReplicateState(AnnotationState, Companion):
     def abandon_step(self) -> None:
         """Recover from a backward that an exception stopped; see ``Reducer.prepare``."""
         self.reducer.prepare()
-        if self.precision is not None:
-            self.precision.put_back()
+        for one in self.precision:
+            one.put_back()
 
     def close(self) -> None:
         """Make the modules plain ones again. Collective; no forward or backward is running."""
         self.follows = False
         self.transport.connect()
         self.reducer.close()
-        if self.precision is not None:
-            self.precision.close()
+        for one in self.precision:
+            one.put_back()
+        for item in self.reducer.params if self.precision else ():
+            keep_grad_in(item.param, item.param.dtype)
         release([*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)])
         leave_alone(self._own_modules())
         for hook in self.hook_handles:
@@ -380,8 +371,7 @@ class ReplicateState(AnnotationState, Companion):
         if self.buffers is not None:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
-        if self.precision is not None:
-            twin.precision = self.precision.copied(params, memo)
+        twin.precision = tuple(one.copied(memo) for one in self.precision)
         hooks = after_gradients([item.param for item in params], twin.reducer.arrivals())
         twin.hook_handles = [*hooks, *copy.deepcopy(self.hook_handles[len(params) :], memo)]
         twin._claim()

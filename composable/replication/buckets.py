@@ -133,53 +133,43 @@ class Bucket:
         """
         if not self.flat.numel():
             self._allocate()
+        moved: list[tuple[nn.Parameter, torch.Tensor]] = []
         grads: list[torch.Tensor] = []
-        views: list[torch.Tensor] = []
-        params: list[nn.Parameter] = []
+        places: list[torch.Tensor] = []
         in_place: list[torch.Tensor] = []
-        for param, view in zip(self._params, self.views, strict=True):
+        for param, view, place in zip(self._params, self.views, self._views, strict=True):
             grad = param.grad
             if grad is view:
-                in_place.append(view)
+                in_place.append(place)
             elif grad is None:
-                view.zero_()
+                place.zero_()
+            elif grad.layout is not torch.strided:
+                raise UsageError("a gradient is sparse", fix="use sparse=False, or ignore the module")
             else:
+                moved.append((param, view))
                 grads.append(grad)
-                views.append(view)
-                params.append(param)
-        local_views = views
+                places.append(place)
         if self.has_split:
-            grads = [local_gradient(grad, param) for grad, param in zip(grads, params, strict=True)]
-            for grad, param in zip(grads, params, strict=True):
+            grads = [local_gradient(grad, param) for grad, (param, _) in zip(grads, moved, strict=True)]
+            for grad, (param, _) in zip(grads, moved, strict=True):
                 # Partial sums have been added up: `unpack` writes the average to this gradient.
                 param.grad = wrapped_like(grad, param)
-            local_views, in_place = [local_of(view) for view in views], [local_of(view) for view in in_place]
-        try:
-            self._copy_scaled(grads, local_views, in_place, scale)
-        except RuntimeError as error:
-            if any(grad.layout != torch.strided for grad in grads):
-                raise UsageError("a gradient is sparse", fix="use sparse=False, or ignore the module") from error
-            raise
-        if grads_as_views:
-            for param, view in zip(params, views, strict=True):
-                # A gradient that is kept in another dtype gets the average when all is reduced.
-                if param.grad is not None and param.grad.dtype is view.dtype:
-                    param.grad = view
-        return len(self._params) - len(params) - len(in_place)
-
-    def _copy_scaled(
-        self, grads: list[torch.Tensor], views: list[torch.Tensor], in_place: list[torch.Tensor], scale: float
-    ) -> None:
         if scale != 1 and self._stop >= _LARGE_NUMEL * len(self._params):
-            for grad, view in zip(grads, views, strict=True):
-                torch.mul(grad, scale, out=view)
+            for grad, place in zip(grads, places, strict=True):
+                torch.mul(grad, scale, out=place)
             if in_place:
                 foreach_mul_(in_place, scale)
-            return
-        if grads:
-            foreach_copy_(views, grads)
-        if scale != 1:
-            self._data.mul_(scale)
+        else:
+            if grads:
+                foreach_copy_(places, grads)
+            if scale != 1:
+                self._data.mul_(scale)
+        if grads_as_views:
+            for grad, (param, view) in zip(grads, moved, strict=True):
+                # A gradient that is kept in another dtype gets the average when all is reduced.
+                if grad.dtype is view.dtype:
+                    param.grad = view
+        return len(self._params) - len(moved) - len(in_place)
 
     def take_result(self, result: torch.Tensor) -> None:
         """Make the result [numel] of a communication hook the content of the buffer."""
@@ -340,19 +330,9 @@ def plan_buckets(
 def _view_for(flat: torch.Tensor, start: int, param: torch.Tensor) -> torch.Tensor:
     """Return the part of ``flat``, of any dtype, at ``start`` that looks like ``param``."""
     start += int(flat.storage_offset())
-    strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
+    # The strides of the parameter, or similar ones without gaps or overlap.
+    strides = torch.empty_like(torch.empty_strided(param.shape, param.stride(), device="meta")).stride()
     if param.is_complex():
         pairs = flat.as_strided((*param.shape, 2), (*(2 * stride for stride in strides), 1), start)
         return torch.view_as_complex(pairs)
     return flat.as_strided(param.shape, strides, start)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether ``tensor`` fills its memory without gaps or overlap, in whatever order of dims."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True

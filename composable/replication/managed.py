@@ -5,6 +5,7 @@ If tensor parallelism has split a parameter, a rank averages the part that it ho
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +16,7 @@ from composable.comm import Transport
 from composable.engine import has_torch_optimizer
 from composable.errors import ConfigError
 from composable.ground.contract import get_registry
-from composable.ground.names import (
-    class_name,
-    describe_module,
-    described,
-    join_fqn,
-)
+from composable.ground.names import class_name, describe_module, described, join_fqn
 from composable.ground.ownership import (
     claim_of,
     is_left_alone,
@@ -138,22 +134,22 @@ def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_pa
     modules = [] if ignored_modules is None else ignored_modules
     if isinstance(modules, nn.Module) or not isinstance(modules, Collection):
         raise ConfigError(f"ignored_modules is a {type(modules).__name__}", fix="pass a list or set of modules")
-    inside = {visited for root in roots for visited in root.modules()}
+    names = name_modules(roots)
     for one in modules:
         if not isinstance(one, nn.Module):
             raise ConfigError(f"ignored_modules holds a {type(one).__name__}", fix="pass modules only")
-        if one not in inside:
+        if one not in names:
             raise ConfigError(
                 "an ignored module is not in the module that ignores it",
                 at=describe_module(one),
                 fix="take it out of ignored_modules",
             )
     tensors = (*_ignored_tensors(roots, ignored_params), *_marked(roots))
-    left, names = set(map(id, tensors)), name_modules(roots)
-    below = (one for root in roots for one in root.modules())
-    slots = ((one, name, tensor) for one in below for name, tensor in (*one._parameters.items(), *one._buffers.items()))
-    fqns = {join_fqn(names[one], name) for one, name, tensor in slots if id(tensor) in left}
-    return Ignored(frozenset(modules), tensors, frozenset(fqns.union(map(names.__getitem__, modules))))
+    left, fqns = set(map(id, tensors)), [names[one] for one in modules]
+    for one, fqn in names.items():
+        slots = (*one._parameters.items(), *one._buffers.items())
+        fqns += [join_fqn(fqn, name) for name, tensor in slots if id(tensor) in left]
+    return Ignored(frozenset(modules), tensors, frozenset(fqns))
 
 
 def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iterator[torch.Tensor]:
@@ -232,24 +228,28 @@ def find_tensors(
     modules = [(index, one) for index, root in enumerate(roots) for one in managed_modules([root], ignored.modules)]
     sparse = {id(one.weight) for _, one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse}
     for index, module in modules:
-        _check_module(module)
-        for name, param in module._parameters.items():
-            claim = claim_of(param)
+        if (rival := rival_on(module)) is not None:
+            raise ConfigError(
+                f"two things would average these gradients: replicate and {rival}",
+                at=describe_module(module),
+                fix=keep_one(rival),
+            )
+        slots: list[tuple[str, str, Any]] = [("parameter", *one) for one in module._parameters.items()]
+        for kind, name, tensor in [*slots, *(("buffer", *one) for one in module._buffers.items())]:
+            claim = claim_of(tensor)
             # A parameter of an annotation inside is averaged there, whichever module uses it.
-            if param is not None and id(param) not in seen and not (claim and id(claim.owner) in nested):
-                fqn = join_fqn(names[module], name)
-                _check_tensor("parameter", fqn, param)
-                _check_param(fqn, param, roots, device, ranks)
-                managed.params.append(ReducedParam(fqn, param, index, is_sparse=id(param) in sparse))
-                managed.lines.append(_line_of(managed.params[-1]))
-                seen.add(id(param))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                fqn = join_fqn(names[module], name)
-                _check_tensor("buffer", fqn, buffer)
+            if tensor is None or id(tensor) in seen or (claim and id(claim.owner) in nested):
+                continue
+            seen.add(id(tensor))
+            fqn = join_fqn(names[module], name)
+            _check_tensor(kind, fqn, tensor)
+            if kind == "buffer":
                 managed.buffers.append((module._buffers, name))
-                managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
-                seen.add(id(buffer))
+                managed.lines.append(f"buffer {fqn!r} {list(tensor.shape)} {tensor.dtype}")
+            else:
+                _check_param(fqn, tensor, roots, device, ranks)
+                managed.params.append(ReducedParam(fqn, tensor, index, is_sparse=id(tensor) in sparse))
+                managed.lines.append(_line_of(managed.params[-1]))
     is_annotated_below = any(not {"replicate", "fully_shard"}.isdisjoint(found) for found in below)
     if not any(one.param.requires_grad for one in managed.params) and not is_annotated_below:
         raise ConfigError(
@@ -286,17 +286,8 @@ def unmanaged_params(
                     yield fqn, param
 
 
-def _check_module(module: nn.Module) -> None:
-    rival = rival_on(module)
-    if rival is not None:
-        raise ConfigError(
-            f"two things would average these gradients: replicate and {rival}",
-            at=describe_module(module),
-            fix=keep_one(rival),
-        )
-
-
 def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor) -> None:
+    shape = "" if is_lazy(tensor) else f" {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
     if is_lazy(tensor):
         what, fix = "has no shape yet", "run one forward before replicate"
     elif tensor.device.type == "meta":
@@ -305,7 +296,7 @@ def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor) -> None:
         what, fix = "is a DTensor, which is sharded already", "ignore its module"
     else:
         return
-    raise ConfigError(f"{kind} {what}", at=_place(kind, fqn, tensor), fix=fix)
+    raise ConfigError(f"{kind} {what}", at=f"{kind} {fqn!r}{shape}", fix=fix)
 
 
 def _check_param(
@@ -335,8 +326,3 @@ def _check_param(
         return
     at = f"parameter {fqn!r} of {' and '.join(map(describe_module, roots))}"
     raise ConfigError(what, at=at, fix=fix)
-
-
-def _place(kind: str, fqn: str, tensor: torch.Tensor) -> str:
-    shape = "" if is_lazy(tensor) else f" {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
-    return f"{kind} {fqn!r}{shape}"

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError
-from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, Owners, ParamSlot
+from composable.ground.casts import CastBuffers, CastInputs, Lending, LowPrecisionParams, Owners, ParamSlot, cast_floats
 from composable.ground.contract import is_parallel
 from composable.ground.frames import is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text, join_fqn
-from composable.ground.ownership import HeldWeakly, claim_of
+from composable.ground.ownership import claim_of
 from composable.planning import MixedPrecisionPolicy, ParamDtypes, managed_modules, name_modules, skipped_modules
-from composable.replication.managed import ManagedTensors, ReducedParam, grad_dtype_of
+from composable.replication.managed import ManagedTensors, grad_dtype_of
 
 
 @dataclass(frozen=True)
@@ -65,145 +65,109 @@ def plan_precision(
     return PrecisionPlan(policy, params, skipped, lines)
 
 
-class Precision:
-    """The mixed precision of one annotation: the copies that modules are lent, and the dtypes of gradients.
+class ModulePrecision:
+    """The mixed precision of one annotated module, which holds cast tensors while it runs, forward or backward.
 
-    Args:
-        skipped: The outermost modules that keep their dtype.
-        parts: The tensors to lend, for each annotated module.
-        params: The parameters whose gradients are averaged.
-    """
-
-    skipped = HeldWeakly[nn.Module]()
-
-    def __init__(
-        self,
-        policy: MixedPrecisionPolicy,
-        skipped: Sequence[nn.Module],
-        parts: Sequence["LentPart"],
-        params: Sequence[ReducedParam],
-    ) -> None:
-        self.policy = policy
-        self.skipped = skipped
-        self.parts = parts
-        self._params = params
-        for item in params if policy.keep_low_precision_grads else ():
-            _rest_grad_in(item.param, item.reduce_dtype or item.param.dtype)
-
-    @staticmethod
-    def of(
-        plan: PrecisionPlan, roots: Sequence[nn.Module], ignored: frozenset[nn.Module], params: Sequence[ReducedParam]
-    ) -> "Precision":
-        """Return the mixed precision of the annotated modules ``roots``, made from their plan."""
-        skipped = list(dict.fromkeys(plan.skipped.values()))
-        return Precision(plan.policy, skipped, [_part_of(plan, root, ignored) for root in roots], params)
-
-    def copied(self, params: Sequence[ReducedParam], memo: dict[int, Any]) -> "Precision":
-        """Return the mixed precision of a deep copy of the modules, whose parameters are ``params``."""
-        skipped = [copy.deepcopy(module, memo) for module in self.skipped]
-        return Precision(self.policy, skipped, [part.copied(memo) for part in self.parts], params)
-
-    def put_back(self) -> None:
-        """Give the modules their own tensors back after a forward that was cut short."""
-        for part in self.parts:
-            part.put_back()
-
-    def close(self) -> None:
-        """Keep gradients in the dtypes of their parameters again, as plain modules do."""
-        self.put_back()
-        for item in self._params:
-            _rest_grad_in(item.param, item.param.dtype)
-
-
-def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module]) -> "LentPart":
-    modules = [module for module in managed_modules([root], ignored) if module not in plan.skipped]
-    slots = []
-    for module in modules:
-        for name, param in module._parameters.items():
-            if param is not None and param in plan.params:
-                dtype = plan.params[param].compute
-                # A parameter that has the dtype now is cast after `module.to(dtype)` gives it another one.
-                if dtype is not param.dtype or dtype is plan.policy.param_dtype:
-                    slots.append(ParamSlot(weakref.ref(module), module._parameters, name, dtype))
-    return LentPart(root, [module._buffers for module in modules], slots, plan.policy.buffer_dtype)
-
-
-class LentPart:
-    """The cast tensors that one annotated module is lent while it runs, forward or backward.
-
-    ``owners`` are the buffers in it that are lent, in ``buffer_dtype`` (``None``: their own), and ``slots`` the places
-    of the parameters.
+    ``owners`` are the buffers in it that are cast, to ``buffer_dtype`` of ``policy`` (``None``: they are not), and
+    ``slots`` the places of the parameters.
     """
 
     def __init__(
-        self, root: nn.Module, owners: Owners, slots: Sequence[ParamSlot], buffer_dtype: torch.dtype | None
+        self, root: nn.Module, owners: Owners, slots: Sequence[ParamSlot], policy: MixedPrecisionPolicy
     ) -> None:
         self._find_module = weakref.ref(root)
         self._owners = owners
         self._slots = slots
-        self._buffer_dtype = buffer_dtype
-        self.params = LowPrecisionParams(slots)  # Lends the copies of parameters.
-        self._lendings: list[Lending] = [self.params, *([] if buffer_dtype is None else [CastBuffers(buffer_dtype)])]
+        self._policy = policy
+        self._params = LowPrecisionParams(slots)
+        buffer_dtype = policy.buffer_dtype
+        self._lendings: list[Lending] = [self._params, *([] if buffer_dtype is None else [CastBuffers(buffer_dtype)])]
+        self._inputs = CastInputs()
         self._calls, self._thread = 0, get_ident()
-        self.inputs = CastInputs()  # Casts the inputs.
 
-    def copied(self, memo: dict[int, Any]) -> "LentPart":
-        """Return the part of a deep copy of the annotated module."""
+    @staticmethod
+    def of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module]) -> "ModulePrecision":
+        """Return the mixed precision of the annotated module ``root``, made from the plan of its annotation."""
+        modules = [module for module in managed_modules([root], ignored) if module not in plan.skipped]
+        slots = []
+        for module in modules:
+            for name, param in module._parameters.items():
+                if param is not None and param in plan.params:
+                    dtype = plan.params[param].compute
+                    # A parameter that has the dtype now is cast after `module.to(dtype)` gives it another one.
+                    if dtype is not param.dtype or dtype is plan.policy.param_dtype:
+                        slots.append(ParamSlot(weakref.ref(module), module._parameters, name, dtype))
+        return ModulePrecision(root, [module._buffers for module in modules], slots, plan.policy)
+
+    def copied(self, memo: dict[int, Any]) -> "ModulePrecision":
+        """Return the mixed precision of a deep copy of the annotated module."""
         slots = []
         for find, params, name, dtype in self._slots:
             module: Any = copy.deepcopy(find(), memo)  # may have no attributes yet
             slots.append(ParamSlot(weakref.ref(module), copy.deepcopy(params, memo), name, dtype))
         root: Any = copy.deepcopy(self._find_module(), memo)
-        return LentPart(root, copy.deepcopy(self._owners, memo), slots, self._buffer_dtype)
+        return ModulePrecision(root, copy.deepcopy(self._owners, memo), slots, self._policy)
 
-    def is_root(self, module: nn.Module) -> bool:
-        """Say whether the running call of the module is not inside the call of another annotated module."""
-        return not any(is_parallel(other) for other in modules_in_call() if other is not module)
-
-    def enter(self, module: nn.Module) -> None:
-        """Lend the cast tensors for one call of the module."""
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Hold the cast tensors for one call of the module; return its inputs in the dtype of the policy."""
         is_outermost = not self._calls or not is_called_again(module)
         self._calls, self._thread = 1 if is_outermost else self._calls + 1, get_ident()
-        self.inputs.leave(keeps=self._calls - 1)
+        self._inputs.leave(keeps=self._calls - 1)
         for lending in self._lendings:
             lending.enter(self._owners, is_outermost=is_outermost)
+        # The root is a module that is not called inside of another annotated one.
+        is_root = self._policy.cast_root_forward_inputs is not None and not any(
+            is_parallel(other) for other in modules_in_call() if other is not module
+        )
+        dtype = self._policy.casts_inputs(is_root=is_root)
+        return (args, kwargs) if dtype is None else self._inputs.enter(args, kwargs, dtype)
 
     def leave(self) -> None:
         """Undo ``enter``."""
         if self._calls:
             self._calls -= 1
-            self.inputs.leave(keeps=self._calls)
+            self._inputs.leave(keeps=self._calls)
             for lending in self._lendings:
                 lending.leave()
 
-    def check_not_written(self) -> None:
-        """Refuse a forward that wrote to the copy of a parameter, whose values would be lost: ``UsageError``."""
-        slot = self.params.written()
+    def cast_output(self, output: Any) -> Any:
+        """Return the output of a call in the dtype of the policy.
+
+        Raises ``UsageError`` if forward wrote to the copy of a parameter, whose values would be lost.
+        """
+        slot = self._params.written()
         if slot is not None and (module := slot.find_module()) is not None:
             raise UsageError(
                 f"a forward wrote to a parameter of which it held a copy in {dtype_text(slot.dtype)}: it would be lost",
                 at=f"parameter {slot.name!r} of {describe_module(module)}",
                 fix="write to it between two steps, or add the class of its module to skipped_module_classes",
             )
+        output_dtype = self._policy.output_dtype
+        return output if output_dtype is None else cast_floats(output, output_dtype)
+
+    def forget(self) -> None:
+        """Drop the copies of parameters, if they are not in use: no backward follows."""
+        self._params.forget()
 
     def enter_backward(self) -> None:
-        """Lend the cast tensors for the running backward, in which parts of forward may run again."""
+        """Hold the cast tensors for the running backward, in which parts of forward may run again."""
         for lending in self._lendings:
             lending.enter_backward(self._owners)
 
     def put_back(self) -> None:
-        """Give the modules their own tensors back, unless the annotated one runs; ``UsageError``: in another thread."""
+        """Give the module its own tensors back, unless it runs; ``UsageError``: in another thread."""
         if self._calls and self._thread != get_ident():
             what = "state_dict() while another thread runs the module, which holds copies in low precision (mp_policy)"
             raise UsageError(what, fix="read it between steps, under a lock that these hold")
         if self._find_module() not in modules_in_call():
             self._calls = 0
-            self.inputs.leave(keeps=0)
+            self._inputs.leave(keeps=0)
             for lending in self._lendings:
                 lending.put_back()
 
 
-def _rest_grad_in(param: nn.Parameter, dtype: torch.dtype) -> None:
+def keep_grad_in(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Keep the gradient of ``param``, of any shape, in ``dtype``."""
     if grad_dtype_of(param) is not dtype:
         grad, param.grad = param.grad, None
         param.grad_dtype = dtype
