@@ -271,7 +271,7 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 
 # The most lines of code, as `python -m tools.size` counts them. The core is what a reader must carry. A rise is a
 # commit of its own, whose body says what went for it.
-CEILINGS = {"core": 19_166, "runs": 1_660, "extras": 1_902, "testing": 1_451, "rehearsal": 1_936, "commands": 686}
+CEILINGS = {"core": 19_136, "runs": 1_660, "extras": 1_900, "testing": 1_451, "rehearsal": 1_936, "commands": 686}
 
 
 def test_the_package_keeps_its_budget() -> None:
@@ -477,7 +477,7 @@ def test_the_engine_and_the_annotations_mention_a_feature_no_more_often(feature:
 
 
 def test_the_doors_of_the_engine_are_narrow() -> None:
-    doors = {"GradientPath": 4, "StepListener": 16, "Companion": 1}  # a listener overrides what it needs
+    doors = {"GradientPath": 4, "StepListener": 16, "NestedReplica": 1}  # a listener overrides what it needs
     methods = {
         node.name: len([one for one in node.body if isinstance(one, ast.FunctionDef)])
         for _, node in classes_of_the_package()

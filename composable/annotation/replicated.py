@@ -11,7 +11,7 @@ from torch import nn
 
 from composable.annotation.states import AnnotationState, refuse_running, take_over_optimizers
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
-from composable.engine import Companion
+from composable.engine import NestedReplica
 from composable.errors import UsageError
 from composable.ground.casts import moved_to
 from composable.ground.contract import managing_state
@@ -70,7 +70,7 @@ class _ReplicaOutputHook(GradientHook):
         self.state.before_backward(self.index)
 
 
-class ReplicateState(AnnotationState, Companion):
+class ReplicateState(AnnotationState, NestedReplica):
     """State of one ``replicate`` annotation; another thread reads its progress for ranks that wait."""
 
     def __init__(self) -> None:

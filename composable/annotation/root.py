@@ -31,10 +31,10 @@ from composable.comm import (
 )
 from composable.engine import (
     Agreement,
-    Companion,
     Handle,
     HandleChoices,
     HandleStep,
+    NestedReplica,
     Replicas,
     RootSettings,
     Scheduler,
@@ -299,17 +299,17 @@ class Root:
         # Read from another thread, for ranks that wait; empty once the root is closed.
         self._flats = [(handle, flat) for handle in plan.handles for flat in handle.buffers if not flat.is_empty]
         # In the same order on all ranks that share them.
-        found_below = dict.fromkeys(one for _, one in states_below(plan.modules) if isinstance(one, Companion))
+        found_below = dict.fromkeys(one for _, one in states_below(plan.modules) if isinstance(one, NestedReplica))
         fewer = [one for one in found_below if one.grid.everyone.size < state.grid.everyone.size]
-        companions = sorted(fewer, key=lambda one: one.grid.everyone.order)
-        for companion in companions:
-            companion.begin_to_follow()
+        nested = sorted(fewer, key=lambda one: one.grid.everyone.order)
+        for replica in nested:
+            replica.begin_to_follow()
         steps = steps_of(plan.handles, _find_leaders(state, plan.states))
         agreements = _make_agreements(plan.states, models, steps)
         streams = state.settings.streams or streams_for(state.grid.shard.device)
         step = Step(steps, streams, state.grid.everyone, state.settings, agreements)
         self.scheduler = Scheduler(step, at_end_of_backward)  # Runs the handles.
-        step.listeners.add(*companions, *(one for found in plan.states for one in found.listeners.members))
+        step.listeners.add(*nested, *(one for found in plan.states for one in found.listeners.members))
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(plan.modules[0])
         for handle in plan.handles:

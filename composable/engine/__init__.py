@@ -18,7 +18,7 @@ from composable.engine.paths import Replicas, RestingPlace, make_resting_places_
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.side_losses import leaves_side_loss, tensors_in_attributes
-from composable.engine.step import Companion, RootSettings, Step, steps_of
+from composable.engine.step import NestedReplica, RootSettings, Step, steps_of
 from composable.engine.stepping import (
     ELEMENT_WISE,
     Stepper,

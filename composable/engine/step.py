@@ -58,10 +58,10 @@ class RootSettings:
         return self.is_last_backward and not self.finalizes_by_hand
 
 
-class Companion(StepListener):
+class NestedReplica(StepListener):
     """An annotation that averages by itself and takes part in every step of the root around it, called or not.
 
-    Replicated modules on a part of the root's ranks are companions: a rank's tokens decide which of them it calls.
+    A replicated module on a part of the root's ranks is one: a rank's tokens decide whether they call it.
     """
 
     grid: Grid

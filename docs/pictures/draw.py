@@ -54,7 +54,7 @@ def draw_step() -> str:
         "Gather: how the shards of all ranks become the whole buffer. Around it: casts, copies from the host.",
         "GradientPath: how gradients become a shard of their mean. Around it: casts, hooks, a second mesh dim.",
         "StepListener: hears of each event of a step, such as FORWARD, GATHER, BACKWARD, REDUCE, ASSIGN.",
-        "What goes together, such as a Companion: said once, when the first forward shows which module is the root.",
+        "What goes together, such as a NestedReplica: said once, when a first forward shows which module is the root.",
     ]
     picture.text(24, axis + 44, "The four extension points of the engine, where features enter", 14, weight="bold")
     for number, text in enumerate(points, 1):
