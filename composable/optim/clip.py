@@ -232,7 +232,8 @@ class _NormTree:
                     pieces = self._sites.setdefault(_Site.of(owner, tensor), [])
                 pieces.append(_local(tensor))
                 self.named.append((owner, pieces[-1]))
-        homes = {site.home for site in self._sites if site.home is not None}
+        # No set, in whose order ranks would choose different ones of two groups of equal ranks.
+        homes = dict.fromkeys(site.home for site in self._sites if site.home is not None)
         alone = Ranks(None, torch.device("cpu"), 0, 1, (Ranks.of_world().rank,))
         self._outer = max(homes, key=lambda ranks: ranks.order, default=alone)
 

@@ -20,6 +20,7 @@ from tools.fuzz.runner import Outcome, run_case
 GROUPS = [(2, range(start, start + 20)) for start in range(0, 80, 20)] + [(3, range(240, 255)), (4, range(270, 275))]
 # With options of replicate, and such as exclude each other: more is refused.
 REPLICATED = [(2, range(14)), (3, range(14, 20)), (1, range(20, 26))]
+REPLICATED += [(3, range(4152, 4153))]  # Two groups of equal ranks, after update_process_group of a part.
 # With copies of shards.
 HYBRID = [(2, range(12, 24)), (4, range(12)), (3, range(24, 28))]
 FAILURES = ("wrong", "hang", "error")
