@@ -1,6 +1,6 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
-from composable.replication.managed import Ignored, ReducedParam, find_ignored, unmanaged_params
+from composable.replication.managed import Ignored, find_ignored, unmanaged_params
 from composable.replication.options import ReplicateArguments, choose_device
 from composable.replication.outside_buckets import BufferSync, broadcast_params
 from composable.replication.plan import ReplicaPlan, plan_replica

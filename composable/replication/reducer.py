@@ -502,4 +502,4 @@ class Reducer:
         self.exchange.begin(synchronises=True)
         self.rounds += 1
         self.round.kept, self.round.forwards = -1, 0
-        self.stopwatch.is_on = False
+        self.stopwatch.stop()

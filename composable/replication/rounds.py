@@ -225,6 +225,10 @@ class Stopwatch:
         """End the measurement, and keep it for ``read``."""
         self.mark("end")
         self._last = self._marks
+        self.stop()
+
+    def stop(self) -> None:
+        """End the measurement without a result."""
         self.is_on = False
 
     def read(self) -> BackwardTiming | None:

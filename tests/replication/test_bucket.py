@@ -10,8 +10,9 @@ from torch import nn
 from composable.comm import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
 from composable.ground.torch_hooks import after_gradients
-from composable.replication import ReducedParam, Reducer, ReplicateArguments
+from composable.replication import Reducer, ReplicateArguments
 from composable.replication.buckets import Bucket, plan_buckets
+from composable.replication.managed import ReducedParam
 from tests.models import MLP, random_input, seeded
 
 
