@@ -316,6 +316,7 @@ GLOBALS = {
     "comm.transport._REGISTERED": "the transports by name, filled by imports",
     "engine.paths._MAKERS": "where shards rest, in a process that rehearses",
     "ground.outer_rooms._FINDERS": "what other rooms do, filled by the package",
+    "rehearsal.fake_files._held": "Python tells changes of files to what hears for the process",
     "comm_hooks._SERVED": "states of hooks that give no weak references",
     "dtensor.gather.RECORD": "dispatch has no other place to ask",
     "ground.ownership.CHANGES": "numbers to compare, in place of looking again",

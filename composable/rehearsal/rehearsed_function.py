@@ -41,6 +41,7 @@ from composable.ground.torch_private import (
     next_node_number,
     register_fake_backend,
 )
+from composable.rehearsal.fake_files import unchanged_files
 from composable.testing import resizes_seen
 
 # What makes tensors, and how a place in it begins.
@@ -99,7 +100,8 @@ def rehearse(
 
     Raises:
         ConfigError: A wrong argument, or ``fn`` wants a value of a fake tensor; the message has the line.
-        UsageError: torch.distributed is initialised in this process.
+        UsageError: torch.distributed is initialised in this process; or ``fn`` changes a file that is not temporary,
+            or starts a program: a ``FileChangeError``, before it happens.
         Exception: The error of ``fn``.
     """
     on_host = world_size if ranks_per_host is None else ranks_per_host
@@ -115,6 +117,7 @@ def rehearse(
         memory.watching(),
         FakeTensorMode(allow_non_fake_inputs=True),
         memory,
+        unchanged_files(),
     ):
         try:
             fn()

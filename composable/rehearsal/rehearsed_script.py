@@ -38,6 +38,7 @@ from composable.ground.torch_private import (
     import_before_forks,
     register_fake_backend,
 )
+from composable.rehearsal.fake_files import stand_in_for_files
 from composable.rehearsal.ledger import LedgerLine
 from composable.rehearsal.rehearsed_function import line_of_error
 from composable.rehearsal.stand_ins import RehearsedRank, ScriptEnds, stand_in_for_devices
@@ -45,7 +46,6 @@ from composable.rehearsal.surroundings import (
     Letters,
     ranks_that_misheard,
     stand_in_for_data,
-    stand_in_for_files,
     stand_in_for_groups,
     stand_in_for_saves,
 )

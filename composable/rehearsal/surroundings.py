@@ -1,21 +1,15 @@
-"""What a rehearsed script calls beside its model: process groups, data loaders, saves and files.
+"""What a rehearsed script calls beside its model: process groups, data loaders and saves.
 
 All is done to the process of one rehearsed rank, which ends with it.
 """
 
-import _posixsubprocess
-import builtins
 import functools
-import importlib
 import inspect
 import io
 import itertools
-import json
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -40,7 +34,6 @@ from composable.comm import (
     transport_class,
     transport_names,
 )
-from composable.errors import UsageError
 from composable.ground.torch_private import (
     DeviceMesh,
     FakeTensor,
@@ -50,7 +43,6 @@ from composable.ground.torch_private import (
     swap_contents,
     tree_leaves,
 )
-from composable.rehearsal.ledger import LedgerLine, users_line
 from composable.rehearsal.rehearsed_function import with_memory, with_values
 from composable.rehearsal.stand_ins import RehearsedRank, is_device
 
@@ -64,15 +56,6 @@ _ALONE = {"torch.save", "safetensors.torch.save_file"}
 _NOTED = {COMPARISON, "objects", "object_of", "flags"}
 # What the values of all ranks become, by the names of torch's reductions.
 _REDUCED = {"SUM": "sum", "AVG": "mean", "MIN": "amin", "MAX": "amax", "PRODUCT": "prod"}
-
-# What Python tells before a file changes or a program starts, with the path or the program.
-_CHANGES = """open os.chflags os.chmod os.chown os.exec os.link os.mkdir os.posix_spawn os.remove os.removexattr
-    os.rename os.rmdir os.setxattr os.symlink os.system os.truncate os.utime sqlite3.connect subprocess.Popen""".split()
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-
-class FileChangeError(UsageError, PermissionError):
-    """A rehearsed script would change a file. Also a ``PermissionError``, which libraries expect where they write."""
 
 
 class Letters:
@@ -435,121 +418,3 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
         safetensors.torch.save_file = left_out("safetensors.torch.save_file")
     for name in ("save", "async_save", "load"):
         setattr(dcp, name, left_out(f"torch.distributed.checkpoint.{name}"))
-
-
-def stand_in_for_files(folder: Path, number: int, first: int, lines: Sequence[LedgerLine]) -> None:
-    """Let this process write below ``folder`` only: what it opens for writing elsewhere is a copy of this rank there.
-
-    Modes, owners, times and attributes stay. Every other change that Python tells of before it happens (PEP 578), and
-    a program, is a ``FileChangeError``. Libraries in C that write by themselves are not held back.
-
-    A rank, whose ledger grows in ``lines``, sees a file of the rank ``first``, which was rehearsed before all others,
-    as that has left it, once the two have met after its first write: who looks into a folder at the beginning must not
-    see what another left at its end.
-    """
-    real_open, make, make_folder = builtins.open, os.mkdir, functools.partial(os.makedirs, exist_ok=True)
-    open_descriptor, inside = os.open, (os.path.realpath(folder) + "/", "/dev/")
-    noted, seen = folder / f"written-{first}", 0
-    # Of each file of the first rank, by its path, how often the two had met when it was first written.
-    unseen: dict[str, int] = {}
-    if number == first:
-        noted.write_text("")
-    else:
-        groups = [json.loads(row)["ranks"] for row in (folder / f"ledger-{first}").read_text().splitlines()]
-        for count, name in map(json.loads, noted.read_text().splitlines()):
-            unseen.setdefault(name, sum(number in ranks for ranks in groups[:count]))
-
-    def look() -> None:
-        nonlocal seen
-        if not unseen or len(lines) == seen:
-            return
-        seen, met = len(lines), sum(first in one.ranks for one in lines)
-        for name in [name for name, before in unseen.items() if before < met]:
-            del unseen[name]
-            theirs, own = folder / f"files-{first}" / name, folder / f"files-{number}" / name
-            make_folder(own if os.path.isdir(theirs) else own.parent)
-            if os.path.isfile(theirs) and not os.path.isfile(own):
-                own.write_bytes(theirs.read_bytes())
-
-    def copy_of(path: Any, *, is_written: bool = False) -> Path:
-        name = os.path.abspath(os.fsdecode(path)).lstrip(os.sep)  # resolves no links
-        if is_written and number == first:
-            with real_open(noted, "a") as file:
-                file.write(json.dumps((len(lines), name)) + "\n")
-        return folder / f"files-{number}" / name
-
-    def there(path: Any) -> bool:
-        return isinstance(path, str | bytes | os.PathLike) and not os.fsdecode(path).startswith(("/dev/", str(folder)))
-
-    def is_copied(path: Any) -> bool:
-        look()
-        return os.path.exists(copy_of(path))
-
-    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if there(file):
-            writes = bool(set(mode) & set("wax+"))
-            target = copy_of(file, is_written=writes)
-            if writes and not is_copied(file):
-                make_folder(target.parent)
-                if not set(mode) & set("wx") and os.path.isfile(file):
-                    target.write_bytes(Path(file).read_bytes())
-            file = target if writes or is_copied(file) else file
-        return real_open(file, mode, *args, **kwargs)
-
-    def opened_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if there(path) and flags & _WRITES:
-            if os.path.isfile(path):
-                opened(path, "a").close()
-            path = copy_of(path, is_written=True)
-            make_folder(path.parent)
-        return open_descriptor(copy_of(path) if there(path) and is_copied(path) else path, flags, *args, **kwargs)
-
-    def mkdir(path: Any, mode: int = 0o777, **_: Any) -> None:
-        if there(path) and os.path.exists(path):
-            raise FileExistsError(17, "File exists", os.fsdecode(path))
-        make_folder(copy_of(path, is_written=True)) if there(path) else make(path, mode)
-
-    def reading(call: Callable[..., Any]) -> Callable[..., Any]:
-        def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            return call(copy_of(path) if there(path) and is_copied(path) else path, *args, **kwargs)
-
-        return read
-
-    def writing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def write(*paths: Any, **kwargs: Any) -> Any:
-            copies = [copy_of(one, is_written=True) if there(one) else one for one in paths]
-            # What is not among the copies was there before, and stays.
-            if is_copied(paths[0]) or not there(paths[0]):
-                make_folder(Path(copies[-1]).parent)
-                return call(*copies, **kwargs)
-            return None
-
-        return write
-
-    def hear(event: str, values: Sequence[Any], *_: object) -> None:
-        is_read = event not in _CHANGES or (event == "open" and not values[2] & _WRITES)
-        paths = values[:2] if event in {"os.link", "os.rename"} else values[event == "os.symlink" :][:1]
-        if not is_read and not all(is_free(event, one) for one in paths):
-            what = f"{event} of {' and '.join(map(repr, paths))} may change files"
-            raise FileChangeError(what, at=": ".join(users_line(sys._getframe(1))), fix="leave it out, or use open()")
-
-    def is_free(event: str, path: Any) -> bool:
-        if isinstance(path, int) or path in {"", ":memory:"}:
-            return True
-        name, is_itself = os.path.abspath(os.fsdecode(path)), event.startswith("os.") and event != "os.truncate"
-        place = os.path.realpath(os.path.dirname(name) if is_itself else name)
-        return f"{place}/".startswith(inside) and not event.endswith(("exec", "spawn", "system", "Popen"))
-
-    os.environ["TMPDIR"] = f"{folder}/files-{number}/temporary"
-    make_folder(os.environ["TMPDIR"])
-    builtins.open, io.open, os.open, os.mkdir = opened, opened, opened_descriptor, mkdir
-    for name in ("access", "stat", "listdir", "lstat", "readlink", "scandir"):
-        setattr(os, name, reading(getattr(os, name)))
-    for name in ("replace", "rename", "remove", "unlink", "rmdir", "mkfifo", "mknod"):
-        setattr(os, name, writing(getattr(os, name)))
-    for name in "chflags chmod chown fchmod fchown lchmod lchown removexattr setxattr utime".split():
-        setattr(os, name, lambda path, *_, **__: os.stat(path))
-    for module in (shutil, tempfile):
-        importlib.reload(module)  # They hold functions, and note which of them take descriptors of folders.
-    setattr(_posixsubprocess, "fork_exec", functools.partial(hear, "subprocess.Popen"))  # noqa: B010  # nobody tells
-    sys.addaudithook(hear)
