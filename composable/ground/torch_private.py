@@ -89,6 +89,7 @@ try:
     )
 
     from torch._C._distributed_c10d import FileStore, HashStore  # of processes of one machine, and of one process
+    from torch._C._nn import _parse_to as parse_to  # what ``Module.to`` makes of its arguments
     from torch.nn.modules import _functions as nn_functions  # has the function of SyncBatchNorm
 
     # -- ranks as threads: composable/testing/

@@ -7,6 +7,7 @@ fake tensors of CUDA that work. All is done to the process of one rehearsed rank
 import functools
 import math
 import operator
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,14 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward, outwards
 from composable.ground.names import dtype_text
-from composable.ground.torch_private import DEVICE_OF, FakeTensor, let_optimizers_use_lists, nn_functions, tree_map
+from composable.ground.torch_private import (
+    DEVICE_OF,
+    FakeTensor,
+    let_optimizers_use_lists,
+    nn_functions,
+    parse_to,
+    tree_map,
+)
 from composable.rehearsal.ledger import CALLERS, LIBRARIES, LedgerLine, line_of, users_line
 from composable.rehearsal.rehearsed_function import (
     ON_HOST,
@@ -114,6 +122,7 @@ class RehearsedRank(StepMemory):
         self.work: Counter[str] = Counter()
         self.steps_here = True
         self.backend = ""  # That of the group of all.
+        self.local, self.chosen = 0, 0  # Its number on its host; the device that the script has chosen there.
         self.numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # In the order of their first parameters.
         self._making, self._names_places = "", False
         self._stepped: Counter[int] = Counter()
@@ -194,6 +203,14 @@ class RehearsedRank(StepMemory):
         if len({*floats}) > 1 and not ("norm" in name and floats[0] != torch.float32):
             what = f"{name} takes {' and '.join(map(dtype_text, dict.fromkeys(floats)))} (mixed dtypes)"
             raise _refused(what, "MixedPrecisionPolicy(...), autocast, or x.to(dtype)")
+
+    def check_choice(self, named: Any) -> None:
+        """Refuse the first device of a host for another rank there than the first one."""
+        number = named if isinstance(named, int) else torch.device(named).index
+        is_first = not (self.chosen if number is None else number)
+        if self.local and is_first and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+            what = f"local rank {self.local} uses {self.device}:0, as local rank 0 does"
+            raise _refused(what, "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), before anything is there")
 
     def _has_values(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_collective: bool) -> bool:
         """Say whether an operation belongs to the script's data, and is small: then it runs, and gives real tensors."""
@@ -343,6 +360,8 @@ class _Names(TorchFunctionMode):
             return _READERS[func](self._rank, tensor, *args[1:])
         if not self._rank.device:
             return func(*args, **kwargs)
+        if func == parse_to:  # It knows no device by its number, where torch has none.
+            return func(*map(self._numbered, args), **{name: self._numbered(one) for name, one in kwargs.items()})
         if tensor is not None:
             if func in _MOVES and _is_ours(but=_HERE):
                 return func(*args, **kwargs)  # This package is told that the CPU is its device.
@@ -364,6 +383,7 @@ class _Names(TorchFunctionMode):
             for one in with_memory((made,)) if is_new and (named is None or _asks_for_script()) else ():
                 self._rank.put(one, "host")
             return made
+        self._rank.check_choice(named)
         kwargs["device"] = torch.device("cpu")
         with self._rank.making("device"):
             made = func(*args, **kwargs)
@@ -371,12 +391,15 @@ class _Names(TorchFunctionMode):
             self._rank.put(made, "device")  # The values that ``torch.tensor`` is given were on the host.
         return made
 
+    def _numbered(self, value: Any) -> Any:
+        return torch.device(self._rank.device, value) if type(value) is int else value
+
     def _move(self, tensor: torch.Tensor, func: Any, rest: list[Any], kwargs: dict[str, Any], *, is_asked: bool) -> Any:
         target: Any = {torch.Tensor.cuda: "cuda", torch.Tensor.cpu: "cpu"}.get(func)
         if target is not None:
             rest, kwargs = [], {}
         elif rest and isinstance(rest[0], torch.Tensor):
-            target, rest[0] = ("cuda" if self._rank.is_here(rest[0]) else "cpu"), rest[0].dtype
+            target, rest[0] = (f"cuda:{self._rank.local}" if self._rank.is_here(rest[0]) else "cpu"), rest[0].dtype
         elif rest and (is_device(rest[0]) or isinstance(rest[0], str | torch.device)):
             target = rest.pop(0)
         else:
@@ -384,6 +407,8 @@ class _Names(TorchFunctionMode):
         if target is None or str(target) == "meta":
             return torch.Tensor.to(tensor, *([target] if target is not None else []), *rest, **kwargs)
         wants = is_device(target)
+        if wants:
+            self._rank.check_choice(target)
         if tensor.is_meta or wants == self._rank.is_here(tensor):
             return torch.Tensor.to(tensor, "cpu", *rest, **kwargs)
         with self._rank.making("device" if wants else "host" if is_asked else "unplaced"):
@@ -471,7 +496,7 @@ def _uncompiled(rank: RehearsedRank) -> Callable[..., Any]:
 def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
     """Tell the host from the device where shards rest, and in functions that autograd calls."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    begin = hooks.__init__
+    begin, own = hooks.__init__, torch.device(rank.device, rank.local)
 
     def within(hook: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -481,7 +506,7 @@ def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
         return called
 
     def save_on_cpu(self: Any, *_: object, **__: object) -> None:
-        pack, unpack = lambda one: (rank.is_here(one), one.cpu()), lambda it: it[1].cuda() if it[0] else it[1]
+        pack, unpack = lambda one: (rank.is_here(one), one.cpu()), lambda it: it[1].to(own) if it[0] else it[1]
         begin(self, within(pack), within(unpack))
 
     class RehearsedPlace(RestingPlace):
@@ -508,7 +533,7 @@ def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
             # Annotations move buffers, and inputs of the outermost module.
             for buffer in with_memory(self.buffers()):
                 rank.put(buffer, "device")
-            args, kwargs = tree_map(lambda one: one.cuda() if isinstance(one, torch.Tensor) else one, (args, kwargs))
+            args, kwargs = tree_map(lambda one: one.to(own) if isinstance(one, torch.Tensor) else one, (args, kwargs))
         return call(self, *args, **kwargs)
 
     nn.Module.__call__ = called  # type: ignore[method-assign]
@@ -521,6 +546,7 @@ def _stand_in_for_offload(rank: RehearsedRank, names: _Names) -> None:
 
 def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, names: _Names) -> None:
     let_optimizers_use_lists(lambda: rank.steps_here)
+    rank.local = index
     _stand_in_for_offload(rank, names)
     current, total = [index], rank.budget or 80 * 2**30
     about = SimpleNamespace(
@@ -533,13 +559,20 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
         number = to if isinstance(to, int) else torch.device(to).index
         if number is not None and not 0 <= number < count:
             raise RuntimeError(f"invalid device ordinal: {to} of {count} devices on this host")
-        current[0] = current[0] if number is None else number
+        rank.chosen = current[0] = current[0] if number is None else number
+
+    @contextmanager
+    def chosen_device(to: Any) -> Iterator[None]:
+        before = rank.chosen, current[0]
+        set_device(to)
+        yield
+        rank.chosen, current[0] = before
 
     answers: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": count, "get_device_name": kind,
         "get_device_properties": about, "get_device_capability": (9, 0), "is_bf16_supported": True,
         "mem_get_info": (total, total), "get_memory_info": (total, total), "memory_summary": "", "get_arch_list": [],
-        "stream": nullcontext(), "device": nullcontext(), "current_accelerator": device, "memory_snapshot": [],
+        "stream": nullcontext(), "current_accelerator": device, "memory_snapshot": [],
         "_snapshot": {"segments": [], "device_traces": []},
         "can_device_access_peer": True, "get_allocator_backend": "native", "get_per_process_memory_fraction": 1.0,
         **dict.fromkeys(("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"), 0),
@@ -549,7 +582,8 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
     answers |= dict.fromkeys(_DO_NOTHING)
     functions: dict[str, Any] = {name: (lambda *_, _value=value, **__: _value) for name, value in answers.items()}
     functions["is_current_stream_capturing"] = lambda: sys._getframe(1).f_code.co_filename == _ITS_FUNCTION
-    functions |= {"set_device": set_device, "set_device_index": set_device, "set_device_idx": set_device}
+    functions |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
+    functions["device"] = chosen_device
     numbers = ("current_device", "current_device_index", "current_device_idx")
     functions |= dict.fromkeys(numbers, lambda: current[0])
     functions |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_, **__: rank.now)

@@ -161,6 +161,7 @@ def stand_in_for_groups(
     @_valued
     @functools.wraps(mesh_init)
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        rank.chosen = rank.chosen or rank.local  # torch chooses it.
         mesh_init(self, "cpu" if is_device(device_type) else device_type, *args, **kwargs)
 
     @_valued

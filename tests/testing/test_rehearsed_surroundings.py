@@ -71,6 +71,42 @@ def test_what_fails_on_devices_fails_in_a_rehearsal(name: str, tmp_path: Path) -
     assert report.exit_code == 1 and words in told and source.splitlines()[-1].strip() in told, told
 
 
+# Behind them, whether each rank of a host has a device of its own.
+CHOICES = {
+    "no choice": ("nn.Linear(4, 4).to('cuda')", False),
+    "a module": ("nn.Linear(4, 4).cuda()", False),
+    "a new tensor": ("torch.ones(2, device='cuda')", False),
+    "a new module": ("nn.Linear(4, 4, device='cuda')", False),
+    "the default": ("torch.set_default_device('cuda')\ntorch.ones(2)", False),
+    "the first one": ("nn.Linear(4, 4).to('cuda:0')", False),
+    "by number": ("torch.ones(2, device=local).to(0)", False),
+    "set": ("torch.cuda.set_device(local)\nnn.Linear(4, 4).cuda()(torch.ones(2, 4, device='cuda'))", True),
+    "set by torch.accelerator": ("torch.accelerator.set_device_index(local)\ntorch.ones(2).cuda()", True),
+    "named": ("nn.Linear(4, 4).to(f'cuda:{local}')(torch.ones(2, 4).to(torch.device('cuda', local)))", True),
+    "like another one": ("torch.ones(2).to(torch.ones(2, device=local)) + torch.ones(2).type_as(torch.ones(2, device=local))", True),
+    "within": ("with torch.cuda.device(local):\n    torch.ones(2, device='cuda')", True),
+    "by keyword": ("assert nn.Linear(4, 4).to(device=local).weight.is_cuda and nn.Linear(4, 4).to(device=f'cuda:{local}').bias.is_cuda", True),
+    "seen alone": ("os.environ['CUDA_VISIBLE_DEVICES'] = str(local)\nnn.Linear(4, 4).cuda()", True),
+    "annotated": ("composable.fully_shard(nn.Linear(4, 4).to(local))(torch.ones(2, 4)).sum().backward()", True),
+    "on a mesh": (
+        "dist.device_mesh.init_device_mesh('cuda', (dist.get_world_size(),))\nnn.Linear(4, 4).cuda()", True
+    ),
+}  # fmt: skip
+WITHOUT_CHOICE = (
+    "import os\nimport torch\nimport torch.distributed as dist\nimport composable\nfrom torch import nn\n"
+    "dist.init_process_group('nccl')\nlocal = int(os.environ['LOCAL_RANK'])\n"
+)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_ranks_that_share_a_device_are_told(name: str, tmp_path: Path) -> None:
+    source, is_right = CHOICES[name]
+    report = rehearse(tmp_path, f"{WITHOUT_CHOICE}{source}\n", rehearsed=(0, 1))
+    told = text_of(report)
+    assert (report.exit_code == 0) == is_right, told
+    assert is_right or ("local rank 1 uses cuda:0, as local rank 0 does" in told and "torch.cuda.set_device" in told)
+
+
 ALLOWED = {
     "inputs of an annotated model": f"{SHARD}x = torch.randn(4, 64)\nmodel(x)\nassert (x - torch.ones(64)).numpy().shape == (4, 64)",
     "inputs of replicas": "replicate(model)\nmodel(torch.randn(4, 64)).sum().backward()",
