@@ -392,7 +392,7 @@ class ProcessGroupTransport(Transport):
         # parameters that view the buffer: autograd saved them, and gathering restores their values.
         buffer = buffer.data
         if self.world_size == 1 or not shard.numel():
-            if not buffer.is_set_to(shard):
+            if not self.carries_values or buffer.data_ptr() != shard.data_ptr():
                 buffer.copy_(shard)
             return DONE
         options = self._gather_here if buffer.is_cuda else self._gather
