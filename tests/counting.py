@@ -113,9 +113,13 @@ class CountingTransport(Transport):
 
 @contextmanager
 def counting_ranks() -> Iterator[Counter[str]]:
-    """Count what ``Ranks`` sends from here: reductions between several ranks, and messages."""
+    """Count what ``Ranks`` sends from here: reductions between several ranks, exchanges by their kind, and messages."""
     counts: Counter[str] = Counter()
-    reduce, begin = Ranks.reduce, Ranks.begin_exchange
+    reduce, begin, exchange = Ranks.reduce, Ranks.begin_exchange, Ranks.exchange
+
+    def counted_kind(self: Ranks, content: bytes, kind: str, **sides: int | None) -> list[bytes]:
+        counts[kind] += self.size > 1
+        return exchange(self, content, kind, **sides)
 
     def counted_reduce(self: Ranks, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         counts["reductions"] += self.size > 1
@@ -129,5 +133,6 @@ def counting_ranks() -> Iterator[Counter[str]]:
     with (
         mock.patch.object(Ranks, "reduce", counted_reduce),
         mock.patch.object(Ranks, "begin_exchange", counted_exchange),
+        mock.patch.object(Ranks, "exchange", counted_kind),
     ):
         yield counts

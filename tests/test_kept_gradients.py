@@ -216,7 +216,7 @@ def test_each_rank_asks_once_who_keeps_gradients_and_only_where_some_may(has_few
     for backwards in range(3):
         with counting_ranks() as counts:
             run_threads(keep_and_end, 4, has_fewer_ranks=has_fewer_ranks, backwards=backwards)
-        sent.append(counts["reductions"])
+        sent.append(counts["flags"])
     assert [one - sent[0] for one in sent] == [0, 4 * count, 4 * count]
 
 

@@ -688,14 +688,13 @@ def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
 
 def test_the_command_of_the_readme_runs_its_first_example(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    (words,) = re.findall(r"`python -m composable rehearse (.*?)`", readme)
+    (words,) = re.findall(r"^python -m composable rehearse (.*)$", readme, flags=re.MULTILINE)
     program = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0].replace("range(6)", "range(1)")  # layers
     (tmp_path / "train.py").write_text(program)
     right = command(tmp_path, *words.split(), "--steps", "2")
     assert right.returncode == 0 and "2 steps" in right.stdout, right
     hangs = "    if dist.get_rank() == 0:\n        print(model[1].linear1.weight.norm())\n"
-    (tmp_path / "train.py").write_text(
-        program.replace("dist.destroy_process_group()", f"{hangs}dist.destroy_process_group()")
-    )
+    last = "    optimizer.zero_grad()\n"
+    (tmp_path / "train.py").write_text(program.replace(last, last + hangs))
     wrong = command(tmp_path, *words.split(), "--steps", "2")
     assert wrong.returncode == 3 and "weight.norm()" in wrong.stdout.partition("HANG")[2], wrong
