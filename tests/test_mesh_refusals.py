@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -38,3 +39,17 @@ def test_a_mesh_that_does_not_fit_is_refused(
         annotate(model, mesh=mesh)
     assert text in str(caught.value)
     assert names is None or text == NO_GROUPS or "pass one dim of it, such as mesh['x']" in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_rank_outside_of_the_mesh_is_told_so() -> None:
+    names = ("x", "y")
+    for mesh in (DeviceMesh("cpu", [0]), DeviceMesh("cpu", [[0]], mesh_dim_names=names)["y"]):
+        for annotate in (replicate, fully_shard):
+            if dist.get_rank() == 0:
+                annotate(nn.Linear(2, 2), mesh=mesh)
+                continue
+            with pytest.raises(ConfigError) as caught:
+                annotate(nn.Linear(2, 2), mesh=mesh)
+            assert "this rank is not in the mesh" in str(caught.value)
+            assert f"call {annotate.__name__} only on the ranks of the mesh [0]" in str(caught.value)

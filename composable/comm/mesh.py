@@ -461,10 +461,10 @@ def _check_world(caller: str) -> None:
 
 def _check_groups(mesh: DeviceMesh) -> None:
     """Refuse a mesh of this rank without process groups."""
-    try:
-        mesh.get_group(0)
-    except (AttributeError, RuntimeError) as error:
-        if mesh.get_coordinate() is not None:
+    if mesh.get_coordinate() is not None:  # Else torch knows no group of it, and another error says that.
+        try:
+            mesh.get_group(0)
+        except (AttributeError, RuntimeError) as error:
             raise _refusal("the mesh has no process groups", "make it without _init_backend=False") from error
 
 
