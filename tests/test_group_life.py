@@ -16,6 +16,7 @@ from composable import (
     UsageError,
     fully_shard,
     no_sync,
+    reduce_gradients,
     reduction_stats,
     replicate,
     step_in_backward,
@@ -283,6 +284,27 @@ def test_stats_tell_buckets_order_and_times() -> None:
     assert timing is not None and timing.compute_ms > 0 and timing.reduce_ms > 0
     assert 0 <= timing.overlap_ms <= min(timing.compute_ms, timing.reduce_ms) + 1e-6
     assert 0 <= timing.overlap_ratio <= 1
+
+
+def stopped(_: torch.Tensor) -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@on_ranks(2)
+def test_times_are_those_of_a_backward_when_kept_gradients_are_averaged_after_it(*, is_stopped: bool) -> None:
+    model = replicate(make_model("mlp"))
+    loss_at(model, 0, dist.get_rank()).backward()
+    before = reduction_stats(model).timing
+    with no_sync(model):
+        loss_at(model, 1, dist.get_rank()).backward()
+        if is_stopped:
+            hook = next(model.parameters()).register_hook(stopped)
+            with pytest.raises(InterruptedError):
+                loss_at(model, 2, dist.get_rank()).backward()
+            hook.remove()
+    reduce_gradients(model)
+    assert before is not None and reduction_stats(model).timing == before
 
 
 class Apart(nn.ModuleList):

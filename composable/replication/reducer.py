@@ -347,7 +347,8 @@ class Reducer:
     def end_round(self, *, learns: bool = True) -> None:
         """Wait for all buckets, and give every parameter its average; raise the error of the round, if there is one.
 
-        ``learns``: the first round shows the order and the counts of gradients of all later ones. Collective.
+        ``learns``: it is the round of a backward: the first one shows the order and the counts of gradients of all
+        later ones, and some are measured. Collective.
         """
         report, used = self.exchange.wait()
         self._forget_kept()
@@ -355,7 +356,7 @@ class Reducer:
             self._learn()
         if self._steps is not None:
             self._steps.step_rest(self.exchange, used)
-        if self.stopwatch.is_on:
+        if self.stopwatch.is_on and learns:
             self.stopwatch.end()
         self.round.phase = Phase.AT_REST
         self.exchange.raise_failures(report)
