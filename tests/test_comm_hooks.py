@@ -637,6 +637,24 @@ def test_a_result_that_cannot_be_is_an_error_on_every_rank(annotation: str, way:
         assert f"at:  rank {rank if rank in ranks else 1}, module 'last' (Linear)\n  fix: fill" in text
 
 
+@on_ranks(2)
+def test_of_two_complaints_other_ranks_hear_the_one_that_the_rank_itself_raises() -> None:
+    model, rank = replicate(make_net()), dist.get_rank()
+
+    def hook(state: DefaultState, grad: torch.Tensor) -> None:
+        mean_hook(state, grad)
+        if rank == 1:
+            grad.data = grad.data.half()
+
+    register_comm_hook(model, default_state(), hook)
+    inner = model.first.register_forward_hook(lambda module, args, output: output.detach() if rank == 1 else None)
+    with pytest.raises(ComposableError) as caught:
+        backward(model, rank)  # On rank 1 the parameters of `first` get no gradient, too.
+    inner.remove()
+    text = "got no averages of the right dtype and shape" if rank == 0 else "a result of float16"
+    assert text in str(caught.value)
+
+
 def raising(annotation: str, ranks: list[int], is_late: bool) -> str:
     set_divergence_timeout(0.3)
     model = annotate(make_net(), annotation)

@@ -258,7 +258,7 @@ class BucketExchange:
 
     def _write_flags(self, block: torch.Tensor) -> None:
         own_round, used = self._round, None
-        complaint = own_round.complaint or (None if self._failure is None else HOOK_FAILED)
+        complaint = own_round.complaint if self._failure is None else HOOK_FAILED  # As this rank raises it.
         if complaint is not None or not own_round.is_complete:
             stepped = own_round.stepped  # The gradients of these buckets were dropped.
             used = [
