@@ -207,7 +207,8 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             return original(outputs, *args, **kwargs)
         finally:
             here.is_in_function = before
-    watchers = list(here.watchers or ())
+    # Also in the order of all ranks at the end, where each may start collectives: a set has an order of its own.
+    watchers = sorted(here.watchers or (), key=attrgetter("number"))
     hooks: list[RemovableHandle] = []
     has_failed = True
     threads.add(thread)
@@ -217,7 +218,6 @@ def _run_watched(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             if one.look_ahead(outputs):
                 early.append(one)  # a comprehension would be a call
         if early:
-            early.sort(key=attrgetter("number"))
 
             @unseen
             def begin(_: object) -> None:
