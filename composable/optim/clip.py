@@ -271,7 +271,8 @@ class _NormTree:
                 norms.append(norm / copies ** (1 / order))
         # The deepest path first; but a part goes on to all ranks, which may have none, before these add up anything.
         while path := max(parts, key=lambda path: (outer.numbers in path[1:], len(path)), default=()):
-            paths = sorted(other for other in parts if other[:1] == path[:1])
+            # In the order of the tensors: ranks of two meshes may have the numbers of their groups in two orders.
+            paths = [other for other in parts if other[:1] == path[:1]]
             stacked = torch.stack([_joined(parts.pop(other), order) for other in paths])
             for other, norm in zip(paths, norms_over([groups[path[0]]], stacked, order)):
                 parts[other[1:]].append(norm)

@@ -158,3 +158,11 @@ def test_wrong_values_are_refused() -> None:
             get_total_norm([far])
     else:
         torch.testing.assert_close(get_total_norm([far, torch.ones(5)]), torch.tensor(3.0))
+
+
+@on_ranks(4)
+def test_meshes_whose_ranks_stand_in_other_orders_share_no_sums() -> None:
+    full, halves = make_grads()[0][:4, :4].contiguous(), [Shard(0), Shard(1)]
+    meshes = [DeviceMesh("cpu", rows) for rows in ([[0, 1], [2, 3]], [[0, 3], [2, 1]])]
+    cut = [distribute_tensor(full * factor, mesh, halves, src_data_rank=None) for factor, mesh in enumerate(meshes, 1)]
+    torch.testing.assert_close(get_total_norm(cut), full.norm() * math.sqrt(5))
