@@ -227,10 +227,15 @@ def _named(node: ast.AST | None) -> str:
     return "" if text.startswith(("dist.", "nn.", "torch.")) else text.rpartition(".")[2]
 
 
+@functools.cache
+def class_names() -> frozenset[str]:
+    return frozenset(node.name for _, node in classes_of_the_package())
+
+
 def methods_replaced(name: str, tree: ast.AST) -> list[str]:
     """Return assignments to attributes of classes of this package that stand in other files."""
     here = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    ours = {node.name for _, node in classes_of_the_package()} - here
+    ours = {*class_names()} - here
     for node in ast.walk(tree):  # Other names of these classes.
         targets, given = [], list[ast.AST]()
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:

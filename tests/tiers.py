@@ -57,6 +57,7 @@ SLOW = frozenset(
     (
         *proved("test_compiled_autograd.py", "test_inductor_joins_all_reduces_where_it_is_asked_to"),
         *proved("collectives/test_uncaught.py", "test_the_ranks_that_wait_for_one_that_leaves_are_told_at_once"),
+        *proved("test_architecture.py", "test_the_core_trains_where_the_other_rooms_are_gone"),
         *proved("test_docs.py", "test_the_page_on_importing_names_everything_that_it_changes_in_torch"),
         *proved(
             "test_two_hosts.py",
