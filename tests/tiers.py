@@ -18,7 +18,7 @@ __all__ = ["CASES", "FILES", "LONG", "SLOW", "first_tier"]
 FIRST, REST = "first", "rest"
 HEADER = """\
 make test: some tests of each behaviour; 2 minutes on two cores, longer on busy ones
-           all tests, 15 minutes: make test-all; more random models: python -m tools.fuzz.run --seeds 0-1000"""
+           all tests, 30 minutes: make test-all; more random models: python -m tools.fuzz.run --seeds 0-1000"""
 
 # How many cases of one test.
 CASES = 2

@@ -86,8 +86,9 @@ def unchanged_files() -> Iterator[None]:
 def _telling(call: Any, at: int) -> Callable[..., Any]:
     @functools.wraps(call)
     def told(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > at and isinstance(args[at], str | bytes | os.PathLike):
-            _hear("open", (args[at], "w", _WRITES))
+        for path in (*args[at : at + 1], *kwargs.values()):
+            if isinstance(path, str | bytes | os.PathLike):
+                _hear("open", (path, "w", _WRITES))
         return call(*args, **kwargs)
 
     return told

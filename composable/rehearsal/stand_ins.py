@@ -556,17 +556,21 @@ def _replace_devices(rank: RehearsedRank, index: int, count: int, kind: str, nam
     device = torch.device(rank.device)
 
     def set_device(to: Any) -> None:
-        number = to if isinstance(to, int) else torch.device(to).index
-        if number is not None and not 0 <= number < count:
+        number = to if isinstance(to, int | None) else torch.device(to).index
+        if number is None or number < 0:
+            return  # As torch's own does.
+        if number >= count:
             raise RuntimeError(f"invalid device ordinal: {to} of {count} devices on this host")
-        rank.chosen = current[0] = current[0] if number is None else number
+        rank.chosen = current[0] = number
 
     @contextmanager
     def chosen_device(to: Any) -> Iterator[None]:
         before = rank.chosen, current[0]
         set_device(to)
-        yield
-        rank.chosen, current[0] = before
+        try:
+            yield
+        finally:
+            rank.chosen, current[0] = before
 
     answers: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": count, "get_device_name": kind,

@@ -158,15 +158,20 @@ def stand_in_for_groups(
         with with_values():
             return new_group(**{**given, "backend": None})
 
+    def of_host(device_type: str) -> str:
+        if not is_device(device_type):
+            return device_type
+        rank.chosen = rank.chosen or rank.local  # torch chooses it.
+        return "cpu"
+
     @_valued
     @functools.wraps(mesh_init)
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        rank.chosen = rank.chosen or rank.local  # torch chooses it.
-        mesh_init(self, "cpu" if is_device(device_type) else device_type, *args, **kwargs)
+        mesh_init(self, of_host(device_type), *args, **kwargs)
 
     @_valued
     def mesh_of(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return init_mesh("cpu" if is_device(device_type) else device_type, *args, **kwargs)
+        return init_mesh(of_host(device_type), *args, **kwargs)
 
     replaced: dict[str, Callable[..., Any]] = {
         "init_process_group": init_process_group,
@@ -355,7 +360,7 @@ def stand_in_for_saves(rank: RehearsedRank, world_size: int) -> None:
 
     def left_out(name: str) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
-            if name == "torch.save" and isinstance(args[1], io.BytesIO):
+            if name == "torch.save" and isinstance((*args[1:2], kwargs.get("f"))[0], io.BytesIO):
                 with with_values():
                     return write(*args, **kwargs)
             rank.notes[f"{name} writes nothing"] += 1

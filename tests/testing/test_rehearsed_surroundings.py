@@ -86,6 +86,9 @@ CHOICES = {
     "like another one": ("torch.ones(2).to(torch.ones(2, device=local)) + torch.ones(2).type_as(torch.ones(2, device=local))", True),
     "within": ("with torch.cuda.device(local):\n    torch.ones(2, device='cuda')", True),
     "by keyword": ("assert nn.Linear(4, 4).to(device=local).weight.is_cuda and nn.Linear(4, 4).to(device=f'cuda:{local}').bias.is_cuda", True),
+    "a mesh of the host": ("dist.device_mesh.init_device_mesh('cpu', (dist.get_world_size(),))\nnn.Linear(4, 4).cuda()", False),
+    "within, and no more": ("with suppress(KeyError), torch.cuda.device(local):\n    {}[0]\ntorch.ones(2).cuda()", False),
+    "within none": ("with torch.cuda.device(None), torch.cuda.device(-1):\n    torch.ones(2, device=local)", True),
     "seen alone": ("os.environ['CUDA_VISIBLE_DEVICES'] = str(local)\nnn.Linear(4, 4).cuda()", True),
     "annotated": ("composable.fully_shard(nn.Linear(4, 4).to(local))(torch.ones(2, 4)).sum().backward()", True),
     "on a mesh": (
@@ -93,7 +96,7 @@ CHOICES = {
     ),
 }  # fmt: skip
 WITHOUT_CHOICE = (
-    "import os\nimport torch\nimport torch.distributed as dist\nimport composable\nfrom torch import nn\n"
+    "import os\nfrom contextlib import suppress\nimport torch\nimport torch.distributed as dist\nimport composable\nfrom torch import nn\n"
     "dist.init_process_group('nccl')\nlocal = int(os.environ['LOCAL_RANK'])\n"
 )
 
@@ -241,6 +244,7 @@ WAYS: dict[str, tuple[str, str]] = {
     "os.replace": ("open(at + 'made', 'w').write('x')\nos.replace(at + 'made', at + 'data.txt')\nassert open(at + 'data.txt').read() == 'x'", "kept"),
     "os.remove": ("os.remove(at + 'data.txt')", "kept"),
     "what a save would have written": ("torch.save({}, at + 'made')\nos.replace(at + 'made', at + 'data.txt')\nos.remove(at + 'made')", "kept"),
+    "torch.save by keyword": ("torch.save({}, f=at + 'data.txt')\ntorch.save(obj={}, f=at + 'made')", "kept"),
     'os.remove below': ("os.remove('data.txt', dir_fd=os.open(at, os.O_RDONLY))", 'kept'),
     "os.rmdir": ("os.rmdir(at + 'inner')", "kept"),
     "shutil.rmtree": ("shutil.rmtree(at + 'inner')", "kept"),
