@@ -18,7 +18,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import composable
-from composable import ConfigError, Timeline, TimelineEvent, UsageError, fully_shard, no_sync, replicate, timeline
+from composable import (
+    ConfigError,
+    Timeline,
+    TimelineEvent,
+    UsageError,
+    fully_shard,
+    no_sync,
+    replicate,
+    timeline,
+    watch,
+)
 from composable.annotation import KeptGradients, replicate_state_of, sharded_state_of
 from composable.extras import step_times
 from composable.replication import moment
@@ -360,6 +370,19 @@ def test_a_step_is_one_line_of_text_whose_times_are_those_of_its_events() -> Non
         [waits[row] for row in rows], rel=0.01
     )
     assert times.summary(0).startswith("Step 0 of rank ")
+
+
+@on_ranks(2)
+def test_what_people_print_says_in_one_line_what_it_is() -> None:
+    model, rank = both(), torch.distributed.get_rank()
+    with timeline(model) as times, watch(model, show=False) as w:
+        assert repr(times).startswith(f"<Timeline of rank {rank}: 0 steps; ") and repr(w) == "<Watch: no figures yet>"
+        train(model, 2)
+        w.step(loss=0.5)
+    assert repr(times).startswith(f"<Timeline of rank {rank}: 2 steps; ")
+    assert repr(w).startswith("<Watch: step 1: loss 0.5, " if rank == 0 else "<Watch: no figures yet>")
+    states = repr([sharded_state_of(model[0]), replicate_state_of(model[2])])
+    assert states == "[<FullyShardState of Linear over 2 ranks>, <ReplicateState of Linear over 2 ranks>]"
 
 
 @on_ranks(1)

@@ -17,7 +17,7 @@ from composable.engine import Handle, Listeners, forget_torch_hooks, handle_of, 
 from composable.errors import UsageError
 from composable.ground.contract import get_registry, managing_state
 from composable.ground.frames import in_backward, modules_in_call
-from composable.ground.names import describe_module
+from composable.ground.names import class_name, count_text, describe_module
 from composable.ground.ownership import HeldWeakly, claim_of
 from composable.replication import Reducer, check_steppable
 
@@ -37,6 +37,10 @@ class AnnotationState(ABC):
         self.listeners = Listeners()  # Hear of each event of its steps.
         # Handles of all hooks; once these are removed, the modules run as plain ones again.
         self.hook_handles: list[RemovableHandle] = []
+
+    def __repr__(self) -> str:
+        ranks = count_text(self.grid.everyone.size, "rank") if hasattr(self, "grid") else "ranks that are not known yet"
+        return f"<{type(self).__name__} of {', '.join(map(class_name, self.modules))} over {ranks}>"
 
     @property
     @abstractmethod

@@ -31,7 +31,7 @@ from composable.engine import Handle, StepListener, Work
 from composable.errors import ConfigError, UsageError
 from composable.extras.drawing import Canvas, shortened
 from composable.ground.frames import in_backward
-from composable.ground.names import check_module, described
+from composable.ground.names import check_module, count_text, described
 from composable.ground.torch_hooks import before_forward, beside_forward
 from composable.ground.torch_private import opaque
 from composable.planning import name_modules
@@ -242,6 +242,9 @@ class Timeline:
             listener = _ReplicatedTimes(self, state) if isinstance(state, ReplicateState) else of_sharded
             state.listeners.add(listener)
             exits.callback(state.listeners.remove, listener)
+
+    def __repr__(self) -> str:
+        return f"<Timeline of rank {self._rank}: {count_text(len(self._steps), 'step')}; summary() says one in a line>"
 
     @property
     def events(self) -> list[TimelineEvent]:

@@ -142,6 +142,9 @@ class Watch:
         self._is_on = False
         self._exits, self._show, self._path, self._writer = ExitStack(), show, path, writer
 
+    def __repr__(self) -> str:
+        return f"<Watch: {_line(self.figures) if self.figures else 'no figures yet'}>"
+
     def __enter__(self) -> "Watch":
         if self._measures and self._path is not None:
             try:

@@ -96,6 +96,9 @@ class SaveHandle:
                 return
         _SAVES.open.discard(self)
 
+    def __repr__(self) -> str:
+        return f"<SaveHandle: {'done' if self.is_done() else 'under way'}; wait() gives its folder>"
+
     def is_done(self) -> bool:
         """Say whether ``wait`` would return, or raise, at once."""
         return self._result.done()

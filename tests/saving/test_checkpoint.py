@@ -152,7 +152,8 @@ def save(run: Path, parallel: str, kind: str) -> None:
     trained[0].param_groups[0]["lr"] = 0.07
     fallback_counts(reset=True)
     handle = save_checkpoint(run, 2, model, trained, extra={"position": torch.arange(3), "at": (1, "x")})
-    assert handle.is_done() and handle.wait() == run / "step-000002"
+    assert handle.is_done() and repr(handle).startswith("<SaveHandle: done; ")
+    assert handle.wait() == run / "step-000002"
     assert fallback_counts(reset=True) == {}
 
 
@@ -338,7 +339,7 @@ def save_while_training(run: Path, parallel: str) -> None:
         expected.append(snapshot(model, trained))
         with slow_disk(step) as may_write:
             handle = save_checkpoint(run, step, model, trained, keep=5, asynchronous=True)
-            assert not handle.is_done()
+            assert not handle.is_done() and repr(handle).startswith("<SaveHandle: under way; ")
             # The main thread communicates while the write waits.
             model(tokens).sum().backward()
             for optimizer in trained:
