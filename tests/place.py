@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from composable.testing.device_streams import SimulatedDevice
-
 __all__ = ["here", "on_device", "options_of_place", "placed"]
 
 T = TypeVar("T", bound="nn.Module | torch.Tensor")
@@ -46,6 +44,8 @@ def options_of_place() -> dict[str, Any]:
     """Return the arguments of a simulation whose ranks share the device."""
     if _Place.device.type == "cpu":
         return {}
+    from composable.testing.device_streams import SimulatedDevice  # The core is tested where there is none.
+
     device = torch.device(_Place.device.type, 0)
     return {"device": SimulatedDevice(device, backend=_Place.backend), "adverse": _Place.adverse}
 

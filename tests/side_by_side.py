@@ -26,7 +26,7 @@ PROCESSES = min(os.cpu_count() or 2, 7) + 1
 # Of minutes each, many of them spent waiting: for a timeout, for torchrun, for a compiler.
 FIRST = (
     *("test_two_hosts.py", "test_compiled_autograd.py", "test_examples.py", "test_installation.py", "test_wheel.py"),
-    *("test_option_pairs.py", "test_rehearsed_script.py", "test_rehearsed_clients.py"),
+    *("test_option_pairs.py", "test_rehearsed_script.py", "test_rehearsed_clients.py", "test_core_alone.py"),
 )
 _WORST_LAST = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 

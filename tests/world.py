@@ -22,7 +22,7 @@ import datetime
 import faulthandler
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
 import multiprocessing
 import os
@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 
 from composable.errors import ComposableError
-from composable.testing.simulation import run
 from tests.idleness import LOOK_S, Idleness
 from tests.place import options_of_place
 
@@ -131,6 +130,11 @@ def run_threads(
     Raises:
         RankErrors: With the traceback of every rank that raised. Ranks that wait for those are not among them.
     """
+    if importlib.util.find_spec("composable.testing") is None:  # The core alone.
+        assert ranks_per_host is None
+        return run_ranks(fn, world_size, *args, **kwargs)
+    from composable.testing.simulation import run
+
     call = pickle.dumps((fn, args, kwargs))
     options = {"timeout_s": timeout_s, "ranks_per_host": ranks_per_host, **options_of_place()}
     outcome = run(world_size, lambda rank: _fresh_start(call), **options)
