@@ -35,7 +35,6 @@ from composable.ground.contract import get_registry
 from composable.ground.torch_private import TorchDispatchMode
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, FloatInput, MLPBlock, loss_of, random_input, seeded
-from tests.pairwise import pairs_of
 from tests.parity import assert_equal_params, gradients_of
 from tests.programs import Twins, train
 from tests.world import on_ranks, run_ranks
@@ -103,8 +102,7 @@ ORDERS = ("before", "after")
 APIS: dict[str, Callable[[nn.Module], nn.Module]] = {"fully_shard": fully_shard, "replicate": replicate}
 
 
-@pytest.mark.parametrize(*pairs_of(kind=KINDS, place=PLACES, order=ORDERS, api=APIS))
-@on_ranks(2)
+@on_ranks(2, kind=KINDS, place=PLACES, order=ORDERS, api=APIS)
 def test_every_kind_at_every_place_trains_as_one_process(kind: str, place: str, order: str, api: str) -> None:
     """Train for some steps on this rank's samples; ``order`` says when the annotation comes."""
     # Of a reentrant checkpoint inside a reentrant one, whose first forward has no gradients.
@@ -405,8 +403,7 @@ def test_functional_call_is_refused_where_gradients_are_recorded() -> None:
 # Under the annotations
 
 
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(2)
+@on_ranks(2, place=PLACES)
 def test_a_checkpoint_costs_no_collective(place: str) -> None:
     counts = []
     for places in ((), PLACES[place]):
@@ -435,8 +432,7 @@ class Aside(nn.Module):
         return x + y
 
 
-@pytest.mark.parametrize("apis", [(checkpoint, fully_shard), (fully_shard, checkpoint)])
-@on_ranks(2)
+@on_ranks(2, apis=[(checkpoint, fully_shard), (fully_shard, checkpoint)])
 def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(apis: Any) -> None:
 
     def loss(one: nn.Module, number: int, rank: int) -> torch.Tensor:
@@ -449,8 +445,7 @@ def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(ap
     train(Twins(Aside, lambda block: [api(block) for api in apis], loss=loss), 1)
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> None:
     plain = seeded(Stacked, 0)
     loss_of(plain(torch.cat([random_input(rank, BATCH, DIM) for rank in range(2)]))).backward()
@@ -496,8 +491,7 @@ def dtypes_seen(api: str, annotated: str, checkpointed: str | None) -> list[tupl
 
 
 @pytest.mark.parametrize("annotated", ["", "0", "0.0"])
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_a_policy_casts_the_same_inputs_and_buffers_with_and_without_checkpointing(api: str, annotated: str) -> None:
     # The oracle is the same model without ``checkpoint``.
     for checkpointed in ("", "0", "0.0"):

@@ -73,8 +73,7 @@ ONLY_REPLICATE: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_what_is_added_and_trained_is_named_at_the_next_forward(api: str) -> None:
     for has_run in (False, True):
         for add, names in [*ADDITIONS.values(), *(ONLY_REPLICATE.values() if api == "replicate" else ())]:
@@ -92,8 +91,7 @@ def test_what_is_added_and_trained_is_named_at_the_next_forward(api: str) -> Non
 
 
 @pytest.mark.parametrize("way", ["annotate it too", "anew", "remove"])
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_the_step_after_an_addition_is_mended_is_right(api: str, way: str) -> None:
     model = APIS[api](make_model())
     backward(model, dist.get_rank())
@@ -119,8 +117,7 @@ def test_the_step_after_an_addition_is_mended_is_right(api: str, way: str) -> No
         torch.testing.assert_close(full(own.grad), other.grad / 2)
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> None:
     model = APIS[api](make_model(), ignored_modules=None)
     backward(model, 0)
@@ -138,8 +135,7 @@ def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> Non
         backward(one, 0)
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_what_is_ignored_may_grow(api: str) -> None:
     torch.manual_seed(0)
     model = make_model()
@@ -208,8 +204,7 @@ TWICE: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, api=APIS)
 def test_two_things_that_average_the_same_gradients_are_refused_by_name(api: str) -> None:
     for name, build in TWICE.items():
         text = error_of(lambda build=build: backward(build(APIS[api]), dist.get_rank()))
@@ -231,8 +226,7 @@ def test_a_wrapper_that_is_told_to_ignore_them_is_no_second_average() -> None:
     backward(DistributedDataParallel(model), dist.get_rank())
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
+@on_ranks(2, api=APIS)
 def test_an_optimizer_inside_backward_may_have_some_parameters_before_and_after_the_annotation(api: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit, on import

@@ -137,8 +137,7 @@ if seen.fills:
     del WRITES["[mask] = number"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_a_write_that_is_refused_changes_nothing_and_works_as_the_fix_says() -> None:
     warnings.filterwarnings("ignore", "index_reduce")
     for name, write in WRITES.items():
@@ -167,8 +166,7 @@ def test_a_write_that_is_refused_changes_nothing_and_works_as_the_fix_says() -> 
             assert torch.equal(full(param), expected), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_a_slice_is_initialised_as_in_one_process() -> None:
     drawn = random.Random(dist.get_world_size())
     for _ in range(6):
@@ -209,8 +207,7 @@ def transpose(model: nn.Module) -> None:
     model[0].weight.t_()  # type: ignore[index,operator,union-attr]
 
 
-@pytest.mark.parametrize("change", [grow, set_data])
-@on_ranks(2)
+@on_ranks(2, change=[grow, set_data])
 def test_a_parameter_of_another_shape_comes_before_the_annotation(change: Callable[[nn.Module], None]) -> None:
     plain, model = make_model(), sharded()
 
@@ -401,8 +398,7 @@ def test_a_file_is_loaded_by_the_call_that_the_error_names(tmp_path: Path) -> No
         assert torch.equal(full(model[0].weight), torch.full((ROWS, DIM), 3.0))
 
 
-@pytest.mark.parametrize("annotate", [fully_shard, replicate])
-@on_ranks(2)
+@on_ranks(2, annotate=[fully_shard, replicate])
 def test_torch_loads_what_only_the_first_rank_has(annotate: Callable[[nn.Module], nn.Module]) -> None:
     """For torch, the empty dicts of the other ranks mean a load without a model: the first rank would wait."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -498,8 +494,7 @@ def average_in(group: ForeignGroup, grad: torch.Tensor) -> None:
     group.allreduce(grad.div_(group.size()))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_a_group_of_another_library_averages_in_a_hook() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     group = ForeignGroup()

@@ -137,8 +137,7 @@ class _Registers:
         register_comm_hook(self._module, state, hook)
 
 
-@pytest.mark.parametrize("annotate", [step_by_hooks, step_by_torch])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, annotate=[step_by_hooks, step_by_torch])
 def test_an_optimizer_may_step_where_the_reduced_gradient_arrives(annotate: Callable[[nn.Module], None]) -> None:
     twins = Twins("mlp", annotate, make=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     for number in range(3):
@@ -215,8 +214,7 @@ def test_models_that_train_apart_are_averaged_as_copies_in_one_process(kind: str
 # Quantised messages
 
 
-@pytest.mark.parametrize("kind", ["FP16", "BFP16"])
-@on_ranks(2)
+@on_ranks(2, kind=["FP16", "BFP16"])
 def test_shards_travel_as_16_bits_through_torchs_quantised_collectives(kind: str) -> None:
     model = seeded(lambda: nn.Linear(8, 8, bias=False), 0)
     whole = model.weight.detach().clone()

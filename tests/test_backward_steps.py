@@ -35,7 +35,6 @@ from composable import (
 from composable.comm_hooks import DefaultState
 from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, DIM, Block, MLPBlock, make_model, random_input, seeded
-from tests.pairwise import pairs_of
 from tests.parity import assert_equal_params, full_params
 from tests.programs import Build, Twins, loss_at
 from tests.programs import train as train_twins
@@ -134,20 +133,17 @@ def stepped_twins(build: Build, api: str | Callable[[Any], object], make: Make =
 # Numbers
 
 
-@pytest.mark.parametrize(*pairs_of(name=MAKES, api=ANNOTATIONS, world_size=[2, 1, 3]))
-@on_ranks()
+@on_ranks(name=MAKES, api=ANNOTATIONS, world_size=[2, 1, 3])
 def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str) -> None:
     train_twins(stepped_twins("mlp", api, MAKES[name]), 4, steps_inside=True, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("make", [foreach, adafactor])
-@on_ranks(4)
+@on_ranks(4, make=[foreach, adafactor])
 def test_copies_of_shards_are_stepped_alike(make: Make) -> None:
     train_twins(stepped_twins("mlp", "hybrid", make), 4, steps_inside=True, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@on_ranks(2)
+@on_ranks(2, is_first=[True, False])
 def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> None:
     """Train a sharded module inside a checkpointed one: backward begins with a forward that runs again."""
 
@@ -276,12 +272,7 @@ class _Branches(nn.Module):
 
 
 # Ranks step a sharded parameter together with the second optimizer.
-@pytest.mark.parametrize(
-    *pairs_of(
-        api=["fully_shard", "replicate", "low, averaged in full"], make=[adam, adafactor], way=["ours", "torch's"]
-    )
-)
-@on_ranks(2)
+@on_ranks(2, api=["fully_shard", "replicate", "low, averaged in full"], make=[adam, adafactor], way=["ours", "torch's"])
 def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(
     api: str, make: Make, way: str
 ) -> None:
@@ -431,8 +422,7 @@ def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, earl
 # With what belongs to training
 
 
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-@on_ranks(2)
+@on_ranks(2, api=["fully_shard", "replicate"])
 def test_a_scheduler_changes_the_rate_of_the_next_backward(api: str) -> None:
     twins = stepped_twins("mlp", api)
     schedules = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in twins.optimizers]
@@ -457,8 +447,7 @@ def replace_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
         param.grad.mul_(3)
 
 
-@pytest.mark.parametrize("hook", [set_rate, replace_gradients])
-@on_ranks(1)
+@on_ranks(1, hook=[set_rate, replace_gradients])
 def test_hooks_on_a_step_of_sharded_parameters_change_it_and_see_its_state(hook: Callable[..., None]) -> None:
     model, twin = nn.Linear(4, 4), nn.Linear(4, 4)
     twin.load_state_dict(model.state_dict())
@@ -484,8 +473,7 @@ def test_hooks_on_a_step_of_sharded_parameters_change_it_and_see_its_state(hook:
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("api", ["replicate", "hybrid"])
-@on_ranks(4)
+@on_ranks(4, api=["replicate", "hybrid"])
 def test_what_waits_for_a_later_backward_is_stepped_there_in_all_groups(api: str) -> None:
     def in_groups(params: Any) -> torch.optim.Optimizer:
         params = [*params]
@@ -525,8 +513,7 @@ def test_remove_and_the_end_of_the_context_go_back_to_steps_by_hand() -> None:
     twins.check()
 
 
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-@on_ranks(2)
+@on_ranks(2, api=["fully_shard", "replicate"])
 def test_a_deep_copy_does_not_step(api: str) -> None:
     model = annotated(make_model("mlp"), api)
     step_in_backward(sgd(model.parameters()))
@@ -765,8 +752,7 @@ def step_by_torch(api: str, *, before: bool, is_low: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("api", ANNOTATIONS)
-@on_ranks(2)
+@on_ranks(2, api=ANNOTATIONS)
 def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool) -> None:
     step_by_torch(api, before=before)
 
@@ -778,8 +764,7 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("name", list(OPTIONS))
-@on_ranks(2)
+@on_ranks(2, name=list(OPTIONS))
 def test_torchs_optimizer_in_backward_goes_with_a_static_graph_and_delayed_gradients(name: str, before: bool) -> None:
     build, options = OPTIONS[name]
     twins = torch_twins(build, lambda model: replicate(model, bucket_cap_mb=1e-3, **options(model)), before=before)
@@ -804,8 +789,7 @@ def test_torchs_switch_keeps_the_gradients() -> None:
     all_equal(low, run_threads(train, 2, "mlp", "low", sgd)[0], tolerance=0)
 
 
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-@on_ranks(2)
+@on_ranks(2, api=["fully_shard", "replicate"])
 def test_torchs_optimizer_in_backward_is_refused_beside_a_hook(api: str) -> None:
     model = annotated(make_model("mlp"), api)
     state, hook = DefaultState(dist.group.WORLD), allreduce_hook if api == "replicate" else _hook

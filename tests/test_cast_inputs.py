@@ -6,7 +6,6 @@ from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -165,8 +164,7 @@ def skip_linear(model: Net) -> None:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, skipped_module_classes=(Block,)))
 
 
-@pytest.mark.parametrize("annotate", [shard, copy_each, skip_linear])
-@on_ranks(2)
+@on_ranks(2, annotate=[shard, copy_each, skip_linear])
 def test_containers_hold_after_a_forward_what_one_process_has_put_there(annotate: Callable[[Net], object]) -> None:
     for seed in range(40):
         assert run(seed, annotate) == run(seed, no_annotation), seed
@@ -189,8 +187,7 @@ class Decoder(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("picks", [None, {nn.Sequential}, {nn.Linear}, {nn.Sequential, nn.LayerNorm}])
-@on_ranks(2)
+@on_ranks(2, picks=[None, {nn.Sequential}, {nn.Linear}, {nn.Sequential, nn.LayerNorm}])
 def test_only_outputs_of_the_outermost_module_of_a_call_are_cast(picks: Any) -> None:
     for depth, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.float64), (3, torch.float16)):
         model, plain = (seeded(lambda: Decoder(depth), depth) for _ in range(2))  # noqa: B023

@@ -172,8 +172,7 @@ class Images(nn.Module):
         return self.conv(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", [*MODELS, Images])
-@on_ranks(3)
+@on_ranks(3, name=[*MODELS, Images])
 def test_any_model_is_followed(name: Any) -> None:
     twins = Twins(name, lambda model: fully_shard(model, policy={nn.Linear, nn.Conv2d}))
     copy, changed = full_state_dict(twins.model), changed_params(twins.model)

@@ -109,8 +109,7 @@ def test_a_pipeline_of_replicated_stages_trains_as_one_process(schedule: str) ->
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("annotate", [fully_shard, replicate])
-@on_ranks(2)
+@on_ranks(2, annotate=[fully_shard, replicate])
 def test_a_plain_container_of_annotated_layers_is_told_in_backward(annotate: Callable[..., nn.Module]) -> None:
     model = nn.Sequential(annotate(nn.Linear(4, 4)))  # whose `parameters` are torch's own
     x = torch.ones(2, 4, requires_grad=True)
@@ -181,8 +180,7 @@ def test_on_a_mesh_of_accelerate_a_model_trains_as_in_one_process(kind: str) -> 
     run_threads(compare, ranks, "tied_across", functools.partial(on_accelerates_mesh, kind))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit() -> None:
     quantized = client("quantized_base")
     torch.manual_seed(0)

@@ -224,15 +224,12 @@ def emulated(low: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
     return {fqn: grad.div_(post).float() for fqn, grad in total.items()}
 
 
-@pytest.mark.parametrize(
-    *pairs_of(
-        annotation=["fully_shard", "replicate"],
-        way=["hook", "wrapper", "hook without a state", "None, wrapped"],
-        low=[torch.float16, torch.bfloat16],
-        world_size=[1, 2, 3],
-    )
+@on_ranks(
+    annotation=["fully_shard", "replicate"],
+    way=["hook", "wrapper", "hook without a state", "None, wrapped"],
+    low=[torch.float16, torch.bfloat16],
+    world_size=[1, 2, 3],
 )
-@on_ranks()
 def test_compressed_gradients_are_those_that_one_process_emulates(annotation: str, way: str, low: torch.dtype) -> None:
     world_size, grads = dist.get_world_size(), compressed(annotation, way, low)
     # The sum of three depends on the order, which is the transport's.
@@ -254,8 +251,7 @@ def test_complex_gradients_are_compressed_in_both_parts() -> None:
     torch.testing.assert_close(shard, expected[2 * rank : 2 * rank + 2], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, annotation=["fully_shard", "replicate"])
 def test_hooks_talk_in_real_process_groups(annotation: str) -> None:
     plain, hooked, low = [train_with(annotation, "root", torch.float32, hook) for hook in (None, mean_hook)] + [
         compressed(annotation, "hook", torch.bfloat16)
@@ -422,8 +418,7 @@ def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
 # How long a registration lasts
 
 
-@pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
-@on_ranks(2)
+@on_ranks(2, way=["communication hook", "all-reduce hook"])
 def test_what_waits_for_a_hook_is_reduced_by_it_in_unannotate(way: str) -> None:
     model, twin = (annotate(make_net(), "fully_shard") for _ in range(2))
     for one in (model, twin):
@@ -581,8 +576,7 @@ def test_a_hook_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     backward(model, dist.get_rank())
 
 
-@pytest.mark.parametrize("way", ["none on the last", "another on the last"])
-@on_ranks(2)
+@on_ranks(2, way=["none on the last", "another on the last"])
 def test_ranks_that_register_different_hooks_are_told(way: str) -> None:
     model = fully_shard(make_net())
     with pytest.raises(DesyncError) as caught:  # noqa: PT012  # which of the calls meets the other rank differs
@@ -618,8 +612,7 @@ def assert_told(model: nn.Module, annotation: str, state: Any, hook: Callable[..
     return str(caught.value)
 
 
-@pytest.mark.parametrize(*pairs_of(annotation=["fully_shard", "replicate"], way=BAD_RESULTS, ranks=[(0, 1), (1,)]))
-@on_ranks(2)
+@on_ranks(2, annotation=["fully_shard", "replicate"], way=BAD_RESULTS, ranks=[(0, 1), (1,)])
 def test_a_result_that_cannot_be_is_an_error_on_every_rank(annotation: str, way: str, ranks: tuple[int, ...]) -> None:
     change, expected = BAD_RESULTS[way]
     rank = dist.get_rank()

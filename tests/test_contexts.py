@@ -75,8 +75,7 @@ def leave(stack: ExitStack, *, raises: bool) -> None:
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("annotation", ANNOTATIONS)
-@on_ranks(2)
+@on_ranks(2, annotation=ANNOTATIONS)
 def test_a_context_restores_what_it_found(annotation: str, context: str, depth: int, *, raises: bool) -> None:
     rank = torch.distributed.get_rank()
     model = ANNOTATIONS[annotation](make_model("mlp"))
@@ -93,8 +92,7 @@ def test_a_context_restores_what_it_found(annotation: str, context: str, depth: 
     torch.testing.assert_close(gradients_of(model, rank), expected)
 
 
-@pytest.mark.parametrize("outer", CONTEXTS)
-@on_ranks(2)
+@on_ranks(2, outer=CONTEXTS)
 def test_a_context_inside_of_another_kind_restores_what_it_found(outer: str) -> None:
     rank = torch.distributed.get_rank()
     model = fully_shard(make_model("mlp"), policy={MLPBlock})

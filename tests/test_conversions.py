@@ -45,8 +45,7 @@ def contents(model: nn.Module) -> list[tuple[str, torch.dtype, int]]:
     return [(name, tensor.dtype, id(tensor)) for name, tensor in tensors]
 
 
-@pytest.mark.parametrize("place", ["deep", "first", "last", "in a replica"])
-@on_ranks(2)
+@on_ranks(2, place=["deep", "first", "last", "in a replica"])
 def test_a_refused_conversion_changes_nothing(*, place: str) -> None:
     model = partly_sharded(place)
     before = contents(model)

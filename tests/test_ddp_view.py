@@ -202,8 +202,7 @@ def test_gradients_after_epochs_of_random_length_are_those_below_the_wrapper() -
     run_ranks(compare_epochs, 3, range(10))
 
 
-@pytest.mark.parametrize("as_joinable", [as_ddp, joinable])
-@on_ranks(2)
+@on_ranks(2, as_joinable=[as_ddp, joinable])
 def test_what_the_others_averaged_is_no_gradient_of_a_rank_without_inputs(as_joinable: Callable[..., Any]) -> None:
     model = replicate(nn.Linear(5, 5, bias=False))
     found = []

@@ -320,8 +320,7 @@ def test_whatever_one_rank_does_differently_all_are_told_or_none() -> None:
     assert sum(end.startswith("DesyncError") for end in ends) > 2
 
 
-@pytest.mark.parametrize("seed", range(10))
-@on_ranks(3)
+@on_ranks(3, seed=range(10))
 def test_equal_modules_in_another_order_on_one_rank_are_an_error_on_every_rank(seed: int) -> None:
     """Let collectives of equal sizes meet by their order alone: the ranks would exchange other modules' values."""
     rng = random.Random(seed)
@@ -337,8 +336,7 @@ def test_equal_modules_in_another_order_on_one_rank_are_an_error_on_every_rank(s
 
 
 @pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("kind", ["annotated", "copied"])
-@on_ranks(2)
+@on_ranks(2, kind=["annotated", "copied"])
 def test_equal_models_in_another_order_on_one_rank_are_an_error_on_every_rank(kind: str, step: int) -> None:
     model = fully_shard(nn.Linear(4, 4))
     models = [model, copy.deepcopy(model) if kind == "copied" else fully_shard(nn.Linear(4, 4))]

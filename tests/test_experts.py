@@ -352,8 +352,7 @@ def test_gradients_of_experts_are_divided_by_the_number_of_their_own_ranks_unles
             torch.testing.assert_close(param.grad.full_tensor(), factor * expected)
 
 
-@pytest.mark.parametrize("unused", ["none", "zero"])
-@on_ranks(4)
+@on_ranks(4, unused=["none", "zero"])
 def test_an_expert_without_tokens_on_any_rank_has_no_gradient_or_zeros(unused: str) -> None:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
@@ -465,8 +464,7 @@ def test_random_ways_to_train_experts_equal_one_process(seed: int) -> None:
 # Clipping
 
 
-@pytest.mark.parametrize("optimizing", [False, True])
-@on_ranks(4)
+@on_ranks(4, optimizing=[False, True])
 def test_the_norm_is_that_of_all_experts_of_all_ranks(*, optimizing: bool) -> None:
     mesh = mesh_of((2, 2))
     net, plain = local_net(4, mesh), reference_net(4)
@@ -504,8 +502,7 @@ def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() ->
     assert found.item() == pytest.approx((total + other) ** 0.5)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "replicated", "sharded"])
-@on_ranks(8)
+@on_ranks(8, kind=["hybrid", "replicated", "sharded"])
 def test_copies_of_an_expert_count_once_in_norms_of_every_order(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ep", "copies", "shards"))
     ours = mesh["copies", "shards"]
@@ -525,8 +522,7 @@ def test_copies_of_an_expert_count_once_in_norms_of_every_order(kind: str) -> No
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9, order), expected)
 
 
-@pytest.mark.parametrize("rest", ["hybrid", "replicated", "sharded"])
-@on_ranks(4)
+@on_ranks(4, rest=["hybrid", "replicated", "sharded"])
 def test_a_rank_without_experts_takes_part_in_the_norm_of_those_of_others(rest: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -620,8 +616,7 @@ def test_a_hook_reduces_different_experts() -> None:
 # Undoing
 
 
-@pytest.mark.parametrize("style", ["each", "bank"])
-@on_ranks(4)
+@on_ranks(4, style=["each", "bank"])
 def test_annotations_are_undone_on_ranks_with_different_experts(style: str) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     net, plain = local_net(4, mesh), reference_net(4)
@@ -750,8 +745,7 @@ def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("outer", [fully_shard, replicate])
-@pytest.mark.parametrize("inner", [fully_shard, replicate])
-@on_ranks(4)
+@on_ranks(4, inner=[fully_shard, replicate])
 def test_an_annotation_around_another_has_all_of_its_ranks(inner: Any, outer: Any) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

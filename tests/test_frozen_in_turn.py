@@ -97,8 +97,7 @@ def test_gradients_are_those_of_one_process(seeds: range) -> None:
         run(seed)
 
 
-@pytest.mark.parametrize("kind", ["whole", "parts"])
-@on_ranks(2)
+@on_ranks(2, kind=["whole", "parts"])
 def test_what_waits_for_a_frozen_parameter_is_stepped_inside_backward(kind: str) -> None:
     def annotate_all(model: Parts) -> None:
         for part in model.parts if kind == "parts" else ():
@@ -182,8 +181,7 @@ def run_copy_of_frozen(seed: int) -> None:
             twins.check_gradients(2e-5, where=(seed, number))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks(world_size=[2, 3])
 def test_copies_of_frozen_parameters_train_on() -> None:
     for seed in range(15):
         run_copy_of_frozen(seed)

@@ -37,7 +37,6 @@ from composable.fsdp_module import REFUSED_SETTERS
 from tests.counting import CountingTransport, root_of
 from tests.logs import kept_logs
 from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens
-from tests.pairwise import pairs_of
 from tests.parity import assert_equal_params, full, full_params, gradients_of, inputs_of
 from tests.programs import Twins, loss_at
 from tests.world import on_ranks, run_ranks
@@ -97,8 +96,7 @@ def test_parameters_kept_after_backward_save_gathers_until_a_step_writes_the_sha
     assert all(torch.equal(value, values[0][fqn]) for fqn, value in values[1].items())
 
 
-@pytest.mark.parametrize("way", ["nothing", "data", "inference", "sign of zero", "nan"])
-@on_ranks(3)
+@on_ranks(3, way=["nothing", "data", "inference", "sign of zero", "nan"])
 def test_what_only_one_rank_wrote_in_whatever_way_all_ranks_gather_again(way: str) -> None:
     model = sharded()
     model.set_reshard_after_backward(False)
@@ -136,8 +134,7 @@ class Taught(nn.Module):
         return x - target
 
 
-@pytest.mark.parametrize("seed", range(8))
-@on_ranks(2)
+@on_ranks(2, seed=range(8))
 def test_what_stays_after_forward_may_change_between_steps(seed: int) -> None:
     """A forward without gradients leaves a block gathered, if its setting says so; after a step these values are old."""
     rng = random.Random(seed)
@@ -163,8 +160,7 @@ def test_what_stays_after_forward_may_change_between_steps(seed: int) -> None:
     twins.check(1e-5)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@on_ranks(2)
+@on_ranks(2, async_op=[False, True])
 def test_unshard_shows_what_a_step_wrote_since_the_backward_that_kept_parameters(async_op: bool) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,8 +229,7 @@ def test_an_embedding_is_not_gathered_in_backward_and_its_gradients_are_reduced(
     twins.check_gradients(2e-6)
 
 
-@pytest.mark.parametrize("within", ["nothing", "checkpointing"])
-@on_ranks(2)
+@on_ranks(2, within=["nothing", "checkpointing"])
 def test_a_backward_that_reads_a_parameter_which_nobody_gathers_never_has_wrong_numbers(within: str) -> None:
     model = sharded()
     model.blocks[1].set_unshard_in_backward(False)
@@ -264,8 +259,7 @@ class CheckpointsInside(nn.Module):
         return checkpoint(lambda x: torch.tanh(x @ self.weight), x, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@on_ranks(2)
+@on_ranks(2, use_reentrant=[True, False])
 def test_parameters_that_are_read_again_in_backward_and_not_gathered_are_an_error(use_reentrant: bool) -> None:
     model: Any = fully_shard(CheckpointsInside(use_reentrant))
     model.set_unshard_in_backward(False)
@@ -290,8 +284,7 @@ def test_hooks_on_saved_tensors_around_the_module_get_what_it_saves() -> None:
 # -- storage, groups
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-@on_ranks(2)
+@on_ranks(2, keeps=[True, False])
 def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept(keeps: bool) -> None:
     model = sharded()
     model.set_keep_unsharded_storage(keeps)
@@ -366,8 +359,7 @@ def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last()
     check_gradients(model, [0, 1, 2])
 
 
-@pytest.mark.parametrize("call", [copy.deepcopy, unannotate, FSDPModule.zero_grad])
-@on_ranks(2)
+@on_ranks(2, call=[copy.deepcopy, unannotate, FSDPModule.zero_grad])
 def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated_nor_zeroed(
     call: Callable[[Any], object],
 ) -> None:
@@ -386,8 +378,7 @@ def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated
 # -- finalize_backward
 
 
-@pytest.mark.parametrize(*pairs_of(way=["at once", "asynchronous", "one reduction", "one waits"], world_size=[2, 1, 3]))
-@on_ranks()
+@on_ranks(way=["at once", "asynchronous", "one reduction", "one waits"], world_size=[2, 1, 3])
 def test_gradients_are_those_of_one_process_after_finalize_backward(way: str) -> None:
     model = sharded()
     model.finalize_backward()  # nothing has run
@@ -418,8 +409,7 @@ def test_gradients_are_those_of_one_process_after_finalize_backward(way: str) ->
     assert unsharded_bytes(model) == 0
 
 
-@pytest.mark.parametrize("where", ["begin", "finish"])
-@on_ranks(1)
+@on_ranks(1, where=["begin", "finish"])
 def test_the_step_after_an_end_that_was_cut_short_is_right(where: str) -> None:
     model = sharded()
     model.set_manual_backward_finalization(True)
@@ -494,8 +484,7 @@ def backward_that_raises(model: nn.Module) -> None:
     out.backward()
 
 
-@pytest.mark.parametrize("what", ["nothing", "forward", "backward", "no_sync", "not the last", "finalizing"])
-@on_ranks(2)
+@on_ranks(2, what=["nothing", "forward", "backward", "no_sync", "not the last", "finalizing"])
 def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> None:
     model = sharded()
     if what == "forward":
@@ -528,8 +517,7 @@ def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> No
     check_gradients(model)
 
 
-@pytest.mark.parametrize(*pairs_of(mode=["by hand", "is_last"], before=["nothing", "a backward", "no_sync"]))
-@on_ranks(2)
+@on_ranks(2, mode=["by hand", "is_last"], before=["nothing", "a backward", "no_sync"])
 def test_a_backward_that_was_stopped_is_not_finalized(mode: str, before: str) -> None:
     model = sharded()
     model.set_manual_backward_finalization(mode == "by hand")
@@ -621,8 +609,7 @@ def options_of(handle: Handle) -> dict[str, Any]:
     return held | {"settings": dataclasses.replace(handle.settings)}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@on_ranks(1)
+@on_ranks(1, name=REFUSED)
 def test_what_cannot_be_is_an_error_that_says_so_and_changes_nothing(name: str) -> None:
     model = sharded()
     call, kind, text = REFUSED[name]

@@ -32,7 +32,6 @@ from composable.dtensor.tensor import RaggedDTensor
 from composable.engine import Handle
 from tests.counting import CountingTransport, root_of
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input
-from tests.pairwise import pairs_of
 from tests.parity import full, full_params, gradients_of, inputs_of
 from tests.programs import Twins, loss_at, train
 from tests.world import on_ranks, run_ranks, run_threads
@@ -181,8 +180,7 @@ def test_asking_for_the_roots_decides_them_first() -> None:
     assert fully_shard.state(whole[0].sub1)._is_root is False
 
 
-@pytest.mark.parametrize("seed", range(4))
-@on_ranks(1)
+@on_ranks(1, seed=range(4))
 def test_names_of_a_list_are_prefixed_by_position_and_known_from_the_root(seed: int) -> None:
     rng = random.Random(seed)
     model = make_model("mlp")
@@ -276,8 +274,7 @@ def test_no_step_but_the_first_walks_the_tree() -> None:
     assert first and not second
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
+@on_ranks(2, way=WAYS)
 def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
     model, plain = make_model("mlp"), make_model("mlp")
     annotate(model, way)
@@ -295,8 +292,7 @@ def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
 # Collectives
 
 
-@pytest.mark.parametrize(*pairs_of(reshard=[None, True, False], world_size=[1, 2, 3]))
-@on_ranks()
+@on_ranks(reshard=[None, True, False], world_size=[1, 2, 3])
 def test_collectives_and_bytes_of_a_step_equal_theory(reshard: bool | None) -> None:
     steps, model = 3, make_model("gpt")
     fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard)
@@ -352,8 +348,7 @@ def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
     assert counting.counts() == {"all_gather": 7 + 6, "reduce_scatter": 3}
 
 
-@pytest.mark.parametrize("kind", ["no_grad", "frozen"])
-@on_ranks(2)
+@on_ranks(2, kind=["no_grad", "frozen"])
 def test_inference_gathers_once_and_leaves_nothing_unsharded(kind: str) -> None:
     model = make_model("mlp").requires_grad_(kind == "no_grad")
     annotate(model, "hand")
@@ -370,8 +365,7 @@ def test_inference_gathers_once_and_leaves_nothing_unsharded(kind: str) -> None:
 # State dicts
 
 
-@pytest.mark.parametrize("way", ["hand", "policy"])
-@on_ranks(2)
+@on_ranks(2, way=["hand", "policy"])
 def test_state_dicts_are_torchs_own_with_hooks_around(way: str) -> None:
     model = make_model("mlp")
     annotate(model, way)
@@ -504,8 +498,7 @@ def test_a_list_of_modules_shares_one_handle() -> None:
     assert counting.counts() == {"all_gather": 6, "reduce_scatter": 3}
 
 
-@pytest.mark.parametrize("kind", [list, iter])
-@on_ranks(2)
+@on_ranks(2, kind=[list, iter])
 def test_ignored_parameters_and_modules_stay_as_they_are(kind: Callable[[Any], Any]) -> None:
     model = make_model("mlp")
     kept = model.out.weight
@@ -518,8 +511,7 @@ def test_ignored_parameters_and_modules_stay_as_they_are(kind: Callable[[Any], A
     assert len(gradients_of(model)) == 16 and model.out.weight is kept
 
 
-@pytest.mark.parametrize("ignored_numbers", [[], [1, 2]])
-@on_ranks(2)
+@on_ranks(2, ignored_numbers=[[], [1, 2]])
 def test_one_list_of_ignored_modules_serves_the_calls_on_all_parts(ignored_numbers: list[int]) -> None:
     def annotate_all(model: Any) -> None:
         ignored = [model.blocks[number].up for number in ignored_numbers] + [nn.Linear(2, 2)]
@@ -556,8 +548,7 @@ class Codec(nn.Module):
         return torch.sin(self.linear(x)) + shift
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@on_ranks(2)
+@on_ranks(2, reshard=[None, True, False])
 def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(reshard: bool | None) -> None:
     def annotate_all(model: Any) -> None:
         for part in (model.parts[0].parts[1], model.parts[1], model):
@@ -614,8 +605,7 @@ def refuse_once(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(refuse, prepend=True)
 
 
-@pytest.mark.parametrize("where", ["first", "root", "block"])
-@on_ranks(2)
+@on_ranks(2, where=["first", "root", "block"])
 def test_the_step_after_an_exception_in_a_users_hook_is_right(where: str) -> None:
     """A user's hook that runs before ours raises: ours has not started that module's forward."""
     twins = Twins("mlp", lambda model: annotate(model, "policy"))
@@ -669,8 +659,7 @@ class Recursive(nn.Module):
         return self.out(x if depth == 0 else self(x, depth - 1))
 
 
-@pytest.mark.parametrize("reshard", [None, True])
-@on_ranks(2)
+@on_ranks(2, reshard=[None, True])
 def test_a_module_that_calls_itself_equals_one_process(reshard: bool | None) -> None:
     train(Twins(Recursive, lambda model: fully_shard(model, policy={MLPBlock}, reshard_after_forward=reshard)), 2)
 

@@ -88,8 +88,7 @@ def test_nothing_comes_back_that_was_dropped() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
-@on_ranks(2)
+@on_ranks(2, unused_gradients=["none", "zero"])
 def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
     options = HandleOptions(unused_gradients=unused_gradients)
     twins = Twins("mlp", lambda model: fully_shard(model, policy={nn.Linear}, options=options))
@@ -294,8 +293,7 @@ def test_what_would_use_gradients_that_wait_is_an_error_until_they_are_reduced(u
     USES[use](model, optimizer)
 
 
-@pytest.mark.parametrize("sets_to_none", [True, False])
-@on_ranks(2)
+@on_ranks(2, sets_to_none=[True, False])
 def test_gradients_that_were_dropped_wait_for_nothing(*, sets_to_none: bool) -> None:
     model = annotate(make_model("mlp"), "policy")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -328,8 +326,7 @@ def hook_each(model: nn.Module, where: str, call: Callable[[], object]) -> list[
 @pytest.mark.parametrize("context", ["a step", "no_sync"])
 @pytest.mark.parametrize("where", ["parameter", "parameter, before", "node", "module"])
 @pytest.mark.parametrize("use", ["step", "norm"])
-@pytest.mark.parametrize("how", ["replicate", "mixed"])
-@on_ranks(2)
+@on_ranks(2, how=["replicate", "mixed"])
 def test_what_a_hook_does_with_gradients_before_their_average_is_an_error(
     how: str, use: str, where: str, context: str
 ) -> None:
@@ -351,8 +348,7 @@ def test_what_a_hook_does_with_gradients_before_their_average_is_an_error(
     assert held
 
 
-@pytest.mark.parametrize("why", ["one rank", "off for good", "another model"])
-@on_ranks(2)
+@on_ranks(2, why=["one rank", "off for good", "another model"])
 def test_a_hook_may_step_what_nobody_averages(why: str) -> None:
     group = dist.new_subgroups(1)[0] if why == "one rank" else None
     model, other = replicate(make_model("mlp"), process_group=group), replicate(make_model("mlp"))

@@ -290,8 +290,7 @@ def stopped(_: torch.Tensor) -> None:
     raise InterruptedError
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-@on_ranks(2)
+@on_ranks(2, is_stopped=[False, True])
 def test_times_are_those_of_a_backward_when_kept_gradients_are_averaged_after_it(*, is_stopped: bool) -> None:
     model = replicate(make_model("mlp"))
     loss_at(model, 0, dist.get_rank()).backward()
@@ -437,8 +436,7 @@ def experts_of_one_process(step: int, world_size: int) -> dict[str, torch.Tensor
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@on_ranks(3, run=run_ranks)
+@on_ranks(3, run=run_ranks, delayed=[False, True])
 def test_modules_of_some_ranks_beside_an_all_to_all_do_not_hang(*, delayed: bool) -> None:
     model = seeded(Experts, 0)
     options: dict[str, Any] = {}

@@ -138,8 +138,7 @@ class Failing(torch.autograd.Function):
         raise RuntimeError("no backward")
 
 
-@pytest.mark.parametrize("then", ["zero_grad", "reset_iter_state"])
-@on_ranks(4)
+@on_ranks(4, then=["zero_grad", "reset_iter_state"])
 def test_what_waits_is_forgotten_with_a_backward_that_was_cut_short(*, then: str) -> None:
     """Reduce some modules in a backward that fails, among micro-batches without the second leg, and begin anew."""
     twins = twins_on((2, 2))
@@ -211,8 +210,7 @@ def test_collectives_and_bytes_of_each_leg_are_those_of_the_plan(
     assert bool(counting.check(model).get("all_reduce")) == (shape[0] > 1)
 
 
-@pytest.mark.parametrize("hooks", [[False, True], [True, True, False]])
-@on_ranks(4)
+@on_ranks(4, hooks=[[False, True], [True, True, False]])
 def test_shards_that_wait_are_divided_once_whatever_hooks_come_and_go(hooks: list[bool]) -> None:
     """Register a communication hook, or take it away, while shards wait for their second leg."""
     twins = twins_on((2, 2))
@@ -238,8 +236,7 @@ def group_of_copies() -> dist.ProcessGroup:
     return mesh_of((2, 2)).get_group("replicate")
 
 
-@pytest.mark.parametrize("way", ["factor", "hook after both legs"])
-@on_ranks(4)
+@on_ranks(4, way=["factor", "hook after both legs"])
 def test_a_factor_divides_once_and_a_hook_sees_the_result_of_both_legs(way: str) -> None:
     scaled, plain = sharded_net((2, 2)), sharded_net((2, 2))
     for module in (scaled, scaled[1], scaled[2]):
@@ -393,8 +390,7 @@ def test_meshes_that_pair_the_same_ranks_otherwise_are_refused() -> None:
     assert "a module below has copies of shards on ranks [(0, 1), (2, 3)], this one on [(0, 2), (1, 3)]" in text
 
 
-@pytest.mark.parametrize("ranks", [[[0, 3], [1, 2]], [[2, 3], [0, 1]]])
-@on_ranks(4)
+@on_ranks(4, ranks=[[[0, 3], [1, 2]], [[2, 3], [0, 1]]])
 def test_replicas_may_come_in_any_order(ranks: list[list[int]]) -> None:
     """Send first values, load from another rank, train and take values on every rank, in a mesh of these ranks."""
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
@@ -490,8 +486,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@on_ranks(4)
+@on_ranks(4, case=CASES)
 def test_copies_that_begin_different_are_an_error_on_every_rank(*, case: str) -> None:
     model = begin_apart(case)
     dtype = torch.bfloat16 if case == "bf16" else torch.float32
@@ -503,8 +498,7 @@ def test_copies_that_begin_different_are_an_error_on_every_rank(*, case: str) ->
     assert f"parameter '{name.get(case, '')}" in text
 
 
-@pytest.mark.parametrize("fix", ["sync_module_states", "load_full_state_dict", "load_checkpoint"])
-@on_ranks(4)
+@on_ranks(4, fix=["sync_module_states", "load_full_state_dict", "load_checkpoint"])
 def test_copies_that_a_load_makes_equal_train(tmp_path: Path, fix: str) -> None:
     def annotate(model: nn.Module) -> None:
         first = model.state_dict() if dist.get_rank() == 0 else {}
@@ -541,8 +535,7 @@ def test_a_join_compares_copies_for_ranks_without_inputs() -> None:
 # Several dims of a mesh that count as one
 
 
-@pytest.mark.parametrize("ways", ["ours", pytest.param("torch's", marks=needs_torch_dims)])
-@on_ranks(4)
+@on_ranks(4, ways=["ours", pytest.param("torch's", marks=needs_torch_dims)])
 def test_dims_of_context_parallelism_shard_with_those_of_data_and_the_mean_is_over_both(ways: str) -> None:
     """Let ranks along "cp" have parts of the same sequences; one process has the whole sequences."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))

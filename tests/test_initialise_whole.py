@@ -58,8 +58,7 @@ def on_meta(option: str) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("option", OPTIONS)
-@on_ranks(4)
+@on_ranks(4, option=OPTIONS)
 def test_whole_parameters_get_the_values_of_one_process(*, option: str, way: str) -> None:
     model, plain = on_meta(option), Tied()
     if way == "first rank":

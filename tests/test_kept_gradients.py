@@ -325,8 +325,7 @@ def test_several_backwards_of_one_forward_are_refused_or_right(world_size: int) 
 
 
 @pytest.mark.parametrize("ends_by_hand", [False, True])
-@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-6])
-@on_ranks(2)
+@on_ranks(2, bucket_cap_mb=[25, 1e-6])
 def test_an_optimizer_in_backward_steps_on_what_was_kept(ends_by_hand: bool, bucket_cap_mb: float) -> None:
     low = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # averages are copied back into the kept gradients
     twins = Twins(

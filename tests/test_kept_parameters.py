@@ -104,8 +104,7 @@ def story(way: str, reads: str, wraps: bool, freezes: bool) -> str:
     return "right"
 
 
-@pytest.mark.parametrize("way", PARAMS + VIEWS + HARMLESS)
-@on_ranks(2)
+@on_ranks(2, way=PARAMS + VIEWS + HARMLESS)
 def test_a_parameter_that_is_kept_elsewhere_trains_or_its_use_is_an_error(way: str) -> None:
     for reads, wraps, freezes in itertools.product(("kept", "own", "shape"), (True, False), (True, False)):
         is_told = (way in PARAMS and reads == "kept") or (way in VIEWS and not freezes)

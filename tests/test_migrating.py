@@ -361,8 +361,7 @@ def test_the_strategy_that_shards_nothing_is_an_error_that_names_replicate() -> 
         composable.plan(build(), world_size=2, strategy=theirs.ShardingStrategy.NO_SHARD)
 
 
-@pytest.mark.parametrize("annotate", [replicate, fully_shard])
-@on_ranks(2)
+@on_ranks(2, annotate=[replicate, fully_shard])
 def test_join_of_an_annotated_module_is_an_error_that_names_what_it_takes(annotate: Callable[..., Any]) -> None:
     model = annotate(build())
     with pytest.raises(ConfigError) as caught:
@@ -426,8 +425,7 @@ def annotated(kind: str) -> nn.Module:
     return replicate(build()) if kind == "ddp" else fully_shard(build())
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])
-@on_ranks(3, run=run_ranks)
+@on_ranks(3, run=run_ranks, kind=["fsdp1", "fsdp2", "ddp"])
 def test_a_run_that_torch_has_begun_goes_on_here(kind: str, tmp_path: Path) -> None:
     """Train with torch's wrapper, save, train on with it and with ours: the losses of both are equal."""
     with warnings.catch_warnings():

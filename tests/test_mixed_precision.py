@@ -70,8 +70,7 @@ def test_a_model_in_low_precision_is_computed_and_reduced_in_full(policy: MixedP
     torch.testing.assert_close(whole(model), expected, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, transport=["shared_memory", "process_group"])
 def test_a_sum_that_fp16_cannot_hold_does_not_overflow_where_the_mean_fits(transport: str) -> None:
     model = nn.Linear(2, 2, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16), options=HandleOptions(transport=transport))
@@ -333,8 +332,7 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("inner_dtype", [BF16, FP16])
-@on_ranks(2)
+@on_ranks(2, inner_dtype=[BF16, FP16])
 def test_modules_that_share_a_buffer_see_what_the_others_write(inner_dtype: torch.dtype) -> None:
     model = Counting(Counting())
     calls = model.calls

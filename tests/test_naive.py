@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,8 +44,7 @@ def annotated(annotate: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("world_size", [2])
-@on_ranks(run=run_ranks)
+@on_ranks(run=run_ranks, world_size=[2])
 def test_the_naive_version_gives_the_same_numbers() -> None:
     naive = runpy.run_path(str(EXAMPLE))
     ours, theirs = annotated(fully_shard), annotated(naive["naive_fully_shard"])

@@ -81,8 +81,7 @@ def test_policies_of_torch_are_taken() -> None:
     ]
 
 
-@pytest.mark.parametrize("is_synced", [False, True])
-@on_ranks(2)
+@on_ranks(2, is_synced=[False, True])
 def test_ranks_that_differ_are_told(is_synced: bool) -> None:
     model = nn.Linear(4, 4)
     policy = CPUOffloadPolicy(pin_memory=dist.get_rank() == 0)

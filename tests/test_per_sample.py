@@ -30,8 +30,7 @@ def batch_of(rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
-@on_ranks()
+@on_ranks(kind=["fully_shard", "replicate"])
 def test_each_sample_has_the_gradient_of_one_process(kind: str) -> None:
     rank = dist.get_rank()
     expected = samples(make(), batch_of(rank))

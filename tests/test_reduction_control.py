@@ -24,7 +24,6 @@ from composable import (
 )
 from composable.ground.contract import managing_state
 from tests.counting import CountingTransport
-from tests.pairwise import pairs_of
 from tests.parity import gradients_of
 from tests.test_comm_hooks import DTYPES, Net, backward, close, make_net
 from tests.world import on_ranks
@@ -47,14 +46,11 @@ def plain_grads() -> dict[str, torch.Tensor]:
 # Divisors
 
 
-@pytest.mark.parametrize(
-    *pairs_of(
-        world_size=[1, 2, 3],
-        setter=["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"],
-        factor=[1, 0.25, 3, None],
-    )
+@on_ranks(
+    world_size=[1, 2, 3],
+    setter=["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"],
+    factor=[1, 0.25, 3, None],
 )
-@on_ranks()
 def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str) -> None:
     plain, model = plain_grads(), sharded()
     getattr(model.blocks[0], setter)(factor)
@@ -124,8 +120,7 @@ def test_no_sum_in_float16_overflows_where_the_mean_fits() -> None:
 # A hook on the reduced shard
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}])
-@on_ranks(2)
+@on_ranks(2, options=[{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}])
 def test_an_all_reduce_hook_gets_each_reduced_shard_once(options: dict[str, Any]) -> None:
     plain = sharded(**options)
     model = sharded(**options)

@@ -134,8 +134,7 @@ def test_parameters_unused_on_one_rank_are_an_error_on_every_rank_and_the_next_s
         torch.testing.assert_close(gradients, results[0][1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@on_ranks(3)
+@on_ranks(3, accumulates=[False, True])
 def test_parameters_unused_on_some_ranks_count_as_zero_if_allowed(*, accumulates: bool) -> None:
     used = ["left", "", "left"]
     twins = Twins(
@@ -194,8 +193,7 @@ def test_a_rank_whose_backward_reaches_no_parameter_keeps_nobody_waiting() -> No
     assert first[::2] == second[::2] == ["", ""]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(2)
+@on_ranks(2, reentrant=[False, True])
 def test_so_it_is_where_a_replicated_module_gives_the_loss(*, reentrant: bool) -> None:
     block, plain, rank = seeded(MLPBlock, 0), seeded(MLPBlock, 0), dist.get_rank()
     block.forward = lambda x: (x if rank == 0 else MLPBlock.forward(block, x)).square().mean()
@@ -549,8 +547,7 @@ def loss_with_input_gradient(model: nn.Module, step: int, rank: int) -> torch.Te
     return model(random_input(100 * step + rank, BATCH, DIM).requires_grad_()).square().mean()
 
 
-@pytest.mark.parametrize("before", [False, True])
-@on_ranks(2)
+@on_ranks(2, before=[False, True])
 def test_hooks_of_users_run_as_on_the_plain_module(*, before: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model("mlp"), make_model("mlp")

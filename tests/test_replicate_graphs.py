@@ -147,8 +147,7 @@ def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what:
     loss_at(model, 3, rank).backward()
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25, TINY_CAP_MB])
-@on_ranks(3)
+@on_ranks(3, bucket_cap_mb=[25, TINY_CAP_MB])
 def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank(bucket_cap_mb: float) -> None:
     model, rank = looped(), dist.get_rank()
     replicate(model, static_graph=True, bucket_cap_mb=bucket_cap_mb)

@@ -30,8 +30,7 @@ def plain_gradients(steps: list[int], *, rank: int | None = None) -> dict[str, t
 WAYS = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "no_sync"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
+@on_ranks(2, way=WAYS)
 def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str) -> None:
     model: Any = make_model("mlp")
     replicate(model.blocks[1])

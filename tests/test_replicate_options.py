@@ -79,8 +79,7 @@ def test_values_are_broadcast_when_torchs_wrapper_does(options: dict[str, Any], 
 # -- ranks and device
 
 
-@pytest.mark.parametrize("name", ["mesh", "device_mesh"])
-@on_ranks(2)
+@on_ranks(2, name=["mesh", "device_mesh"])
 def test_a_mesh_and_the_device_of_this_rank_may_be_given(name: str) -> None:
     mesh: Any = {name: dist.init_device_mesh("cpu", (2,))}
     model = replicate(make_model("mlp"), device_ids=["cpu"], **mesh)
@@ -88,8 +87,7 @@ def test_a_mesh_and_the_device_of_this_rank_may_be_given(name: str) -> None:
     torch.testing.assert_close(gradients_of(model), expected_gradients("mlp", 2))
 
 
-@pytest.mark.parametrize("name", ["mesh", "device_mesh"])
-@on_ranks(4)
+@on_ranks(4, name=["mesh", "device_mesh"])
 def test_gradients_are_averaged_along_the_mesh_by_either_name(name: str) -> None:
     pair: Any = {name: dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))["dp"]}
     model = replicate(make_model("mlp"), **pair)
@@ -171,8 +169,7 @@ def replace_ignored(draw: random.Random, several: bool) -> dict[str, bool]:
     return {fqn: is_own == (fqn in ignored) for fqn, is_own in own.items()}
 
 
-@pytest.mark.parametrize("seed", range(12))
-@on_ranks(2)
+@on_ranks(2, seed=range(12))
 def test_what_is_ignored_may_be_replaced_and_stays_this_ranks_own(seed: int) -> None:
     # As in DDP, which averages what it got when it was made.
     found = replace_ignored(random.Random(seed), seed % 3 == 0)

@@ -90,8 +90,7 @@ def test_modules_hold_copies_while_they_run_and_their_own_before_and_after() -> 
     assert model[0].weight.grad.dtype is FP32 and model[1].weight.grad is None
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@on_ranks(1)
+@on_ranks(1, error=[KeyboardInterrupt, ValueError])
 def test_what_is_cut_short_leaves_the_module_with_its_own(error: type[BaseException]) -> None:
     model = nn.Sequential(Spy())
     before = tensors_of(model)
@@ -273,8 +272,7 @@ def test_parameters_that_a_functional_call_lends_are_cast_too() -> None:
     torch.testing.assert_close(slopes, torch.ones(1, DIM))
 
 
-@pytest.mark.parametrize("steps_first", [False, True])
-@on_ranks(2)
+@on_ranks(2, steps_first=[False, True])
 def test_the_backward_of_a_functional_call_leaves_the_module_with_its_own(steps_first: bool) -> None:
     model = nn.Sequential(nn.Linear(DIM, 1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
@@ -439,8 +437,7 @@ def test_gradients_may_stay_in_low_precision() -> None:
     assert model.weight.grad.unique().tolist() == [5]
 
 
-@pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
-@on_ranks(2)
+@on_ranks(2, hook=[None, default_hooks.fp16_compress_hook])
 def test_communication_hooks_get_the_bucket_in_low_precision(hook: Callable[..., Any] | None) -> None:
     model = nn.Linear(DIM, 1, bias=False)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))

@@ -43,8 +43,7 @@ def split_model(mesh: Any) -> nn.Module:
     return split(seeded(Split, 0), mesh)
 
 
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}])
-@on_ranks(4)
+@on_ranks(4, options=[{"gradient_as_bucket_view": False}, {"static_graph": True}])
 def test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim(options: dict[str, Any]) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data_rank = mesh["dp"].get_local_rank()

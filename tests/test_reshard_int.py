@@ -356,8 +356,7 @@ class _Fails(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@on_ranks(4)
+@on_ranks(4, in_backward=[False, True])
 def test_a_forward_that_raises_leaves_only_what_another_backward_needs(in_backward: bool) -> None:
     """Let a forward raise, alone or while another one waits for its backward; return what it left."""
     model = shard(nn.Sequential(*net(), _Fails()))

@@ -45,8 +45,7 @@ def batch(number: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_a_replicated_model_trains_its_scripted_part(*, kind: str, options: dict[str, Any]) -> None:
     rank = dist.get_rank()
     found = steps_of(replicate(model_with(kind), **options), lambda number: [batch(number, rank)])
@@ -54,8 +53,7 @@ def test_a_replicated_model_trains_its_scripted_part(*, kind: str, options: dict
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_gradients_of_a_scripted_part_that_no_sync_kept_are_averaged(*, kind: str) -> None:
     rank, model, plain = dist.get_rank(), replicate(model_with(kind)), model_with("plain")
     with no_sync(model):
@@ -67,8 +65,7 @@ def test_gradients_of_a_scripted_part_that_no_sync_kept_are_averaged(*, kind: st
         torch.testing.assert_close(found.grad, expected.grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_a_scripted_part_that_is_left_out_stays_each_rank_s_own(*, kind: str) -> None:
     """The same batch on all ranks: then the part needs no average."""
     model = model_with(kind)
@@ -77,8 +74,7 @@ def test_a_scripted_part_that_is_left_out_stays_each_rank_s_own(*, kind: str) ->
     torch.testing.assert_close(found, steps_of(model_with("plain"), lambda number: [batch(number, 0)]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_a_scripted_part_in_a_handle_is_refused_and_the_model_stays_as_it_was(*, kind: str) -> None:
     model = model_with(kind)
     before = {fqn: id(param) for fqn, param in model.named_parameters()}

@@ -130,8 +130,7 @@ def train_with_scales(model: nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", [Int8Weight, TwoPartWeight, TurnedWeight, ScaledWeight])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, kind=[Int8Weight, TwoPartWeight, TurnedWeight, ScaledWeight])
 def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch(kind: type) -> None:
     # torch takes no uneven rows of such a class.
     shapes = [(6, 5), (4, 6)]
@@ -164,8 +163,7 @@ def test_what_is_written_to_a_weight_while_it_is_unsharded_is_gathered_again() -
         torch.testing.assert_close(model(x) - full(model[0].bias), before)
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (1, 4)])
-@on_ranks(3)
+@on_ranks(3, shape=[(7, 3), (1, 4)])
 def test_several_tensors_of_a_class_travel_and_fill_one_parameter_again_and_again(shape: tuple[int, int]) -> None:
     model = int8_model([shape], TwoPartWeight)
     plain = seeded(lambda: nn.Linear(shape[1], shape[0]), 0)
@@ -250,8 +248,7 @@ def test_gradients_that_a_class_wraps_are_reduced_as_what_is_inside() -> None:
     torch.testing.assert_close(found, train_alone(reference, 5), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["param_init_fn", "sync_module_states", "load"])
-@on_ranks(3)
+@on_ranks(3, way=["param_init_fn", "sync_module_states", "load"])
 def test_weights_that_their_class_gathers_may_get_their_values_later(way: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(inputs, outputs) for outputs, inputs in SHAPES))
@@ -282,8 +279,7 @@ def test_weights_that_their_class_gathers_may_get_their_values_later(way: str) -
 # -- as bytes
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_adapters_beside_quantised_weights_train_as_in_one_process() -> None:
     model, reference = seeded(Quantised, 0), seeded(Quantised, 0)
     fully_shard(model, policy={Adapted})
@@ -414,8 +410,7 @@ def rounded_head(model: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("policy", [{Adapted}, {Linear4bit, AffineLinear}])
-@on_ranks(2)
+@on_ranks(2, policy=[{Adapted}, {Linear4bit, AffineLinear}])
 def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(policy: set[type[nn.Module]]) -> None:
     model = mixed()
     fully_shard(model, policy=policy)
@@ -442,8 +437,7 @@ def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_stat
     torch.testing.assert_close(whole(x), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@on_ranks(3)
+@on_ranks(3, rank0_only=[False, True])
 def test_unshard_params_shows_instances_of_each_class_and_writes_back(rank0_only: bool) -> None:
     model, before = mixed(), mixed()
     fully_shard(model, policy={Adapted})
@@ -676,8 +670,7 @@ def show_gathered(self: torch.Tensor, gathered: Any, metadata: Any, param_dtype:
     return None if out is not None else (gathered[0], gathered)
 
 
-@pytest.mark.parametrize("kind", [nn.Parameter, Marked])
-@on_ranks(3)
+@on_ranks(3, kind=[nn.Parameter, Marked])
 def test_functions_of_one_parameter_gather_its_pieces(kind: Any) -> None:
     whole = random_input(0, 4, 4)
     param = kind(whole.clone())

@@ -333,8 +333,7 @@ def test_operations_give_what_they_give_of_the_whole() -> None:
         torch.testing.assert_close(full(weight), expected.detach())
 
 
-@pytest.mark.parametrize("options", [(), ("offload_to_cpu",), ("rank0_only",)])
-@on_ranks(4)
+@on_ranks(4, options=[(), ("offload_to_cpu",), ("rank0_only",)])
 def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
     mesh = mesh_of(2, 2)
     model, plain = trained_twins(mesh)
@@ -350,8 +349,7 @@ def test_full_parameters_are_as_before_the_annotation_and_written_back(options: 
     torch.testing.assert_close(full(model.blocks[0].up.weight.grad), plain.blocks[0].up.weight.grad)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@on_ranks(4)
+@on_ranks(4, offload=[False, True])
 def test_what_raises_on_one_rank_is_written_back_in_no_block(offload: bool) -> None:
     model, before = annotated(mesh_of(2, 2)), full_params(seeded(Model, 0))
 
@@ -375,8 +373,7 @@ def test_values_are_iterated_over_as_wholes() -> None:
     torch.testing.assert_close(dict(iter_full_params(model)), dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-@on_ranks(4)
+@on_ranks(4, keeps=[True, False])
 def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None:
     mesh = mesh_of(2, 2)
     twins = twins_on(mesh)
@@ -430,8 +427,7 @@ def test_each_rank_takes_its_block_of_what_param_init_fn_gives_whole() -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["function", "to_empty"])
-@on_ranks(4)
+@on_ranks(4, way=["function", "to_empty"])
 def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
@@ -640,8 +636,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(4)
+@on_ranks(4, way=WAYS)
 def test_what_one_rank_does_alone_is_an_error_on_ranks_with_other_blocks_too(way: str) -> None:
     with pytest.raises((ConfigError, DesyncError, UsageError)) as caught:
         differ(way, random.Random(way).randrange(4), mesh_of(2, 2))

@@ -162,8 +162,7 @@ def test_ranks_that_are_processes_or_simulated_note_the_same() -> None:
 
 
 @pytest.mark.parametrize("makes", [replicated, nested])
-@pytest.mark.parametrize("syncs", [True, False])
-@on_ranks(2)
+@on_ranks(2, syncs=[True, False])
 def test_a_bucket_is_reduced_and_waited_for_after_its_gradients(makes: Callable[[], nn.Module], syncs: bool) -> None:
     model = makes()
     train(model, 2)
@@ -207,8 +206,7 @@ def trained(makes: Callable[[], nn.Module], *, is_timed: bool) -> list[torch.Ten
     return [getattr(param, "_local_tensor", param).detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("makes", [sharded, replicated, nested, both])
-@on_ranks(2)
+@on_ranks(2, makes=[sharded, replicated, nested, both])
 def test_training_gives_the_same_numbers_to_the_bit(makes: Callable[[], nn.Module]) -> None:
     pairs = zip(trained(makes, is_timed=True), trained(makes, is_timed=False), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -219,8 +217,7 @@ class Stop(Exception):  # noqa: N818  # it says what it does
 
 
 @pytest.mark.parametrize("makes", [sharded, replicated, both])
-@pytest.mark.parametrize("where", ["forward", "backward", "between"])
-@on_ranks(2)
+@on_ranks(2, where=["forward", "backward", "between"])
 def test_an_exception_inside_leaves_nothing_behind(makes: Callable[[], nn.Module], where: str) -> None:
     def stop(*_: Any) -> None:
         raise Stop

@@ -193,8 +193,7 @@ TOOLS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, tool=TOOLS)
 def test_the_tool_does_what_the_page_says(tool: str) -> None:
     TOOLS[tool]()
 

@@ -63,8 +63,7 @@ def test_a_trace_has_a_region_for_each_gather_and_reduction(annotation: str, reg
     assert dict(Counter(event.name for event in profiler.events() if event.name.startswith("composable::"))) == regions
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, annotation=["fully_shard", "replicate"])
 def test_no_region_is_entered_where_no_profiler_runs(annotation: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         entered: list[str] = []

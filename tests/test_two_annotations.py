@@ -167,8 +167,7 @@ REFUSED: list[tuple[Callable[[Tied], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-@on_ranks(1)
+@on_ranks(1, number=range(len(REFUSED)))
 def test_a_shared_parameter_is_refused_by_the_names_that_it_has_in_both(number: int) -> None:
     call, text = REFUSED[number]
     with pytest.raises(ConfigError) as caught:
@@ -176,8 +175,7 @@ def test_a_shared_parameter_is_refused_by_the_names_that_it_has_in_both(number: 
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
-@on_ranks(2)
+@on_ranks(2, kind=["replicate", "fully_shard"])
 def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
     model, plain = make_tied(2, []), make_tied(2, [])
     inner = replicate if kind == "replicate" else fully_shard
@@ -249,8 +247,7 @@ def test_gradients_that_are_there_before_fully_shard_are_not_dropped_in_silence(
     backward(model, dist.get_rank(), 0)
 
 
-@pytest.mark.parametrize("outer", ["fully_shard", "replicate"])
-@on_ranks(2)
+@on_ranks(2, outer=["fully_shard", "replicate"])
 def test_gradient_sync_of_a_model_reaches_both_annotations_in_it(outer: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first, second = (replicate, fully_shard) if outer == "fully_shard" else (fully_shard, replicate)

@@ -78,8 +78,7 @@ def tag_and_annotate(way: str, model: nn.Module) -> None:
     WAYS[way](model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_parameters_gradients_and_everything_else_are_as_in_one_process() -> None:
     for way, name in CASES[dist.get_world_size() - 1 :: 3]:
         twins = Twins(name, functools.partial(tag_and_annotate, way), make=sgd_of_trained)
@@ -246,8 +245,7 @@ def test_a_stale_optimizer_is_an_error() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@on_ranks(world_size=[1, 2])
 def test_buckets_are_freed_and_the_process_group_is_used_again() -> None:
     model = replicate(make_model("mlp"))
     backward(model, 0)
@@ -270,8 +268,7 @@ def test_buckets_are_freed_and_the_process_group_is_used_again() -> None:
     assert_equal_params(found, grads, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("annotate", ["policy", "replicate"])
-@on_ranks(2)
+@on_ranks(2, annotate=["policy", "replicate"])
 def test_a_step_that_an_exception_stopped_does_not_stand_in_the_way(annotate: str) -> None:
     model = make_model("mlp")
     WAYS[annotate](model)

@@ -346,8 +346,7 @@ def train_on_counts(counts: list[int], divisor: int) -> dict[str, torch.Tensor]:
     return train_plain(groups, divisor, momentum=0.9)
 
 
-@pytest.mark.parametrize("annotation", ["hybrid", "replicate inside", "replicate around"])
-@on_ranks(4)
+@on_ranks(4, annotation=["hybrid", "replicate inside", "replicate around"])
 def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
     model = net()
     ANNOTATIONS[annotation](model)
@@ -367,8 +366,7 @@ def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
     is_equal(model, train_on_counts([3, 1], 4))
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
-@on_ranks(4)
+@on_ranks(4, kind=["all-reduce", "last backward", "by hand", "reduce gradients"])
 def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
     """Average once for two backwards, in one of the ways to do so."""
     model: Any = net()
@@ -399,10 +397,7 @@ def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> Non
 # Loops
 
 
-@pytest.mark.parametrize(
-    "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
-)
-@on_ranks(3)
+@on_ranks(3, annotation=["full", "no root", "kept after forward", "replicate inside", "replicate around"])
 def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str) -> None:
     """Run forwards without gradients, without a backward, and two that share one."""
     model = net()
@@ -463,8 +458,7 @@ class Counted(nn.Module):
         return self.norm(self.inp(x))
 
 
-@pytest.mark.parametrize("annotation", ["replicate", "both"])
-@on_ranks(3)
+@on_ranks(3, annotation=["replicate", "both"])
 def test_buffers_of_replicas_are_those_of_the_rank_that_ran_longest(annotation: str) -> None:
     model = nn.Sequential(Counted(), Counted())
     if annotation == "both":
@@ -548,8 +542,7 @@ def stop_after_two_steps(model: nn.Module) -> None:
             stop()
 
 
-@pytest.mark.parametrize("annotation", ["full", "in one order", "hybrid", "replicated"])
-@on_ranks(3)
+@on_ranks(3, annotation=["full", "in one order", "hybrid", "replicated"])
 def test_after_an_exception_ranks_that_followed_are_as_the_others(annotation: str) -> None:
     twins = Twins(Net, ANNOTATIONS[annotation], loss=lambda model, _, rank: loss_of(model(random_input(rank, 3, DIM))))
     with pytest.raises(KeyError):
@@ -565,8 +558,7 @@ def fail(_: torch.Tensor) -> None:
     raise KeyError
 
 
-@pytest.mark.parametrize("annotation", ["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
-@on_ranks(4)
+@on_ranks(4, annotation=["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
 def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
     model = net()
     ANNOTATIONS[annotation](model)

@@ -14,8 +14,7 @@ from tests.models import BATCH, DIM, make_model, random_input
 from tests.world import on_ranks
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@on_ranks(2)
+@on_ranks(2, order=["before", "after"])
 def test_wrappers_of_torch_add_nothing_to_names(order: str) -> None:
     model = make_model("mlp")
     blocks = list(model.blocks)

@@ -280,8 +280,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-@on_ranks(2)
+@on_ranks(2, name=MODULES)
 def test_embeddings_that_renormalise_are_refused_and_the_fix_is_right(name: str) -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(MODULES[name]()))
@@ -323,8 +322,7 @@ def test_copies_of_an_embedding_that_renormalises_drift_as_under_torchs_wrapper_
     assert torch.equal(*own) and own[0].norm(dim=1).max() < 0.1001
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks(world_size=[2, 3])
 def test_other_seeds_make_a_mixture_unless_the_first_ranks_values_are_sent() -> None:
     """What the docstring says: each rank keeps its piece of its own values. Right are plain models of each seed."""
 

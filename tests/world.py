@@ -36,17 +36,19 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from composable.errors import ComposableError
 from tests.idleness import LOOK_S, Idleness
+from tests.pairwise import pairs_of
 from tests.place import options_of_place
 
 __all__ = ["RankErrors", "on_ranks", "run_ranks", "run_threads", "shut_down", "told"]
@@ -149,9 +151,15 @@ def run_threads(
 
 
 def on_ranks(
-    world_size: int | None = None, *, run: Callable[..., object] = run_threads
+    world_size: int | None = None, /, *, run: Callable[..., object] = run_threads, **cases: Iterable[Any]
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Let each of so many ranks run the body of a test; ``None``: as many as its ``world_size`` says."""
+    """Let each of so many ranks run the body of a test, for each value of its arguments.
+
+    Args:
+        world_size: How many; ``None``: as many as ``world_size`` among ``cases``, or the test's parameters, says.
+        run: On threads or on processes.
+        **cases: Values by argument; of several arguments every two values meet.
+    """
 
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
         def test(**kwargs: Any) -> None:
@@ -161,7 +169,9 @@ def on_ranks(
         own = inspect.signature(body)
         size = [inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)] if world_size is None else []
         test.__signature__ = own.replace(parameters=[*own.parameters.values(), *size])  # type: ignore[attr-defined]
-        return test
+        if len(cases) < 2:
+            return functools.reduce(lambda made, case: pytest.mark.parametrize(*case)(made), cases.items(), test)
+        return pytest.mark.parametrize(*pairs_of(**cases))(test)
 
     return decorate
 

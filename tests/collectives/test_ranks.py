@@ -132,8 +132,7 @@ def others_of(ranks: Ranks) -> list[int]:
     return [peer for peer in range(ranks.size) if peer != ranks.rank]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_values_reach_every_rank() -> None:
     """Check every way to exchange values, in the whole world and in a subgroup, whose order is its own."""
     everyone = Ranks.of_world()

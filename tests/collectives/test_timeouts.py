@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +20,7 @@ def seconds_of_groups() -> dict[str, float]:
     return {name: timeout_of(group).total_seconds() for name, group in groups_of_process().items()}
 
 
-@pytest.mark.parametrize("way", ["replicate", "copies", "tensor parallelism"])
-@on_ranks(4, run=run_ranks)
+@on_ranks(4, run=run_ranks, way=["replicate", "copies", "tensor parallelism"])
 def test_all_groups_of_an_annotation_wait_as_long_as_the_world(way: str) -> None:
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "inner"))

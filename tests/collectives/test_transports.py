@@ -103,8 +103,7 @@ OPERATIONS: dict[Callable[[Transport, torch.dtype, int], None], tuple[torch.dtyp
 
 
 @each_transport
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks(run=run_ranks)
+@on_ranks(run=run_ranks, world_size=[1, 2, 3, 4])
 def test_every_operation_gives_what_it_says_of_any_dtype_and_size(name: str) -> None:
     transport = make(name)
     assert (transport.rank, transport.world_size) == (dist.get_rank(), dist.get_world_size())

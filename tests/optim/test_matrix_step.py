@@ -200,8 +200,7 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_other_owners(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks(world_size=[2, 3])
 def test_equal_gradients_give_equal_bits_at_any_number_of_ranks(kind: str) -> None:
     plain, expected = build(kind, shards=False)
     model, optimizers = build(kind, shards=True)
@@ -373,8 +372,7 @@ def test_an_owner_whose_update_raises_leaves_no_rank_waiting(world_size: int, al
     assert max(failed) == 1
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks(world_size=[2, 3])
 def test_state_dicts_are_those_of_a_muon_that_is_not_accelerated() -> None:
     found = []
     for is_accelerated in (False, True):
@@ -396,8 +394,7 @@ def test_state_dicts_are_those_of_a_muon_that_is_not_accelerated() -> None:
         assert torch.equal(own_whole["state"][fqn]["momentum_buffer"], entry["momentum_buffer"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks(world_size=[2, 3])
 def test_adafactor_goes_on_where_one_that_is_accelerated_or_not_has_stopped() -> None:
     def make(*, is_accelerated: bool) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -505,8 +502,7 @@ class Returning(MatrixOptimizer):
         return matrix.sub_(grad) if self.in_place else matrix - grad
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@on_ranks(1)
+@on_ranks(1, shards=[False, True])
 def test_an_update_that_returns_another_matrix_is_an_error(shards: bool) -> None:
     model = nn.Linear(8, 8, bias=False)
     plain = copy.deepcopy(model)
@@ -526,8 +522,7 @@ class Resizing(MatrixOptimizer):
         matrix.resize_(9, 8)
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@on_ranks(1)
+@on_ranks(1, shards=[False, True])
 def test_an_update_that_leaves_a_matrix_of_another_size_is_an_error(shards: bool) -> None:
     model = nn.Linear(8, 8, bias=False)
     if shards:

@@ -218,8 +218,7 @@ def test_an_optimizer_in_a_wrapper_without_hooks_or_state_steps_as_alone(api: st
     assert_alike(run_threads(steps_in_a_wrapper, 2, api, begun[1])[0], ended)
 
 
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-@on_ranks(2)
+@on_ranks(2, api=["fully_shard", "replicate"])
 def test_a_step_by_hand_that_would_move_something_stays_an_error(api: str) -> None:
     model, optimizer = make(api, "adamw", in_backward=True)
     inputs = torch.ones(2, 3)

@@ -20,8 +20,7 @@ NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3, 5])
 def test_a_plan_says_of_how_many_parameters_a_rank_has_no_elements() -> None:
     """Right is the count of empty local pieces, over all ranks."""
     ranks = dist.get_world_size()
@@ -41,8 +40,7 @@ def test_a_plan_says_of_how_many_parameters_a_rank_has_no_elements() -> None:
         assert (line in str(state.plan)) == (share > 0.5)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks()
+@on_ranks(world_size=[2, 3, 4])
 def test_numbers_of_gradients_are_those_of_one_process() -> None:
     torch.manual_seed(0)
     model, plain = (nn.Sequential(nn.Linear(32, 4), nn.LayerNorm(4), nn.Linear(4, 2)) for _ in range(2))

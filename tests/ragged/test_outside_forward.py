@@ -68,8 +68,7 @@ def test_the_error_names_the_parameter_and_its_module() -> None:
         assert all(hint in fix for hint in ("call the module itself", "register_fsdp_forward_method", "unshard()"))
 
 
-@pytest.mark.parametrize("kind", ["forward hook", "first pre-hook", "backward pre-hook"])
-@on_ranks(2)
+@on_ranks(2, kind=["forward hook", "first pre-hook", "backward pre-hook"])
 def test_a_users_hook_that_runs_outside_of_ours_gets_the_same_error(kind: str) -> None:
     uses: list[Callable[[nn.Module, torch.Tensor], torch.Tensor]] = [
         lambda module, x: F.linear(x, module.weight),  # type: ignore[arg-type]

@@ -63,8 +63,7 @@ def test_bounds_that_do_not_rise_from_zero_or_fit_mesh_and_shape_are_refused() -
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3, 4])
 def test_whole_and_piece_hold_the_same_elements(cut: str) -> None:
     fallback_counts(reset=True)
     ragged, plain = pairs(cut)
@@ -105,8 +104,7 @@ def test_printing_shows_the_piece_and_does_not_communicate() -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 3])
 def test_gathering_and_unwrapping_are_differentiable(cut: str) -> None:
     ragged, plain = pairs(cut)
     weights = values(3)
@@ -141,8 +139,7 @@ def test_a_penalty_on_the_weights_has_the_right_gradient() -> None:
 # -- optimizers, clipping, zeroing
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@on_ranks(3)
+@on_ranks(3, dtype=[torch.bfloat16, torch.float16])
 def test_norms_of_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
     spec = ragged_spec(cpu_mesh(), (300,), dtype, (0, 100, 210, 300))
     for seed in range(20):
@@ -171,8 +168,7 @@ def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
     torch.testing.assert_close(found.full_tensor(), large.norm())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@on_ranks(world_size=[2, 3])
 def test_norms_over_dims_are_those_of_the_whole_wherever_it_is_cut() -> None:
     dice, mesh = random.Random(0), cpu_mesh()
     for seed in range(20):
@@ -282,8 +278,7 @@ def test_ragged_replicated_and_sharded_tensors_meet() -> None:
         assert nn.utils.get_total_norm([ragged[0], replicated.clone()]).full_tensor().isfinite()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@on_ranks(3, run=run_ranks)
+@on_ranks(3, run=run_ranks, cut=CUTS)
 def test_plain_operands_are_cut_like_the_whole_or_refused(cut: str) -> None:
     ragged, plain = pairs(cut)
     r, p = ragged[0].detach(), plain[0].detach()
@@ -361,8 +356,7 @@ def test_an_operation_that_users_define_later_gathers() -> None:
     assert fallback_counts(reset=True) == {"composable_tests.doubled.default": 1}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks(run=run_ranks)
+@on_ranks(run=run_ranks, world_size=[1, 3])
 def test_writing_to_a_view_writes_to_the_whole() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0].detach(), plain[0].detach().clone()
@@ -509,8 +503,7 @@ def pickled(tensor: Any) -> Any:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@on_ranks(3)
+@on_ranks(3, dtype=[torch.float32, torch.float64])
 def test_what_others_make_with_the_placements_of_a_parameter_is_cut_as_it_is(cut: str, dtype: torch.dtype) -> None:
     ragged, plain = pairs(cut)
     with strict_mode():
@@ -565,8 +558,7 @@ class Fuse:
     """No data."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@on_ranks(world_size=[1, 2, 3])
 def test_a_sharded_state_dict_is_read_as_data_only() -> None:
     def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         # Channels last; rows of 5 and 7, which ranks do not divide.

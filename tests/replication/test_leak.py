@@ -29,8 +29,7 @@ def make_trained(**options: Any) -> nn.Module:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
-@pytest.mark.parametrize("deep", [False, True])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, deep=[False, True])
 def test_dropped_models_are_collected_with_their_threads_and_files(deep: bool) -> None:
     counts = []
     for number in range(4):
@@ -59,8 +58,7 @@ def test_dropped_models_are_collected_with_their_threads_and_files(deep: bool) -
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
-@pytest.mark.parametrize("kind", ["plain", "casts", "as_ddp"])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, kind=["plain", "casts", "as_ddp"])
 def test_copies_that_are_thrown_away_use_one_group_in_turn(kind: str) -> None:
     casts = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if kind == "casts" else {}
     model = make_trained(find_unused_parameters=True, **casts)

@@ -116,8 +116,7 @@ def test_who_sets_alone_what_others_wait_for_is_told_to_all(name: str) -> None:
 # -- what may differ
 
 
-@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
-@on_ranks(2)
+@on_ranks(2, unused_gradients=["none", "zero"])
 def test_a_rank_may_have_modules_of_classes_of_its_own(unused_gradients: str) -> None:
     rank, model = dist.get_rank(), make_model("mlp")
     if rank == 0:

@@ -189,8 +189,7 @@ def stopped(call: Callable[[], Any], text: str) -> None:
 RUNNING = {"step": "inside of a step", "waiting": "while its gradients wait", "hook": "with a communication hook"}
 
 
-@pytest.mark.parametrize("way", ["policy", "by_hand", "replicate", "nested", "nested_in_replicate"])
-@on_ranks(2)
+@on_ranks(2, way=["policy", "by_hand", "replicate", "nested", "nested_in_replicate"])
 def test_running_state_is_not_copied(way: str) -> None:
     """Refuse a copy in a forward, a backward or ``no_sync``, of what waits, and of a hook; and copy right after."""
     model = make_model("mlp")
@@ -257,8 +256,7 @@ class Boxed(nn.Module):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("outer", [fully_shard, replicate])
-@on_ranks(2)
+@on_ranks(2, outer=[fully_shard, replicate])
 def test_a_root_inside_of_a_replicated_module_is_copied_once(outer: Callable[..., Any], *, is_first: bool) -> None:
     model = Boxed(is_first=is_first)
     fully_shard(model.again[0])
@@ -291,8 +289,7 @@ FROZEN_SINCE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", FROZEN_SINCE)
-@on_ranks(2)
+@on_ranks(2, way=FROZEN_SINCE)
 def test_a_copy_of_a_replicated_model_with_parameters_frozen_since_trains(way: str) -> None:
     """The right gradients are those of the original, whose deep copy has none for what is frozen."""
     draw = random.Random(way)

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -180,8 +179,7 @@ def ends_of(kind: str) -> list[str]:
     return [end for end in ends if end not in ("shown", "full state dict")] if kind in REPLICATED else ends
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_nothing_is_left_of_a_model_that_was_dropped(kind: str) -> None:
     draw = random.Random(kind)
     left_over(kind, "after a step", 1)  # groups and the like stay

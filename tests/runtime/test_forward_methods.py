@@ -31,8 +31,7 @@ class Coder(nn.Module):
         return x + self.encode(x)
 
 
-@pytest.mark.parametrize("is_root", [False, True])
-@on_ranks(2)
+@on_ranks(2, is_root=[False, True])
 def test_registered_methods_train_as_forward_does(is_root: bool) -> None:
     plain, model = (seeded(lambda: nn.Sequential(Coder(), nn.Linear(DIM, DIM)), 0) for _ in range(2))
     fully_shard(model[0].inner[0])  # type: ignore[index]

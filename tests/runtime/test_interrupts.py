@@ -109,8 +109,7 @@ COLLECTIVES: dict[str, Callable[[Transport, torch.Tensor, torch.Tensor], Any]] =
 }
 
 
-@pytest.mark.parametrize("name", ["process_group", "shared_memory"])
-@on_ranks(2, run=run_ranks)
+@on_ranks(2, run=run_ranks, name=["process_group", "shared_memory"])
 def test_a_collective_cut_short_at_any_instruction_is_settled(name: str) -> None:
     """Cut each collective short at each third instruction, settle, and run it again."""
     default = dist.group.WORLD

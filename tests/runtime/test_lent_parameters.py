@@ -97,8 +97,7 @@ def test_own_parameters_buffers_and_shown_parameters_are_accepted() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-@on_ranks(2)
+@on_ranks(2, reshard=[False, True])
 def test_parameters_that_loads_assign_between_steps_stay(reshard: bool) -> None:
     model, plain = make(), make()
     fully_shard(model[0], reshard_after_forward=reshard)
@@ -120,8 +119,7 @@ def test_parameters_that_loads_assign_between_steps_stay(reshard: bool) -> None:
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("finds_unused", [False, True])
-@on_ranks(2)
+@on_ranks(2, finds_unused=[False, True])
 def test_replicated_modules_run_on_other_parameters_as_plain_ones(finds_unused: bool) -> None:
     x = random_input(3, 4, DIM)
     model, plain = make(), make()

@@ -31,7 +31,6 @@ from composable import (
 )
 from composable.ground.torch_private import TorchDispatchMode
 from tests.models import DIM, MLP, loss_of, random_input, seeded
-from tests.pairwise import pairs_of
 from tests.world import on_ranks, run_ranks, run_threads, told
 
 MODES: dict[str, Callable[[], Any]] = {
@@ -106,14 +105,13 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 
 # Processes: threads share torch's level of forward-mode differentiation.
-@pytest.mark.parametrize(
-    *pairs_of(
-        name=list(TRANSFORMS),
-        annotated=[("fully_shard", None), ("fully_shard", True), ("replicate", None)],
-        is_warm=[False, True],
-    )
+@on_ranks(
+    2,
+    run=run_ranks,
+    name=list(TRANSFORMS),
+    annotated=[("fully_shard", None), ("fully_shard", True), ("replicate", None)],
+    is_warm=[False, True],
 )
-@on_ranks(2, run=run_ranks)
 def test_transforms_with_respect_to_inputs_are_right_and_harm_no_step(
     name: str, annotated: tuple[str, bool | None], is_warm: bool
 ) -> None:
@@ -312,8 +310,7 @@ def run_around(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", AROUND)
-@on_ranks(2)
+@on_ranks(2, name=AROUND)
 def test_a_step_within_what_users_have_on_is_as_the_plain_model_and_shows_no_more(name: str, how: str) -> None:
     run_around(name, how)
 
@@ -328,8 +325,7 @@ def saves(name: str, _: object, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", SAVED)
-@on_ranks(2)
+@on_ranks(2, name=SAVED)
 def test_a_selective_checkpoint_saves_what_the_module_has_made(name: str, how: str) -> None:
     model, plain = pair_of(how)
     contexts = partial(create_selective_checkpoint_contexts, partial(saves, name))

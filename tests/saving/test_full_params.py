@@ -27,12 +27,14 @@ from composable import (
 from tests.counting import counting_ranks
 from tests.models import make_model, random_tokens
 from tests.saving.test_full_state import Odd, assert_like_plain, odd, sharded
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 NAMES = ["gpt_tied", "frozen_mixed", "mixed_dtypes", "empty_params"]
 
 
-def iterate(names: list[str]) -> None:
+@pytest.mark.parametrize(("world_size", "names"), [(3, NAMES), (1, NAMES[:1])])
+@on_ranks()
+def test_every_parameter_comes_in_full_under_its_name(names: list[str]) -> None:
     rank = dist.get_rank()
     for name in names:
         model, plain = sharded(name, 1), make_model(name, 1)
@@ -51,12 +53,8 @@ def iterate(names: list[str]) -> None:
             assert found is None or torch.equal(found, want.bfloat16())
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(3, NAMES), (1, NAMES[:1])])
-def test_every_parameter_comes_in_full_under_its_name(world_size: int, names: list[str]) -> None:
-    run_threads(iterate, world_size, names)
-
-
-def stop_early() -> None:
+@on_ranks(2)
+def test_all_ranks_may_stop_and_go_on() -> None:
     model, plain = sharded("gpt", 1), make_model("gpt", 1)
     expected = dict(plain.named_parameters())
     tokens = random_tokens(0, 4, 8)
@@ -77,11 +75,8 @@ def stop_early() -> None:
         assert value is not None and value.data_ptr() != param.data_ptr() and torch.equal(value, param)
 
 
-def test_all_ranks_may_stop_and_go_on() -> None:
-    run_threads(stop_early, 2)
-
-
-def count_messages() -> None:
+@on_ranks(2, run=run_ranks)
+def test_small_parameters_share_a_message() -> None:
     with counting_ranks() as counts:
         model = sharded("gpt", 1)
         assert len(list(iter_full_params(model))) > 20
@@ -89,11 +84,8 @@ def count_messages() -> None:
         assert counts["messages"] == 2
 
 
-def test_small_parameters_share_a_message() -> None:
-    run_ranks(count_messages, 2)
-
-
-def go_back() -> None:
+@on_ranks(world_size=[1, 3])
+def test_pairs_go_back_in_any_order() -> None:
     rank = dist.get_rank()
     for name in NAMES:
         model, plain = sharded(name, 1), make_model(name, 2)
@@ -112,11 +104,6 @@ def go_back() -> None:
     load_full_params(model, tensors.items() if rank == last else None, src=last)
     found = full_state_dict(model)
     assert all(torch.equal(found[key], value) for key, value in tensors.items() if rank == 0)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_pairs_go_back_in_any_order(world_size: int) -> None:
-    run_threads(go_back, world_size)
 
 
 def refuse() -> None:

@@ -45,7 +45,7 @@ from tests.models import (
     seeded,
 )
 from tests.parity import full
-from tests.world import run_threads, told
+from tests.world import on_ranks, run_threads, told
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -77,7 +77,9 @@ def assert_like_plain(found: Mapping[str, Any], plain: nn.Module, dtype: torch.d
     assert ties(found) == ties(expected)
 
 
-def round_trip(names: list[str]) -> None:
+@pytest.mark.parametrize(("world_size", "names"), [(3, list(MODELS)), (1, ["gpt_tied"]), (2, ["gpt_tied", "uneven"])])
+@on_ranks()
+def test_a_full_state_dict_is_the_plain_models_and_goes_back(names: list[str]) -> None:
     fallback_counts(reset=True)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     last = world_size - 1
@@ -108,11 +110,6 @@ def round_trip(names: list[str]) -> None:
         with torch.no_grad():
             assert torch.equal(loss_of(model(*args, **kwargs)), loss_of(other(*args, **kwargs))), name
     assert not fallback_counts()
-
-
-@pytest.mark.parametrize(("world_size", "names"), [(3, list(MODELS)), (1, ["gpt_tied"]), (2, ["gpt_tied", "uneven"])])
-def test_a_full_state_dict_is_the_plain_models_and_goes_back(world_size: int, names: list[str]) -> None:
-    run_threads(round_trip, world_size, names)
 
 
 class Odd(nn.Module):
@@ -153,7 +150,8 @@ def odd(seed: int) -> nn.Module:
     return fully_shard(model, policy={MLPBlock}, ignored_params=[model.ignored])
 
 
-def handle_odd() -> None:
+@on_ranks(2)
+def test_buffers_extra_state_and_unsharded_parameters_are_those_of_one_rank() -> None:
     rank = dist.get_rank()
     model = odd(1)
     unsaved = model.unsaved
@@ -171,10 +169,6 @@ def handle_odd() -> None:
         want = expected[key]
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
         assert torch.equal(full, want) if isinstance(want, torch.Tensor) else full == want, key
-
-
-def test_buffers_extra_state_and_unsharded_parameters_are_those_of_one_rank() -> None:
-    run_threads(handle_odd, 2)
 
 
 class ReadsItself(nn.Module):
@@ -221,7 +215,9 @@ class ReadsItself(nn.Module):
         return self.layers(x)
 
 
-def load_what_modules_read(annotate: str, call: str) -> None:
+@pytest.mark.parametrize("call", ["load_full_state_dict", "load_state_dict", "load_full_params"])
+@on_ranks(2, annotate=["fully_shard", "replicate"])
+def test_what_modules_read_in_their_own_way_is_loaded(annotate: str, call: str) -> None:
     rank = dist.get_rank()
     source = seeded(lambda: ReadsItself([5.0] * 5), 7)
     model = seeded(lambda: ReadsItself([1.0] * 3), rank)
@@ -243,13 +239,8 @@ def load_what_modules_read(annotate: str, call: str) -> None:
         assert_like_plain(found, source)
 
 
-@pytest.mark.parametrize("call", ["load_full_state_dict", "load_state_dict", "load_full_params"])
-@pytest.mark.parametrize("annotate", ["fully_shard", "replicate"])
-def test_what_modules_read_in_their_own_way_is_loaded(annotate: str, call: str) -> None:
-    run_threads(load_what_modules_read, 2, annotate, call)
-
-
-def use_at_any_moment() -> None:
+@on_ranks(2)
+def test_it_works_before_between_and_after_steps() -> None:
     rank = dist.get_rank()
     expected = make_model("mlp", 1)
     # Parameters that a forward has left unsharded.
@@ -293,11 +284,8 @@ def use_at_any_moment() -> None:
     assert list(block) == (list(expected.blocks[1].state_dict()) if rank == 0 else [])
 
 
-def test_it_works_before_between_and_after_steps() -> None:
-    run_threads(use_at_any_moment, 2)
-
-
-def load_onto_meta() -> None:
+@on_ranks(2)
+def test_a_model_on_meta_gets_its_values_from_one_rank() -> None:
     rank = dist.get_rank()
     for name in ("gpt_tied", "with_buffers", "mixed_dtypes"):
         with torch.device("meta"):
@@ -321,10 +309,6 @@ def load_onto_meta() -> None:
         found = full_state_dict(model)
         if rank == 0:
             assert_like_plain(found, other)
-
-
-def test_a_model_on_meta_gets_its_values_from_one_rank() -> None:
-    run_threads(load_onto_meta, 2)
 
 
 class Lazy(Mapping[str, torch.Tensor]):
@@ -352,7 +336,8 @@ class Lazy(Mapping[str, torch.Tensor]):
         return len(self.values_by_key)
 
 
-def count_bytes() -> None:
+@on_ranks(2)
+def test_no_more_than_two_handles_are_held_beside_the_result() -> None:
     rank = dist.get_rank()
     config = {"vocab": 64, "dim": 160, "layers": 8, "heads": 2}
     plain = seeded(lambda: TinyGPT(**config), 1)
@@ -378,11 +363,8 @@ def count_bytes() -> None:
             assert_like_plain(found, plain, dtype)
 
 
-def test_no_more_than_two_handles_are_held_beside_the_result() -> None:
-    run_threads(count_bytes, 2)
-
-
-def load_ties() -> None:
+@on_ranks(2)
+def test_of_several_names_of_a_tensor_the_last_one_counts() -> None:
     model, plain = sharded("gpt_tied", 1), make_model("gpt_tied", 1)
     state = make_model("gpt_tied", 2).state_dict()
     # Names of one tensor with different values: what torch does.
@@ -395,10 +377,6 @@ def load_ties() -> None:
         found = full_state_dict(model)
         if dist.get_rank() == 0:
             assert_like_plain(found, plain)
-
-
-def test_of_several_names_of_a_tensor_the_last_one_counts() -> None:
-    run_threads(load_ties, 2)
 
 
 def load_lazily(path: str) -> None:
@@ -447,7 +425,8 @@ UNFIT = (
 )
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing() -> None:
     rank = dist.get_rank()
     model = sharded("mlp", 1)
     before = local_values(model)
@@ -497,11 +476,8 @@ def refuse() -> None:
         assert all(torch.equal(value, (old if key in missing else new)[key]) for key, value in found.items())
 
 
-def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing() -> None:
-    run_threads(refuse, 2)
-
-
-def load_another_kind() -> None:
+@on_ranks(2)
+def test_integers_for_floating_point_values_are_an_error_and_casts_are_none() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     state = full_state_dict(model)
     before = local_values(model)
@@ -522,10 +498,6 @@ def load_another_kind() -> None:
     assert model[1].num_batches_tracked.item() == 3
 
 
-def test_integers_for_floating_point_values_are_an_error_and_casts_are_none() -> None:
-    run_threads(load_another_kind, 2)
-
-
 class Renaming(nn.Module):
     """Loads a key that it had under another name, as modules do that have changed."""
 
@@ -540,7 +512,8 @@ class Renaming(nn.Module):
             state[prefix + "weight"] = state.pop(prefix + "old")
 
 
-def load_plainly() -> None:
+@on_ranks(2)
+def test_torchs_own_load_takes_full_and_sharded_tensors() -> None:
     model, plain = sharded("gpt_tied", 1), make_model("gpt_tied", 2)
     own = {key: value.detach().clone() for key, value in sharded("gpt_tied", 3).state_dict().items()}
     with strict_mode():
@@ -579,10 +552,6 @@ def load_plainly() -> None:
     assert list(found) == (list(MLP().state_dict()) if dist.get_rank() == 0 else [])
     load_full_state_dict(copies, make_model("mlp", 4).state_dict() if dist.get_rank() == 0 else None)
     assert all(torch.equal(v, make_model("mlp", 4).state_dict()[k]) for k, v in copies.state_dict().items())
-
-
-def test_torchs_own_load_takes_full_and_sharded_tensors() -> None:
-    run_threads(load_plainly, 2)
 
 
 def step_with(model: nn.Module) -> None:
@@ -635,7 +604,8 @@ def test_a_load_on_some_ranks_is_an_error_on_all_of_them(meeting: str, alone: li
             assert "load_state_dict on every rank" in lines[5] and "load_full_state_dict(" in lines[5]
 
 
-def loads_in_other_ways() -> None:
+@on_ranks(2)
+def test_ranks_may_load_in_different_ways_as_often() -> None:
     """Load on every rank as often, each in its own way; and on the first alone where that reaches all ranks."""
     rank, model, plain = dist.get_rank(), sharded("uneven", 1), make_model("uneven", 2)
     state = plain.state_dict()
@@ -656,11 +626,8 @@ def loads_in_other_ways() -> None:
         assert_like_plain(found, plain)
 
 
-def test_ranks_may_load_in_different_ways_as_often() -> None:
-    run_threads(loads_in_other_ways, 2)
-
-
-def shard_below_a_replica() -> None:
+@on_ranks(2)
+def test_what_is_sharded_below_a_replica_is_saved_and_loaded() -> None:
     model, plain = MLP(), make_model("mlp", 4)
     fully_shard(model.blocks[0])
     replicate(model)
@@ -678,10 +645,6 @@ def shard_below_a_replica() -> None:
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks.0') as caught:
         model.load_state_dict({key: value for key, value in other.items() if not key.startswith("blocks.0")})
     assert isinstance(caught.value, ConfigError) and type(caught.value) is StateDictError
-
-
-def test_what_is_sharded_below_a_replica_is_saved_and_loaded() -> None:
-    run_threads(shard_below_a_replica, 2)
 
 
 def compiled_module(module: nn.Module) -> Any:
@@ -711,7 +674,13 @@ class Inner(nn.Module):
         self.note = state
 
 
-def full_state_of_compiled(annotate: str, where: str) -> None:
+def plain_values(compiled: Any, plain: nn.Module) -> dict[str, Any]:
+    return dict(zip(compiled.state_dict(), plain.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("where", ["whole", "inside", "both"])
+@on_ranks(2, annotate=["fully_shard", "replicate"])
+def test_a_full_state_dict_has_no_names_of_compiled_modules(annotate: str, where: str) -> None:
     plain, model = seeded(lambda: Inner(compiles_layer=False), 0), Inner(compiles_layer=where != "whole")
     plain.note = "new"
     (fully_shard if annotate == "fully_shard" else replicate)(model)
@@ -724,16 +693,6 @@ def full_state_of_compiled(annotate: str, where: str) -> None:
         assert_like_plain(found, plain)
     # Names that torch itself gives to compiled modules are taken too.
     load_full_state_dict(compiled, plain_values(compiled, plain) if first else None)
-
-
-def plain_values(compiled: Any, plain: nn.Module) -> dict[str, Any]:
-    return dict(zip(compiled.state_dict(), plain.state_dict().values(), strict=True))
-
-
-@pytest.mark.parametrize("where", ["whole", "inside", "both"])
-@pytest.mark.parametrize("annotate", ["fully_shard", "replicate"])
-def test_a_full_state_dict_has_no_names_of_compiled_modules(annotate: str, where: str) -> None:
-    run_threads(full_state_of_compiled, 2, annotate, where)
 
 
 # -- what the other ranks get

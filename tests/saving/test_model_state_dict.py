@@ -37,7 +37,7 @@ from tests.models import BLOCK_CLASSES, make_model
 from tests.parity import full
 from tests.ragged_pairs import from_full
 from tests.saving.test_full_state import Odd, local_values, odd, unfit_state
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 # Tied, with frozen parts, with replicated and ignored parts, of several dtypes.
 NAMES = ["gpt_tied", "frozen_mixed", "odd", "mixed_dtypes"]
@@ -205,7 +205,8 @@ def test_a_run_goes_on_to_the_bit_at_another_world_size(
     run_threads(load_into_plain, 1, str(tmp_path))
 
 
-def use_options() -> None:
+@on_ranks(2)
+def test_options_mean_what_they_mean_for_a_plain_model() -> None:
     model = annotated_model("frozen_mixed", 1)
     plain = plain_model("frozen_mixed", 1)
     # Some modules only, with and without their prefix.
@@ -232,11 +233,8 @@ def use_options() -> None:
     assert all(value.device.type == "cpu" for value in found.values())
 
 
-def test_options_mean_what_they_mean_for_a_plain_model() -> None:
-    run_threads(use_options, 2)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_a_model_state_that_does_not_fit_is_one_error_on_every_rank() -> None:
     model = annotated_model("mlp", 1)
     before = local_values(model)
     state = unfit_state(plain_model("mlp", 2))
@@ -267,10 +265,6 @@ def refuse() -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         with pytest.raises(ConfigError, match="99"):
             set_optimizer_state_dict(model, optimizer, copy.deepcopy(whole), options=options)
-
-
-def test_a_model_state_that_does_not_fit_is_one_error_on_every_rank() -> None:
-    run_threads(refuse, 2)
 
 
 def save_what_one_process_cannot_load(folder: str) -> None:

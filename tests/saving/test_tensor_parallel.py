@@ -159,16 +159,13 @@ def test_ranks_with_larger_blocks_take_no_larger_batches() -> None:
         run_threads(go_in_and_out_in_batches, 2)
 
 
-def move_replicated() -> None:
+@on_ranks(4)
+def test_replicated_models_count_the_same_ranks() -> None:
     mesh = mesh_of(2, 2)
     model = replicate(split(plain(), mesh["tp"]), mesh=mesh["dp"])
     same(full_state_dict(model, dst=3), plain().state_dict() if dist.get_rank() == 3 else {})
     load_full_state_dict(model, plain(1).state_dict() if dist.get_rank() == 1 else None, src=1)
     same(params_of(model), params_of(plain(1)))
-
-
-def test_replicated_models_count_the_same_ranks() -> None:
-    run_threads(move_replicated, 4)
 
 
 def write_weights(folder: str) -> None:

@@ -12,10 +12,11 @@ from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard
 from tests.ragged_pairs import from_full
-from tests.world import run_threads
+from tests.world import on_ranks
 
 
-def read_in_place() -> None:
+@on_ranks(2)
+def test_boxes_are_views_of_the_piece() -> None:
     spec = ragged_spec(init_device_mesh("cpu", (2,)), (4, 3), torch.float32, (0, 5, 12))
     ragged = from_full(torch.arange(12.0).view(4, 3), spec)
     chunks = ragged.__create_chunk_list__()
@@ -33,11 +34,8 @@ def read_in_place() -> None:
         ragged.__get_tensor_shard__(MetadataIndex("w", torch.Size([3, 1])))
 
 
-def test_boxes_are_views_of_the_piece() -> None:
-    run_threads(read_in_place, 2)
-
-
-def cut_by_idiom() -> None:
+@on_ranks(2)
+def test_distribute_tensor_takes_our_placement_and_torchs() -> None:
     distribute_tensor = torch.distributed.tensor.distribute_tensor
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     full = torch.arange(12.0).view(4, 3)
@@ -56,7 +54,3 @@ def cut_by_idiom() -> None:
     assert torch.equal(distribute_tensor(full, joined, [Shard(0), *placements]).full_tensor(), full)
     with pytest.raises(ConfigError, match="one RaggedShard"):
         distribute_tensor(full, joined, [RaggedShard((0, 12)), *placements])
-
-
-def test_distribute_tensor_takes_our_placement_and_torchs() -> None:
-    run_threads(cut_by_idiom, 2)

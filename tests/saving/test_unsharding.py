@@ -24,7 +24,7 @@ from composable.saving.entries import largest_handle_bytes
 from tests.live_bytes import LiveBytes
 from tests.models import MLP, Block, MLPBlock, loss_of, make_model, seeded
 from tests.parity import inputs_of
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 NAMES = ["gpt_tied", "tied_across", "mixed_dtypes", "frozen_mixed", "scalars", "empty_params", "with_buffers"]
 KINDS = {
@@ -50,7 +50,9 @@ def is_sharded(model: nn.Module) -> bool:
     return all(isinstance(param, RaggedDTensor) for param in model.parameters())
 
 
-def read_and_change(name: str) -> None:
+@pytest.mark.parametrize(("world_size", "name"), [(1, "gpt_tied"), *((2, name) for name in NAMES)])
+@on_ranks()
+def test_full_values_are_shown_and_changes_are_kept(name: str) -> None:
     model, plain = shard(name), make_model(name)
     holders = list(model.parameters())
     for turn, options in enumerate(KINDS.values()):
@@ -79,12 +81,8 @@ def read_and_change(name: str) -> None:
         assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(1, "gpt_tied"), *((2, name) for name in NAMES)])
-def test_full_values_are_shown_and_changes_are_kept(name: str, world_size: int) -> None:
-    run_threads(read_and_change, world_size, name)
-
-
-def change_and_forget() -> None:
+@on_ranks(2)
+def test_without_writeback_or_after_an_exception_values_are_as_before() -> None:
     model, plain, rank = shard("mlp"), make_model("mlp"), dist.get_rank()
     for options in KINDS.values():
         for failing in (None, {0, 1}, {0}, {1}) if "rank0_only" in options else (None, {0, 1}):
@@ -104,11 +102,8 @@ def change_and_forget() -> None:
             assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
 
 
-def test_without_writeback_or_after_an_exception_values_are_as_before() -> None:
-    run_threads(change_and_forget, 2)
-
-
-def load_whole() -> None:
+@on_ranks(2)
+def test_a_plain_state_dict_loads_in_the_block() -> None:
     model, other = shard("mlp"), make_model("mlp", seed=5)
     with unshard_params(model):
         model.load_state_dict(other.state_dict())
@@ -128,11 +123,8 @@ def load_whole() -> None:
         assert torch.equal(model(*args, **kwargs), other(*args, **kwargs))
 
 
-def test_a_plain_state_dict_loads_in_the_block() -> None:
-    run_threads(load_whole, 2)
-
-
-def run_inside() -> None:
+@on_ranks(2)
+def test_the_model_runs_and_trains_in_the_block() -> None:
     model, plain = shard("gpt"), make_model("gpt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -160,11 +152,8 @@ def run_inside() -> None:
         torch.testing.assert_close(values[fqn], expected.detach(), rtol=0, atol=1e-6)
 
 
-def test_the_model_runs_and_trains_in_the_block() -> None:
-    run_threads(run_inside, 2)
-
-
-def only_own_handle() -> None:
+@on_ranks(2)
+def test_recursion_nesting_and_modules_without_handles() -> None:
     model = shard("mlp")
     with unshard_params(model, recurse=False):
         assert not isinstance(model.inp.weight, RaggedDTensor)
@@ -187,11 +176,8 @@ def only_own_handle() -> None:
         assert all(type(param) is nn.Parameter for param in nested.parameters())
 
 
-def test_recursion_nesting_and_modules_without_handles() -> None:
-    run_threads(only_own_handle, 2)
-
-
-def every_module(options: dict[str, bool]) -> None:
+@on_ranks(2, options=[{}, {"rank0_only": True}, {"offload_to_cpu": True}])
+def test_it_takes_every_module_of_an_annotated_model(options: dict[str, bool]) -> None:
     """Enter with each module inside of the block of the model, and with those that have nothing to show."""
     model = shard("mlp")
     model.beside = nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)])
@@ -203,11 +189,6 @@ def every_module(options: dict[str, bool]) -> None:
     for module in (model.beside, *model.beside, nn.Identity()):
         with unshard_params(module, **options):
             pass
-
-
-@pytest.mark.parametrize("options", [{}, {"rank0_only": True}, {"offload_to_cpu": True}])
-def test_it_takes_every_module_of_an_annotated_model(options: dict[str, bool]) -> None:
-    run_threads(every_module, 2, options)
 
 
 def refusal(block: Callable[[nn.Module], None]) -> list[str]:

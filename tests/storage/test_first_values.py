@@ -270,8 +270,7 @@ def test_real_values_beside_meta_ones_are_kept() -> None:
 # Conversions
 
 
-@pytest.mark.parametrize("together", [True, False])
-@on_ranks(2)
+@on_ranks(2, together=[True, False])
 def test_a_conversion_keeps_objects_marks_hooks_and_what_a_load_assigned(together: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
@@ -357,8 +356,7 @@ def recompute(model: nn.Module) -> None:
         layer.mask = mask
 
 
-@pytest.mark.parametrize("how", ["plain", "assign full", "assign ragged", "swap", "rank 0"])
-@on_ranks(3, run=run_ranks)
+@on_ranks(3, run=run_ranks, how=["plain", "assign full", "assign ragged", "swap", "rank 0"])
 def test_a_load_onto_meta_fills_the_shards(how: str) -> None:
     model = shard(on_meta(), "policy")
     params = dict(model.named_parameters())
@@ -560,8 +558,7 @@ def test_a_wrong_param_init_fn_is_an_error_on_every_rank_and_changes_nothing(
 # sync_module_states
 
 
-@pytest.mark.parametrize("others", ["real", "meta", "param_init_fn", "made by all"])
-@on_ranks(3, run=run_ranks)
+@on_ranks(3, run=run_ranks, others=["real", "meta", "param_init_fn", "made by all"])
 def test_every_rank_gets_what_the_first_has(others: str) -> None:
     is_first = dist.get_rank() == 0
     fn = give_values if others == "made by all" or (others == "param_init_fn" and not is_first) else None

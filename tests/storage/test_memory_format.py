@@ -57,8 +57,7 @@ def grads_of(model: nn.Module) -> list[Any]:
     return [param.grad for param in model.parameters()]
 
 
-@pytest.mark.parametrize("mode", ["plain", "accelerated"])
-@on_ranks(3)
+@on_ranks(3, mode=["plain", "accelerated"])
 def test_training_keeps_the_memory_format_of_values_and_gradients(mode: str) -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plain = make_model()
