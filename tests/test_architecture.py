@@ -71,6 +71,8 @@ EDGES[""] = {*CORE, *OUTER_ROOMS}  # composable/__init__.py
 EDGES["commands"] = set(EDGES)
 EDGES["__main__"] = {"", "errors", "commands"}
 PROGRAMS = {"commands", "__main__"}
+# What training does not need: users import the file itself.
+NEED_ANOTHER_PACKAGE = {"composable.extras.transformers"}
 # Only these talk to other ranks, or name what does; the others name types, or this rank in a message.
 FILES_THAT_COMMUNICATE = {"comm", "testing", "rehearsal"}
 ANY = {"*"}
@@ -276,7 +278,7 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 
 # The most lines of code, as `python -m tools.size` counts them. The core is what a reader must carry. A rise is a
 # commit of its own, whose body says what went for it.
-CEILINGS = {"core": 19_141, "runs": 1_662, "extras": 1_963, "testing": 1_451, "rehearsal": 2_022, "commands": 686}
+CEILINGS = {"core": 19_141, "runs": 1_662, "extras": 1_957, "testing": 1_451, "rehearsal": 2_022, "commands": 686}
 
 
 def test_the_package_keeps_its_budget() -> None:
@@ -666,7 +668,7 @@ def test_a_folders_init_is_its_public_face_and_shows_only_what_others_take(folde
 
 
 def test_importing_a_file_gives_a_module_and_no_function_of_its_name() -> None:
-    names = [name for name in FILES if room_of(name) in FOLDERS]
+    names = [name for name in FILES if room_of(name) in FOLDERS and name not in NEED_ANOTHER_PACKAGE]
     assert [name for name in names if not inspect.ismodule(importlib.import_module(name))] == []
     parents = [(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     assert [last for parent, last in parents if not inspect.ismodule(getattr(parent, last))] == []

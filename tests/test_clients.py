@@ -219,8 +219,15 @@ def saved_model(folder: Path) -> dict[str, torch.Tensor]:
     return dict(LlamaForCausalLM.from_pretrained(folder).state_dict())
 
 
+def test_an_annotated_trainer_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "composable.extras.transformers", raising=False)
+    with pytest.raises(ImportError, match="pip install transformers accelerate"):
+        importlib.import_module("composable.extras.transformers")
+
+
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
-def test_the_trainer_of_the_page_trains_saves_and_resumes_on_more_ranks_as_a_plain_one(
+def test_an_annotated_trainer_trains_saves_and_resumes_on_more_ranks_as_a_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as in the program
@@ -230,12 +237,15 @@ def test_the_trainer_of_the_page_trains_saves_and_resumes_on_more_ranks_as_a_pla
     except ImportError as error:
         pytest.skip(f"transformers does not run here: {error}")
     annotations = ("fully_shard", "replicate")
-    runs = [(1, [str(tmp_path / "plain"), "plain"])]
+    runs = [(1, [str(tmp_path / "plain"), "plain"]), (1, [str(tmp_path / "refused"), "refused"])]
+    runs.append((2, [str(tmp_path / "bf16"), "fully_shard", "bf16"]))
     for words in ([str(tmp_path / annotation), annotation] for annotation in annotations):
         runs += [(2, words), (4, [*words, "resume"])]
     launched("tests.trainer_program", *runs)
     expected, weights = losses_in(tmp_path / "plain/final.json"), saved_model(tmp_path / "plain/final")
     assert len(expected) == 4
+    low = losses_in(tmp_path / "bf16/final.json")
+    assert low != expected and low == pytest.approx(expected, abs=2e-2)
     for annotation, name in itertools.product(annotations, ("final", "resumed")):
         # The second file has the losses before the checkpoint too.
         assert losses_in(tmp_path / annotation / f"{name}.json") == pytest.approx(expected, abs=1e-4)

@@ -1,19 +1,22 @@
-"""Trains with the ``Trainer`` of docs/works_with.md, or with a plain one in one process, and writes what came out.
+"""Trains with an ``AnnotatedTrainer``, or with a plain one in one process, and writes what came out.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.trainer_program FOLDER fully_shard
 python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.trainer_program FOLDER fully_shard resume
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.trainer_program FOLDER fully_shard bf16
 python -m tests.trainer_program FOLDER plain
+python -m tests.trainer_program FOLDER refused
 """
 
 import json
 import logging
 import os
-import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 # A torchvision that was built for another torch ends the import of transformers, which does without it.
@@ -29,11 +32,10 @@ from transformers import (  # noqa: E402
     TrainingArguments,
     default_data_collator,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
-from composable import replicate  # noqa: E402
+from composable import ConfigError, replicate  # noqa: E402
+from composable.extras.transformers import AnnotatedTrainer  # noqa: E402
 
-PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
 STEPS, SAMPLES_IN_A_STEP, ACCUMULATED = 4, 8, 2
 
 
@@ -43,24 +45,7 @@ def make_model() -> Any:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=32, **sizes))
 
 
-def trainer_of(annotation: str) -> Any:
-    """Return the class on the page, with the annotation of the line or of its comment."""
-    if annotation == "plain":
-        return Trainer
-    page = PAGE.read_text().partition("### Transformers' `Trainer`\n")[2]
-    source = re.search(r"```text\n(.*?)```", page, flags=re.DOTALL)
-    assert source is not None
-    text = source[1]
-    if annotation == "replicate":
-        line = "fully_shard(self.model, policy={Block})  # or replicate(self.model)"
-        assert line in text
-        text = text.replace(line, "replicate(self.model)")
-    names: dict[str, Any] = {"Block": LlamaDecoderLayer, "replicate": replicate}
-    exec(text, names)
-    return names["AnnotatedTrainer"]
-
-
-def run(folder: Path, annotation: str, resume: str | None = None) -> Any:
+def run(folder: Path, annotation: str, resume: str | None = None, *, bf16: bool = False) -> Any:
     """Train, from a checkpoint if one is given; return the trainer, whose state has the losses."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args = TrainingArguments(
@@ -75,16 +60,22 @@ def run(folder: Path, annotation: str, resume: str | None = None) -> Any:
         logging_steps=1,
         report_to=[],
         use_cpu=True,
+        bf16=bf16,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
     rows = torch.randint(32, (32, 8), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
     words = Tokenizer(WordLevel({f"word{i}": i for i in range(32)}, unk_token="word0"))
-    trainer = trainer_of(annotation)(
+    kinds = {"plain": Trainer, "replicate": partial(AnnotatedTrainer, annotate=replicate)}
+    trainer = kinds.get(annotation, AnnotatedTrainer)(
         make_model(),
         args,
         train_dataset=data,
+        eval_dataset=data[:SAMPLES_IN_A_STEP],
         data_collator=default_data_collator,
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words),
     )
@@ -96,15 +87,37 @@ def losses_of(trainer: Any) -> list[float]:
     return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    folder, annotation, *resume = sys.argv[1:]
-    name = "resumed" if resume else "final"
-    trainer = run(Path(folder), annotation, f"{folder}/checkpoint-2" if resume else None)
+def check_refusals(folder: str) -> None:
+    """Raise ``AssertionError`` if what cannot be right is not refused by name."""
+
+    def refused(match: str, model: Any, args: Any, **kwargs: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            AnnotatedTrainer(model, args, **kwargs).create_optimizer()
+
+    args = TrainingArguments(folder, use_cpu=True, report_to=[])
+    model, other = make_model(), torch.nn.Linear(2, 2)
+    refused("optimizers= has an optimizer", model, args, optimizers=(torch.optim.SGD(model.parameters()), None))
+    refused("annotate has annotated nothing", model, args, annotate=lambda model: None)
+    refused("Linear does not say which of its modules are blocks", other, args)
+
+
+def train_and_write(folder: str, annotation: str, *how: str) -> None:
+    name = "resumed" if "resume" in how else "final"
+    checkpoint = f"{folder}/checkpoint-2" if "resume" in how else None
+    trainer = run(Path(folder), annotation, checkpoint, bf16="bf16" in how)
     trainer.save_model(f"{folder}/{name}")
     if trainer.args.process_index == 0:
         Path(folder, f"{name}.json").write_text(json.dumps(losses_of(trainer)))
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    folder, annotation, *how = sys.argv[1:]
+    if annotation == "refused":
+        check_refusals(folder)
+    else:
+        train_and_write(folder, annotation, *how)
 
 
 if __name__ == "__main__":
