@@ -107,7 +107,7 @@ def _copy_root(module: nn.Module, outermost: FullyShardState, memo: dict[Any, An
         own = memo[id(state)] = copy.copy(state)
         own.root, own.listeners = None, Listeners()
         own.count()
-        own.settings = replace(state.settings, post_optim_event=None, streams=None)
+        own.settings = replace(state.settings, post_optim_event=None, streams=None, riders=())
     copy.deepcopy(roots, memo)
     for handle in handles:
         _adopt_modules(memo[id(handle)], memo)

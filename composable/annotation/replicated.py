@@ -11,7 +11,7 @@ from torch import nn
 
 from composable.annotation.states import AnnotationState, refuse_running, take_over_optimizers
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Tree, described, notice_tree
-from composable.engine import NestedReplica
+from composable.engine import NestedReplica, Rider, Riders
 from composable.errors import UsageError
 from composable.ground.casts import moved_to
 from composable.ground.contract import managing_state
@@ -307,6 +307,13 @@ class ReplicateState(AnnotationState, NestedReplica):
         of_params = dict.keys if self.precision else dict.values
         self._contents[id(module)] = Contents(managed_modules([module], self.ignored.modules), of_params, owner=module)
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
+
+    def carry(self, *riders: Rider) -> None:
+        own = Riders(riders, sorted(self.grid.everyone.numbers))
+        own.compare(self.grid.everyone)
+        self.transport.connect()
+        self.reducer.prepare()
+        self.reducer.exchange.carry(own)
 
     def use(self, grid: Grid) -> None:
         """Set the ranks; the transport between them is made when it is needed."""

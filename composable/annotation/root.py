@@ -36,6 +36,8 @@ from composable.engine import (
     HandleStep,
     NestedReplica,
     Replicas,
+    Rider,
+    Riders,
     RootSettings,
     Scheduler,
     Step,
@@ -222,7 +224,7 @@ class FullyShardState(AnnotationState):
             self.root.scheduler.leave_ranks()
             self.root.close()
         for state in states:
-            state.mesh, state.grid = mesh, grid
+            state.mesh, state.grid, state.settings.riders = mesh, grid, ()
             replicas = 1 if grid.replicas is None else grid.replicas.size
             state.plan = replace(state.plan, replicas=replicas, hosts=grid.hosts, left_out="")
             for handle in state._handles:
@@ -230,6 +232,17 @@ class FullyShardState(AnnotationState):
                 handle.loads = -math.inf  # Ranks that come back load alone.
                 for flat in handle.buffers if is_other else ():
                     flat.move_to(mesh)
+
+    def carry(self, *riders: Rider) -> None:
+        root = self.lazy_init()
+        step, ranks = root.scheduler.step, root.models[root.grid.everyone].everyone
+        found = [one for one in step.finalizer.agreements if one.ranks == ranks]
+        if not found:
+            what = "no parameter lies on all ranks, so no message of all ranks ends a backward"
+            raise UsageError(what, at=root._class_name, fix="annotate a module with parameters on all ranks")
+        Riders(riders).compare(ranks)
+        found[0].carry(riders)
+        step.settings.riders = riders
 
     def unit_of_module(self, module: nn.Module) -> Handle | None:
         return self._module_to_handle.get(module)
@@ -436,6 +449,7 @@ def _make_agreements(
             name = settle_transport_for(model.everyone)
         ledgers = [ledger for handle in handles if handle in steps for ledger in steps[handle].ledgers]
         made.append(Agreement(model, host_transport_of(model.everyone, name), ledgers, handles))
+        made[-1].carry(states[0].settings.riders if ranks == states[0].grid.everyone else ())
     return made
 
 

@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.comm import Grid, Ranks, check_inside
-from composable.engine import Handle, Listeners, forget_torch_hooks, handle_of, refuse_steppers, step_torch_optimizers
+from composable.engine import (
+    Handle,
+    Listeners,
+    Rider,
+    forget_torch_hooks,
+    handle_of,
+    refuse_steppers,
+    step_torch_optimizers,
+)
 from composable.errors import UsageError
 from composable.ground.contract import get_registry, managing_state
 from composable.ground.frames import in_backward, modules_in_call
@@ -54,6 +62,14 @@ class AnnotationState(ABC):
     @abstractmethod
     def outermost(self) -> "AnnotationState":
         """Return the state of the root that this one is in, or will be in: a ``replicate`` is a root of its own."""
+
+    @abstractmethod
+    def carry(self, *riders: Rider) -> None:
+        """Let ``riders``, in place of those so far, travel with the message that ends each backward of the root.
+
+        Collective over the ranks of the root, which it decides, between two steps. No riders: ``carry()``. A deep copy
+        has none, and ``update_process_group`` drops them.
+        """
 
     @abstractmethod
     def abandon_step(self) -> None:

@@ -15,6 +15,7 @@ from composable.engine.finish import Agreement, HandleChoices
 from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
 from composable.engine.paths import Replicas, RestingPlace, make_resting_places_by
+from composable.engine.riders import HostCopy, Rider, Riders
 from composable.engine.routes import HookFunction, Registration, nearest, reduced_otherwise
 from composable.engine.scheduler import Scheduler
 from composable.engine.side_losses import leaves_side_loss, tensors_in_attributes

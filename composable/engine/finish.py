@@ -21,6 +21,7 @@ from composable.engine.events import Listeners, Work
 from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import GradientLedger, Handle, HandleStep, tell_loads
 from composable.engine.paths import Reduction
+from composable.engine.riders import Rider, Riders
 from composable.engine.unsharded import Streams
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located
 from composable.ground.ownership import CHANGES
@@ -177,19 +178,21 @@ class GradientFinalizer:
         with torch.no_grad():
             while self._under_way:
                 self._finish_first()
-            complaining, again = [], []
+            complaining, again, heard = [], [], None
             for agreement in self.agreements:
                 if agreement.finish():
                     complaining.append(agreement)
                 if agreement.goes_on:
                     again.append(agreement)
+                if agreement.is_told:
+                    heard = heard or agreement.hear()
             self._reduce_the_rest()
             self._free.clear()
             failure: Exception | None = self.failure
             self.failure = None
             # If some rank had more to reduce, a second message says whether that failed.
             for agreement in again:
-                agreement.begin(has_failed=failure is not None)
+                agreement.begin(has_failed=failure is not None, is_second=True)
             for agreement in again:
                 if agreement.finish():
                     complaining.append(agreement)
@@ -204,6 +207,7 @@ class GradientFinalizer:
                     agreement.raise_together(failure)
                 except Exception as error:
                     failure = failure or error
+        failure = failure or heard
         if failure is not None:
             raise failure
 
@@ -351,6 +355,9 @@ class Agreement:
         handles: The handles that the ranks share.
 
     Attributes:
+        ranks: All these ranks.
+        riders: What others let travel with the message.
+        is_told: They have told what is to be heard.
         goes_on: Some rank had more to reduce when it sent its message.
         inner_orders: Digests that a backward begins anew: groups may have run different numbers of forwards.
     """
@@ -358,14 +365,14 @@ class Agreement:
     def __init__(
         self, ranks: ModelRanks, transport: Transport, ledgers: Sequence[GradientLedger], handles: Sequence[Handle]
     ) -> None:
-        self._ranks = ranks.everyone
+        self.ranks = ranks.everyone
         self._column = ranks.column
         self._choices = HandleChoices(handles)
         # Where ranks match collectives by their order alone, the order is compared too: equal sizes would mix.
         ways = dict.fromkeys(way for ledger in ledgers for way in ledger.flat.routes.transports())
         self._orders = {way.order: way.world_size for way in ways if way.world_size > 1}
-        self.inner_orders = [order for order, size in self._orders.items() if size < self._ranks.size]
-        self._differs = self.goes_on = False
+        self.inner_orders = [order for order, size in self._orders.items() if size < self.ranks.size]
+        self._differs = self.goes_on = self.is_told = False
         self.transport = transport
         self._key = transport.allocate_key()
         self._ledgers = tuple(ledgers)
@@ -373,17 +380,30 @@ class Agreement:
         length = 1 + _DIGEST_BYTES + sum(ledger.message_bytes for ledger in ledgers)
         if ranks.others:
             # Ranks with other blocks may have another number of buffers.
-            length = max(self._ranks.objects(length))
-        self._mine, self._every = bytearray(length), bytearray(length * self._ranks.size)
+            length = max(self.ranks.objects(length))
+        self._length = length
+        self._pending: Pending | None = None
+        self.carry(())
+
+    def carry(self, riders: Sequence[Rider]) -> None:
+        """Let ``riders``, in place of those so far, travel behind the message, from the next one on. On all ranks."""
+        self.riders = Riders(riders, self.ranks.numbers)
+        length = self._length + self.riders.rank_bytes
+        self._mine, self._every = bytearray(length), bytearray(length * self.ranks.size)
         # Tensors on the same memory. If made in inference mode, they could never be written outside of it.
         with torch.inference_mode(mode=False):
             self._sent = torch.frombuffer(self._mine, dtype=torch.uint8)
             self._received = torch.frombuffer(self._every, dtype=torch.uint8)
-        self._pending: Pending | None = None
 
-    def begin(self, *, has_failed: bool, goes_on: bool = False) -> None:
-        """Start the message: whether this rank has failed, and whether it has more to reduce. Collective."""
-        if self._ranks.is_alone and self.transport.carries_values:
+    def begin(self, *, has_failed: bool, goes_on: bool = False, is_second: bool = False) -> None:
+        """Start the message: whether this rank has failed, and whether it has more to reduce. Collective.
+
+        ``is_second``: it follows another one of this backward, to which riders have told their numbers.
+        """
+        self.is_told = bool(self.riders.members) and self.transport.carries_values and not is_second
+        if self.is_told:
+            self.riders.tell(self._sent[self._length :])
+        elif self.ranks.is_alone and self.transport.carries_values:
             return
         first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])
         # A sum, since the order of groups differs between ranks.
@@ -394,7 +414,7 @@ class Agreement:
         if not self.transport.carries_values:
             # Ranks that are not there have no order of their own: a rehearsal finds other orders, with lines.
             start = len(first) + _DIGEST_BYTES
-            every = self._ranks.exchange(bytes(self._mine[start:]), "gradients")
+            every = self.ranks.exchange(bytes(self._mine[start:]), "gradients")
             self._every[:] = b"".join(self._mine[:start] + one for one in every)
             self._pending = DONE
             return
@@ -407,13 +427,16 @@ class Agreement:
             self.goes_on = False
             return False
         pending.finish()
-        length = len(self._mine)
-        first = self._every[:length]
-        if self._every == first * self._ranks.size:
+        length, every = self._length, self._every
+        if self.riders.members:
+            whole = len(self._mine)
+            every = bytearray().join([every[start : start + length] for start in range(0, len(every), whole)])
+        first = every[:length]
+        if every == first * self.ranks.size:
             # All messages are equal: there is nothing to merge.
             self.goes_on = bool(first[0] & _GOES_ON)
             return bool(first[0] & _HAS_FAILED)
-        told = [bytes(self._every[start : start + length]) for start in range(0, len(self._every), length)]
+        told = [bytes(every[start : start + length]) for start in range(0, len(every), length)]
         start = 1 + _DIGEST_BYTES
         self._differs = any(one[1:start] != told[0][1:start] for one in told)
         self.goes_on = any(one[0] & _GOES_ON for one in told)
@@ -428,10 +451,15 @@ class Agreement:
             start = stop
         return self._differs or any(one[0] & _HAS_FAILED for one in told)
 
+    def hear(self) -> ComposableError | None:
+        """Let riders hear what all ranks have told, after ``finish``; returns an error to raise, alike on all ranks."""
+        self.is_told = False
+        return self.riders.hear(self._received.view(self.ranks.size, -1)[:, self._length :])
+
     def abandon(self) -> None:
         """Wait for a message that was begun, and forget it."""
         self.transport.settle()
-        self._pending = None
+        self._pending, self.is_told = None, False
 
     def raise_together(self, failure: Exception | None) -> None:
         """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one.
@@ -439,9 +467,9 @@ class Agreement:
         It is a ``DesyncError`` if they reduce gradients in different ways, or started collectives in other orders.
         """
         if not self._differs:
-            self._ranks.compare("", failure, call="a backward")
+            self.ranks.compare("", failure, call="a backward")
             return
         self._differs = False
         shown = self._choices.shown
-        self._ranks.compare(self._choices.text(), failure, shown=shown, what=_WHAT, fix=_FIX, call="a backward")
+        self.ranks.compare(self._choices.text(), failure, shown=shown, what=_WHAT, fix=_FIX, call="a backward")
         raise DesyncError(_OTHER_ORDER, fix=_ONE_ORDER)

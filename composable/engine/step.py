@@ -33,6 +33,7 @@ from composable.engine.finish import Agreement, GradientFinalizer, stepped_alrea
 from composable.engine.gradients import Gradients
 from composable.engine.handle import GradientLedger, Handle, HandleStep, is_outdated
 from composable.engine.param import ParamView
+from composable.engine.riders import Rider
 from composable.engine.unsharded import Streams, Unsharded
 from composable.errors import UsageError
 from composable.ground.torch_private import current_graph_task_id
@@ -51,6 +52,7 @@ class RootSettings:
     finalizes_by_hand: bool = False  # The end of a backward never waits: ``finalize_backward`` does.
     post_optim_event: Any = None  # Event of a device after which the shards are written; the next forward takes it.
     streams: Streams | None = None  # Streams shared with other roots; ``None``: the root has its own.
+    riders: tuple[Rider, ...] = ()  # Numbers that travel with the message that ends a backward.
 
     @property
     def ends_backward(self) -> bool:

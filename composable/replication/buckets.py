@@ -272,9 +272,10 @@ class Arrangement:
         groups = plan_buckets(inside, keys, sizes, first_cap_bytes=_FIRST_CAP_BYTES, cap_bytes=cap_bytes)
         return groups or [[]]  # The last bucket has the flags, even if it has nothing else.
 
-    def build(self) -> None:
-        """Make the buckets of the backwards from now on."""
+    def build(self, *, tail_numel: int | None = None) -> None:
+        """Make the buckets of the backwards from now on; ``tail_numel``: elements behind the last, if they change."""
         self.is_due = False
+        self._tail_numel = self._tail_numel if tail_numel is None else tail_numel
         # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
         self.dissolve()
         groups = self._groups() if self._params else []

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from composable.comm import Grid, Pending, Transport, wait_for_hook
-from composable.engine import Listeners, Registration, Work, reduced_otherwise
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.engine import Listeners, Registration, Riders, Work, reduced_otherwise
+from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.ground.names import described, list_text, ranks_text
 from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
@@ -144,7 +144,8 @@ class BucketExchange:
         self.static = StaticGraph(params) if options.static_graph else None  # What the user has promised.
         self._ranks = ranks
         add_up = None if transport.carries_values else self._added_up
-        self.flag_block = FlagBlock(len(params), transport.rank, transport.world_size, add_up)
+        self._block_for = partial(FlagBlock, len(params), transport.rank, transport.world_size, add_up)
+        self.flag_block = self._block_for()
         # Each takes a key of the transport, in this order on every rank.
         self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
@@ -155,8 +156,14 @@ class BucketExchange:
         self._pendings: list[Pending] = []
         # The error of the hook in this round; this rank has taken part in the collectives all the same.
         self._failure: ConfigError | None = None
+        self._heard: ComposableError | None = None  # The error of a rider, which all ranks raise.
         self._interruption: BaseException | None = None  # Raised after the flags are sent: other ranks wait for them.
         self._wait_s = _LONGEST_WAIT_S
+
+    def carry(self, riders: Riders) -> None:
+        """Let ``riders``, in place of those so far, travel behind the flags, from the next round on. On all ranks."""
+        self.flag_block = self._block_for(riders)
+        self.arrangement.build(tail_numel=self.flag_block.numel)
 
     def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:
         """Expect gradients of the ranks ``running`` only, as the transport counts them; divide sums by ``divisor``.
@@ -317,6 +324,8 @@ class BucketExchange:
         had.
         """
         self.finish()
+        if self.flag_block.riders.members:
+            self._heard = self.flag_block.hear(self.flags)
         self.sparse.average(self.scale)
         # A parameter that an optimizer steps inside backward gets its gradient there.
         is_view = self._options.gradient_as_bucket_view
@@ -364,7 +373,7 @@ class BucketExchange:
 
         ``report`` has the flags of all ranks, where they are notable.
         """
-        failure, self._failure = self._failure, None
+        failure, heard, self._failure, self._heard = self._failure, self._heard, None, None
         if failure is not None:
             failure.within = f"bucket of a module with parameter {self._params[0].fqn!r}"
             raise failure
@@ -373,6 +382,8 @@ class BucketExchange:
             report = None
         if self._round.complaint is not None or report is not None:
             raise self._error_of(report or Report())
+        if heard is not None:
+            raise heard
 
     def _warn_of(self, report: Report) -> None:
         """Log, once, that ranks ran the modules different numbers of times: a rank may have left out a backward."""

@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from composable.errors import UsageError
+from composable.engine import HostCopy, Riders
+from composable.errors import ComposableError, UsageError
 from composable.ground.names import ranks_text
 
 # The highest count: bfloat16 holds all integers up to it.
@@ -88,15 +89,22 @@ class Report(NamedTuple):
 
 
 class FlagBlock:
-    """Writes and reads the flags of ``count`` parameters in every round, behind the gradients of the last bucket."""
+    """Writes and reads the flags of ``count`` parameters in every round, behind the gradients of the last bucket.
 
-    def __init__(self, count: int, rank: int, world_size: int, add_up: _AddUp = None) -> None:
-        self.numel = count + 2 * world_size
+    Behind them lie the bytes of ``riders``, an element each: first those of the first rank, where others add zeros.
+    """
+
+    def __init__(
+        self, count: int, rank: int, world_size: int, add_up: _AddUp = None, riders: Riders | None = None
+    ) -> None:
+        self.riders = riders or Riders()
+        self._stop = count + 2 * world_size
+        self.numel = self._stop + world_size * self.riders.rank_bytes
         self._count = count
         self._rank = rank
         self._world_size = world_size
         self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
-        self._late: tuple[torch.Tensor, torch.Event] | None = None
+        self._late: HostCopy | None = None
         # What has added up the flags of all ranks where blocks have no values, and the sums.
         self._add_up, self._told = add_up, list[float]()
 
@@ -120,12 +128,19 @@ class FlagBlock:
             own = [*(used or [True] * count), *[0] * 2 * self._world_size]
             own[count + self._rank], own[own_run] = complaint, runs
             self._told = self._add_up(own)
+        elif self.riders.members:
+            riders_bytes = self.riders.rank_bytes
+            self.riders.tell(block.narrow(0, self._stop + self._rank * riders_bytes, riders_bytes))
+
+    def hear(self, block: torch.Tensor) -> ComposableError | None:
+        """Let riders hear by ``block`` [numel] after the all-reduce; returns an error to raise, alike on all ranks."""
+        return self.riders.hear(block[self._stop :]) if self._add_up is None else None
 
     def values(self, block: torch.Tensor) -> list[float]:
-        """Return the values in ``block`` [numel], for which the host waits."""
+        """Return the flags in ``block`` [numel], for which the host waits."""
         if self._add_up is not None:
             return self._told
-        values: list[float] = block.tolist()
+        values: list[float] = block[: self._stop].tolist()
         return values
 
     def report(self, block: torch.Tensor) -> Report:
@@ -141,19 +156,15 @@ class FlagBlock:
         """
         if self._add_up is not None or (block.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
+        block = block[: self._stop]
         if block.device.type == "cpu":
             return self._notable(block)
         report = None
         if self._late is not None:
-            host, event = self._late
-            event.synchronize()  # The copy of the round before: long done.
+            host = self._late.read()  # The copy of the round before: long done.
             host[self._count + self._rank] = 0  # This rank has raised its own complaint already.
             report = self._notable(host)
-        host = torch.empty(block.shape, dtype=block.dtype, pin_memory=block.device.type == "cuda")
-        host.copy_(block, non_blocking=True)
-        event = torch.Event(block.device.type)
-        event.record()
-        self._late = (host, event)
+        self._late = HostCopy(block)
         return report
 
     def _notable(self, block: torch.Tensor) -> Report | None:
