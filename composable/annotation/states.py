@@ -67,8 +67,8 @@ class AnnotationState(ABC):
     def carry(self, *riders: Rider) -> None:
         """Let ``riders``, in place of those so far, travel with the message that ends each backward of the root.
 
-        Collective over the ranks of the root, which it decides, between two steps. No riders: ``carry()``. A deep copy
-        has none, and ``update_process_group`` drops them.
+        Collective over the ranks of the root, which it decides, between two steps. No riders: ``carry()``. A twin of a
+        model has none, and ``update_process_group`` drops them.
         """
 
     @abstractmethod

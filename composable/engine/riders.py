@@ -27,7 +27,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> torch.Tensor:
-        """Return the copy; the host waits for what the device was given before the copy, and no longer."""
+        """Return the copy, of the same shape; waits for what the device was given before, and no longer."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
@@ -38,7 +38,7 @@ class Rider:
 
     An annotation's state takes riders by ``carry``. From then on ``tell`` runs on each rank as a message starts, also
     where this rank has no gradients or the backward has failed; ``hear`` runs when the message has come. They must not
-    raise, communicate, or let the host wait for its device: to read on the host what has come on a device, keep a
+    raise, communicate, or let the host wait for its device: to read on the host what has come on a device, hold a
     ``HostCopy`` and read it in the next ``hear``. A message that an exception stops is not heard. In a rehearsal, where
     tensors have no values, the bytes travel, but nobody tells or hears.
     """

@@ -1,15 +1,16 @@
 """Numbers of ranks that travel with the message that ends a backward: exact, on no message of their own, or an error."""
 
 import copy
-from collections import Counter
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import profile
 
 from composable import (
     DesyncError,
@@ -22,6 +23,7 @@ from composable import (
     replicate,
     set_divergence_timeout,
 )
+from composable.comm import Transport
 from composable.engine import Rider
 from tests.counting import counting_ranks
 from tests.world import run_ranks, run_threads
@@ -84,7 +86,8 @@ def told_by_all(kind: str, dtype: torch.dtype) -> None:
     reduce_gradients(model)
     size = dist.get_world_size()
     assert rider.heard == late.heard == [expected(size, 1), expected(size, 2)]
-    backward(copy.deepcopy(model))  # A copy carries nothing.
+    if kind != "hook":
+        backward(copy.deepcopy(model))  # A copy carries nothing.
     state.carry()
     model.zero_grad()
     backward(model)
@@ -102,18 +105,35 @@ def test_all_ranks_hear_the_exact_numbers_of_each_when_gradients_are_reduced(
     run_threads(told_by_all, world_size, kind, dtype)
 
 
-def messages(kind: str) -> list[tuple[str, int]]:
+@contextmanager
+def noting(names: list[str]) -> Iterator[None]:
+    """Add the name of each collective of a transport to ``names``."""
+    kinds = [Transport]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    with ExitStack() as exits:
+        for kind, name in itertools.product(dict.fromkeys(kinds[1:]), ("all_gather", "reduce_scatter", "all_reduce")):
+            start = vars(kind).get(f"begin_{name}")
+
+            def noted(*args: Any, start: Any = start, name: str = name, **kwargs: Any) -> Any:
+                names.append(name)
+                return start(*args, **kwargs)
+
+            if start is not None:
+                exits.enter_context(mock.patch.object(kind, f"begin_{name}", noted))
+        yield
+
+
+def messages(kind: str) -> list[str]:
     model, state = annotated(kind)
     backward(model)
-    found = []
-    for riders in ((), (Told(),)):
+    found: list[list[str]] = [[], []]
+    for riders, names in zip(((), (Told(),)), found, strict=True):
         state.carry(*riders)
         backward(model)  # In new buckets.
-        with counting_ranks() as counts, profile() as profiled:
+        with noting(names), counting_ranks() as counts:
             backward(model)
         assert not counts.total()
-        sent = Counter(event.name for event in profiled.events() if event.name.startswith("gloo:"))
-        found.append(sorted(sent.items()))
     assert found[0] == found[1], "the numbers travel with messages that were there before"
     return found[0]
 
