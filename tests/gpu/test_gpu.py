@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.gpu.__main__ import PARTS, REPO, main, report_of
+from tools.gpu.__main__ import PARTS, REPO, in_order, main, report_of
 from tools.gpu.published import PAGES, results, with_section
 
 
@@ -15,7 +15,8 @@ def test_the_command_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["--device", "cpu", "--minutes", "60", "--out", str(tmp_path)]) == 0
     assert "Nothing failed." in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert {row["part"] for row in rows} == set(PARTS)
+    last = [row for rows in results().values() for row in rows if row.get("result") == "wrong"]
+    assert {row["part"] for row in rows} == set(in_order(last))
     assert {row["rule"] for row in rows if "rule" in row} == {
         "no wait of the host",
         "memory as planned",
@@ -24,7 +25,16 @@ def test_the_command_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     kinds = {row["case"].partition(":")[0] for row in rows if row["part"] == "ranks" and "case" in row}
     assert {"options", "program"} <= kinds
-    assert {row["kind"] for row in rows if "kind" in row} >= {"device", "matmul", "llama", "small", "exposed"}
+    assert {row["kind"] for row in rows if "kind" in row} >= {"device", "matmul", "llama", "small", "exposed", "host"}
+    (own,) = (row for row in rows if row.get("kind") == "host" and (row["engine"], row["layers"]) == ("fully_shard", 3))
+    assert any(place.endswith(" post_forward") and calls >= 1 and us > 0 for place, calls, us in own["functions"])
+    assert own["calls"]["aten::addmm"] == 1
+
+
+def test_what_was_wrong_last_time_is_run_first() -> None:
+    last = [{"part": "rules"}, {"part": "tests", "case": "tests/test_cuda.py::test_one"}, {"part": "rules"}]
+    assert in_order(last)[:4] == ["host", "again", "rules", "tests"] and set(in_order(last)) == set(PARTS)
+    assert "again" not in in_order([{"part": "figures"}])
 
 
 def test_the_report_names_what_failed() -> None:

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tools.gpu.figures import figures, table
+from tools.gpu.host import host, host_text
+from tools.gpu.published import results as published
 from tools.gpu.ranks import Row, ranks
 from tools.gpu.rules import rules
 
@@ -54,6 +56,8 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "host": Part("Where the host's time goes", 0.12, False, host),
+    "again": Part("What was not right last time", 0.10, False, None),
     "tests": Part("Tests marked `cuda`", 0.15, False, None),
     "example": Part("The example, under torchrun", 0.16, False, None),
     "rules": Part("Rules of a step", 0.14, False, rules),
@@ -75,14 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = args.out / "results.jsonl"
     results.write_text("")
     ends = time.monotonic() + 60 * args.minutes
-    chosen = [name for name in PARTS if not args.only or name in args.only]
+    last = [row for rows in published().values() for row in rows if _is_failure(row)]
+    chosen = [name for name in in_order(last) if not args.only or name in args.only]
     for index, name in enumerate(chosen):
         left = sum(PARTS[one].share for one in chosen[index:])
         seconds = (ends - time.monotonic()) * PARTS[name].share / left
         print(f"{PARTS[name].title}: at most {seconds:.0f} s", flush=True)
         started = time.monotonic()
-        if name == "tests":
-            _run_tests(seconds, args.out, results)
+        if name in ("tests", "again"):
+            cases = [row["case"] for row in last if row["part"] == "tests"]
+            _run_tests(name, cases if name == "again" else [f"tests/{one}" for one in TESTS], seconds, args.out)
         elif name == "example":
             _run_example(seconds, args, results)
         else:
@@ -91,6 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (args.out / "report.md").write_text(report_of(_rows(results)))
     print((args.out / "report.md").read_text())
     return int(any(map(_is_failure, _rows(results))))
+
+
+def in_order(last: Sequence[Row]) -> list[str]:
+    """Return the parts: host, then the tests that ``last`` has, which were wrong last time, and its parts first."""
+    names = dict.fromkeys(["host", "again", *(str(row["part"]) for row in last), *PARTS])
+    return [name for name in names if name != "again" or any(row["part"] == "tests" for row in last)]
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -163,14 +175,12 @@ def _run_processes(name: str, seconds: float, args: argparse.Namespace, results:
                     _add(results, {"part": name, "result": "wrong", "case": "the whole part", "text": text})
 
 
-def _run_tests(seconds: float, out: Path, results: Path) -> None:
-    """Run what is marked ``cuda``; on the CPU all of it is skipped."""
-    log = out / "tests.log"
+def _run_tests(part: str, cases: Sequence[str], seconds: float, out: Path) -> None:
+    """Run what is marked ``cuda`` of ``cases``, files or tests; on the CPU all of it is skipped."""
+    log, results = out / f"{part}.log", out / "results.jsonl"
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *(f"tests/{name}" for name in TESTS)], cwd=REPO, stdout=file, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen([*command, *cases], cwd=REPO, stdout=file, stderr=subprocess.STDOUT)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -179,9 +189,9 @@ def _run_tests(seconds: float, out: Path, results: Path) -> None:
     lines = log.read_text().splitlines()
     failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     for name in failed:
-        _add(results, {"part": "tests", "case": name, "result": "wrong", "text": ""})
+        _add(results, {"part": part, "case": name, "result": "wrong", "text": ""})
     passed = re.search(r"(\d+) passed", lines[-1] if lines else "")
-    row: Row = {"part": "tests", "case": "all", "result": "right", "passed": int(passed[1]) if passed else 0}
+    row: Row = {"part": part, "case": "all", "result": "right", "passed": int(passed[1]) if passed else 0}
     if process.returncode != 0:
         row["result"] = "failed" if failed else "wrong"
     _add(results, {**row, "text": "" if process.returncode == 0 else _tail(log)})
@@ -256,7 +266,9 @@ def report_of(rows: Sequence[dict[str, Any]]) -> str:
         numbers = {key: one for key, one in row.items() if key not in ("part", "rule", "case", "result", "text")}
         lines.append(f"- {row['rule']}, {row['case']}: {numbers}")
     of_figures = [row for row in rows if row["part"] == "figures" and "kind" in row]
-    return "\n".join([*lines, "", table(of_figures) if of_figures else ""])
+    of_host = [row for row in rows if row.get("kind") == "host"]
+    shown = [host_text(of_host)] if of_host else []
+    return "\n".join([*lines, "", *shown, table(of_figures) if of_figures else ""])
 
 
 if __name__ == "__main__":

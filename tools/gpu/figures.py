@@ -226,6 +226,16 @@ class Trained:
         return HostTime(*(1e3 * seconds for seconds in times))
 
 
+def small_layers(sizes: Sizes, layers: int, engine: str, device: torch.device) -> Trained:
+    """Return a model of many small layers, by an engine."""
+    torch.manual_seed(0)
+    x = torch.randn(sizes.small_batch, sizes.small_width, device=device)
+    with device:
+        parts = [(nn.Linear(sizes.small_width, sizes.small_width), nn.GELU()) for _ in range(layers)]
+    plain = nn.Sequential(*(part for pair in parts for part in pair))
+    return Trained(annotate(plain, engine, nn.Linear, device, is_bf16=False), lambda one: one(x).square().mean())
+
+
 class Marks:
     """Points in the queue of the device, and the time between each two."""
 
@@ -384,15 +394,7 @@ class Run:
     def small(self, layers: int) -> None:
         """Report the step of many small layers by every engine, in turn."""
         sizes = self.sizes
-        x = torch.randn(sizes.small_batch, sizes.small_width, device=self.device)
-        trained = {}
-        for engine in ENGINES:
-            torch.manual_seed(0)
-            with self.device:
-                parts = [(nn.Linear(sizes.small_width, sizes.small_width), nn.GELU()) for _ in range(layers)]
-            plain = nn.Sequential(*(part for pair in parts for part in pair))
-            model = annotate(plain, engine, nn.Linear, self.device, is_bf16=False)
-            trained[engine] = Trained(model, lambda one: one(x).square().mean())
+        trained = {engine: small_layers(sizes, layers, engine, self.device) for engine in ENGINES}
         host: dict[str, list[HostTime]] = {engine: [] for engine in ENGINES}
         wall_ms: dict[str, list[float]] = {engine: [] for engine in ENGINES}
         for index in range(sizes.warmup + sizes.small_rounds):

@@ -38,7 +38,7 @@ def results() -> dict[str, Rows]:
 def taken(rows: Rows) -> Rows:
     """Return what is published of the rows of a run: figures, numbers, what failed, and counts of the rest."""
     kept: Rows = []
-    for part in dict.fromkeys(row["part"] for row in rows):
+    for part in dict.fromkeys(row["part"] for row in rows if row["part"] != "again"):  # It is in the other parts too.
         of_part = [row for row in rows if row["part"] == part and "ended_after_s" not in row]
         of_part = [row for row in of_part if row.get("kind") != "skipped"]  # there was no time for it
         counts = Counter(str(row["result"]) for row in of_part if "result" in row and "passed" not in row)
