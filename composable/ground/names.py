@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice
 from numbers import Real
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -22,7 +22,11 @@ from composable.errors import ConfigError, SignatureError, UsageError
 
 # The parts that wrappers of torch add to the names of tensors and modules below them; annotations add none.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-_LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
+# Not one with zeros before it, which would be lost.
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
+# The name of an entry of ``sibling_lines``, cut into texts and runs of numbers; the text after it; the description.
+_Row: TypeAlias = tuple[list[str | range], str, str]
+_MOST_IN_GROUP = 24
 _hints_of = cache(get_type_hints)
 
 
@@ -86,26 +90,59 @@ def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
 
 
 def sibling_lines(entries: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Return a line for each entry, or one line for entries in a row that differ only in a number that rises by one.
+    """Return a line for each entry, or for entries in a row that differ only in one number, which rises in equal steps.
 
+    Entries are alike one by one, as layers are, or in groups of up to ``_MOST_IN_GROUP``: a layer and its experts.
     An entry is a name with its indent, the text right after the name, and a description.
     """
-    runs: list[tuple[tuple[str, str, str], int, int]] = []  # equal parts of a run, first and last number
-    for name, after, text in entries:
-        # The name of a handle with several modules has no siblings.
-        numbered = None if ", " in name else _LAST_NUMBER.fullmatch(name)
-        before, number, rest = (numbered[1], int(numbered[2]), numbered[3]) if numbered else (name, -1, "")
-        key = (before, rest + after, text)
-        if runs and number > 0 and runs[-1][0] == key and runs[-1][2] + 1 == number:
-            runs[-1] = (key, runs[-1][1], number)
-        else:
-            runs.append((key, number, number))
+    # The name of a handle with several modules has no siblings.
+    rows: list[_Row] = [
+        ([name] if ", " in name else [*map(_number_in, _NUMBER.split(name))], after, text)
+        for name, after, text in entries
+    ]
+    for size in range(1, _MOST_IN_GROUP + 1):
+        rows, unfolded = [], rows
+        for row in unfolded:
+            rows.append(row)
+            while len(rows) >= 2 * size and rows[-2 * size][1:] == rows[-size][1:]:
+                joined = _joined(rows[-2 * size : -size], rows[-size:])
+                if joined is None:
+                    break
+                rows[-2 * size :] = joined
     lines = []
-    for (before, after, text), first, last in runs:
-        number_text = "" if first < 0 else str(first) if first == last else f"[{first}-{last}]"
-        times = f" x {last - first + 1}, each" if last > first else ""
-        lines.append(f"{before}{number_text}{after}{times}: {text}")
+    for parts, after, text in rows:
+        times = math.prod(len(part) for part in parts if isinstance(part, range))
+        lines.append(f"{''.join(map(_run_text, parts))}{after}{f' x {times}, each' if times > 1 else ''}: {text}")
     return lines
+
+
+def _number_in(text: str) -> str | range:
+    return range(int(text), int(text) + 1) if _NUMBER.fullmatch(text) else text
+
+
+def _run_text(part: str | range) -> str:
+    if isinstance(part, str) or len(part) == 1:
+        return part if isinstance(part, str) else str(part[0])
+    return f"[{part[0]}-{part[-1]}{f' by {part.step}' if part.step > 1 else ''}]"
+
+
+def _joined(first: list[_Row], second: list[_Row]) -> list[_Row] | None:
+    """Return two groups of rows as one, if the second goes on where the first ends, by one number of each row."""
+    found, changes = [], set()
+    for row, other in zip(first, second, strict=True):
+        parts, others = row[0], other[0]
+        index = next((index for index, pair in enumerate(zip(parts, others, strict=False)) if pair[0] != pair[1]), 0)
+        run, more = parts[index], others[index]
+        if isinstance(run, str) or isinstance(more, str):
+            return None
+        before, after, step = parts[:index], parts[index + 1 :], more[0] - run[-1]
+        if [*before, range(more[0], more[0] + 1), *after] != others or row[1:] != other[1:]:
+            return None
+        if step < 1 or (len(run) > 1 and step != run.step):
+            return None
+        changes.add((index, step, len(run)))
+        found.append(([*before, range(run[0], more[0] + 1, step), *after], row[1], row[2]))
+    return found if len(changes) == 1 else None
 
 
 # An attribute of a meta buffer that an annotation replaced under its other names: the tensor with memory in its place.

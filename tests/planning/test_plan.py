@@ -16,6 +16,7 @@ from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError
 from composable.ground.contract import contract, get_registry
+from composable.ground.names import sibling_lines
 from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, mark_replaced, plan
 from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, TiedAcross, TiedWithin, TinyGPT
 
@@ -71,6 +72,53 @@ TinyGPT: 5 handles over 2 ranks, transport shared_memory
   (root) (TinyGPT): 5 params, 1,184 float32, 2.3 KiB per rank; root
     blocks.[0-3] (Block) x 4, each: 12 params, 3,280 float32, 6.4 KiB per rank, padding 64 B; policy: Block""",
     )
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 48)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_a_plan_folds_experts_of_layers_and_layers_between_others() -> None:
+    layers = nn.Sequential(*(Experts() for _ in range(3)))
+    folded = [
+        "Sequential: 147 handles over 2 ranks, transport auto",
+        "[0-2] (Experts) x 3, each: 2 params, 240 float32, 480 B per rank; policy: Experts",
+        "[0-2].experts.[0-47] (Sequential) x 144, each: 4 params, 76 float32, 152 B per rank; policy: Sequential",
+    ]
+    lines = str(plan(layers, policy={Experts, nn.Sequential}, world_size=2)).splitlines()
+    assert [lines[0], *(line.strip() for line in lines[2:4])] == folded
+    assert not any("(" in line.partition(":")[0] for line in lines[4:])
+    between = nn.Sequential(*(one for _ in range(48) for one in (nn.Linear(4, 4), nn.ReLU())))
+    lines = str(plan(between, policy={nn.Linear}, world_size=2)).splitlines()
+    assert [line.strip() for line in lines[2:]] == [
+        "[0-94 by 2] (Linear) x 48, each: 2 params, 20 float32, 40 B per rank; policy: Linear"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ("0 1 3 5 6", "[0-1] x 2, each|[3-5 by 2] x 2, each|6"),
+        ("2 1 0 0", "2|1|0|0"),
+        ("a.0.x a.0.y a.1.x a.1.y a.3.x a.3.y", "a.[0-1].x x 2, each|a.[0-1].y x 2, each|a.3.x|a.3.y"),
+        ("x.0 y.1 x.2 y.3 x.4 y.5", "x.[0-4 by 2] x 3, each|y.[1-5 by 2] x 3, each"),
+        ("x.0 y.0 x.2 y.1", "x.0|y.0|x.2|y.1"),
+        ("0.0 0.1 1.0 1.1 2.0", "[0-1].[0-1] x 4, each|2.0"),
+        ("x.0.0 x.1.1", "x.0.0|x.1.1"),
+        ("l08 l09 l10 l11", "l08|l09|l[10-11] x 2, each"),
+        ("0,_1 1,_2", "0, 1|1, 2"),
+    ],
+)
+def test_only_names_that_one_number_tells_apart_share_a_line(names: str, shown: str) -> None:
+    lines = sibling_lines((name.replace("_", " "), "", "same") for name in names.split())
+    assert lines == [f"{line}: same" for line in shown.split("|")]
+    assert sibling_lines((name.replace("_", " "), "", name) for name in names.split())[-1].endswith(names.split()[-1])
 
 
 def test_a_plan_without_policy_warns_that_nothing_can_overlap() -> None:
