@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,10 +33,10 @@ from composable import (
     save_on_signal,
 )
 from composable.testing import simulate
+from tests.forked import Forked
 from tests.models import random_input
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
-ROOT = Path(__file__).parent.parent
 CALLS = {"fully_shard": fully_shard, "replicate": replicate}
 STEPS = 6
 BATCH = 12
@@ -302,10 +300,9 @@ RANK = """
 
 
 @contextmanager
-def started(program: str, ranks: int, *arguments: str) -> Iterator[list["subprocess.Popen[str]"]]:
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen([*command, str(rank), *arguments], **options) for rank in range(ranks)]
+def started(program: str, ranks: int, *arguments: object) -> Iterator[list[Forked]]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [Forked(program, rank, *arguments, **pipes) for rank in range(ranks)]
     try:
         yield processes
     finally:
@@ -316,7 +313,7 @@ def started(program: str, ranks: int, *arguments: str) -> Iterator[list["subproc
 
 @pytest.mark.parametrize("what", ["once", "fork"])
 def test_all_ranks_end_with_the_code_and_say_why(what: str, tmp_path: Path) -> None:
-    with started(RANK, 2, str(tmp_path / "store"), str(tmp_path / "run"), what) as processes:
+    with started(RANK, 2, tmp_path / "store", tmp_path / "run", what) as processes:
         ends = [one.communicate(timeout=200) for one in processes]
         assert [one.returncode for one in processes] == [75, 75], ends
         assert [said.strip() for _, said in ends] == ["", "rank 1 had a notice: all ranks have saved step 4"]
@@ -324,7 +321,7 @@ def test_all_ranks_end_with_the_code_and_say_why(what: str, tmp_path: Path) -> N
 
 
 def test_the_same_signal_again_ends_a_rank_at_once(tmp_path: Path) -> None:
-    with started(RANK, 2, str(tmp_path / "store"), str(tmp_path / "run"), "twice") as processes:
+    with started(RANK, 2, tmp_path / "store", tmp_path / "run", "twice") as processes:
         for one in processes:
             one.communicate(timeout=200)
         assert [one.returncode for one in processes] == [1, -signal.SIGTERM]

@@ -1,13 +1,10 @@
 """The process that holds the store of the process group ends while ranks still run."""
 
 import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.forked import Forked
 
 HOLDER = """
     import sys
@@ -53,12 +50,11 @@ RANK = """
 """
 
 
-def start(program: str, *args: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, args)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def start(program: str, *args: object) -> Forked:
+    return Forked(program, *args, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def line_of(process: "subprocess.Popen[str]") -> str:
+def line_of(process: Forked) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 

@@ -1,15 +1,13 @@
 """The end of a rank is told to the ranks that wait for it at once, not when the process has ended."""
 
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.forked import Forked
 
 # Rank 1 stays alive, in a thread or in what Python calls at exit: what others hear cannot come from the end of a process.
 RANK = """
@@ -53,13 +51,9 @@ RANK = """
 
 
 @contextmanager
-def two_ranks(tmp_path: Path, *arguments: str) -> Iterator[list["subprocess.Popen[str]"]]:
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+def two_ranks(tmp_path: Path, *arguments: str) -> Iterator[list[Forked]]:
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), *arguments], text=True, cwd=ROOT, **pipes)
-        for rank in range(2)
-    ]
+    ranks = [Forked(RANK, rank, tmp_path / "store", *arguments, **pipes) for rank in range(2)]
     try:
         yield ranks
     finally:

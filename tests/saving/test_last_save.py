@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-import textwrap
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import nn
 
 from composable import find_checkpoint, load_checkpoint
 from composable.__main__ import main
+from tests.forked import Forked
 from tests.idleness import LOOK_S, Idleness
 
-ROOT = Path(__file__).parents[2]
 # For how long all ranks may be idle, on a machine that may be as busy as it likes.
 IDLE_S = 120.0
 
@@ -83,12 +82,9 @@ def run_to_the_end(
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     limits = disk_bytes or [0] * len(ways)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), folder]
-            + [str(one) for one in (rank, len(ways), steps, way, last_place, limits[rank])],
+        Forked(
+            *(PROGRAM, folder, rank, len(ways), steps, way, last_place, limits[rank]),
             stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
             env=environment,
         )
         for rank, way in enumerate(ways)
