@@ -490,8 +490,7 @@ def dtypes_seen(api: str, annotated: str, checkpointed: str | None) -> list[tupl
     return sorted(set(model.get_submodule("0.0").seen), key=str)
 
 
-@pytest.mark.parametrize("annotated", ["", "0", "0.0"])
-@on_ranks(2, api=APIS)
+@on_ranks(2, api=APIS, annotated=["", "0", "0.0"])
 def test_a_policy_casts_the_same_inputs_and_buffers_with_and_without_checkpointing(api: str, annotated: str) -> None:
     # The oracle is the same model without ``checkpoint``.
     for checkpointed in ("", "0", "0.0"):

@@ -90,8 +90,7 @@ def test_what_is_added_and_trained_is_named_at_the_next_forward(api: str) -> Non
                 model(torch.ones(1, DIM))
 
 
-@pytest.mark.parametrize("way", ["annotate it too", "anew", "remove"])
-@on_ranks(2, api=APIS)
+@on_ranks(2, api=APIS, way=["annotate it too", "anew", "remove"])
 def test_the_step_after_an_addition_is_mended_is_right(api: str, way: str) -> None:
     model = APIS[api](make_model())
     backward(model, dist.get_rank())

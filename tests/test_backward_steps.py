@@ -751,8 +751,7 @@ def step_by_torch(api: str, *, before: bool, is_low: bool = False) -> Any:
     return full_params(twins.model)
 
 
-@pytest.mark.parametrize("before", [True, False])
-@on_ranks(2, api=ANNOTATIONS)
+@on_ranks(2, api=ANNOTATIONS, before=[True, False])
 def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool) -> None:
     step_by_torch(api, before=before)
 
@@ -763,8 +762,7 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]
 }
 
 
-@pytest.mark.parametrize("before", [True, False])
-@on_ranks(2, name=list(OPTIONS))
+@on_ranks(2, name=list(OPTIONS), before=[True, False])
 def test_torchs_optimizer_in_backward_goes_with_a_static_graph_and_delayed_gradients(name: str, before: bool) -> None:
     build, options = OPTIONS[name]
     twins = torch_twins(build, lambda model: replicate(model, bucket_cap_mb=1e-3, **options(model)), before=before)

@@ -74,8 +74,7 @@ def leave(stack: ExitStack, *, raises: bool) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("context", CONTEXTS)
-@on_ranks(2, annotation=ANNOTATIONS)
+@on_ranks(2, annotation=ANNOTATIONS, context=CONTEXTS)
 def test_a_context_restores_what_it_found(annotation: str, context: str, depth: int, *, raises: bool) -> None:
     rank = torch.distributed.get_rank()
     model = ANNOTATIONS[annotation](make_model("mlp"))

@@ -139,8 +139,7 @@ UNCOMPARED: dict[str, Callable[[Case], object]] = {
 }
 
 
-@pytest.mark.parametrize("second", ["save_checkpoint", "load_full_state_dict"])
-@on_ranks(2, run=run_ranks, uncompared=UNCOMPARED)
+@on_ranks(2, run=run_ranks, uncompared=UNCOMPARED, second=["save_checkpoint", "load_full_state_dict"])
 def test_a_call_that_compares_nothing_is_told_apart_by_the_watch(uncompared: str, second: str, tmp_path: Path) -> None:
     """Return the error of this rank; the ranks part after a step."""
     folder = str(tmp_path)

@@ -335,8 +335,7 @@ def test_equal_modules_in_another_order_on_one_rank_are_an_error_on_every_rank(s
             loss.backward()
 
 
-@pytest.mark.parametrize("step", [0, 2])
-@on_ranks(2, kind=["annotated", "copied"])
+@on_ranks(2, kind=["annotated", "copied"], step=[0, 2])
 def test_equal_models_in_another_order_on_one_rank_are_an_error_on_every_rank(kind: str, step: int) -> None:
     model = fully_shard(nn.Linear(4, 4))
     models = [model, copy.deepcopy(model) if kind == "copied" else fully_shard(nn.Linear(4, 4))]

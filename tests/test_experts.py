@@ -744,8 +744,7 @@ def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
         step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
 
 
-@pytest.mark.parametrize("outer", [fully_shard, replicate])
-@on_ranks(4, inner=[fully_shard, replicate])
+@on_ranks(4, inner=[fully_shard, replicate], outer=[fully_shard, replicate])
 def test_an_annotation_around_another_has_all_of_its_ranks(inner: Any, outer: Any) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

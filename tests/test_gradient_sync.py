@@ -325,8 +325,7 @@ def hook_each(model: nn.Module, where: str, call: Callable[[], object]) -> list[
 
 @pytest.mark.parametrize("context", ["a step", "no_sync"])
 @pytest.mark.parametrize("where", ["parameter", "parameter, before", "node", "module"])
-@pytest.mark.parametrize("use", ["step", "norm"])
-@on_ranks(2, how=["replicate", "mixed"])
+@on_ranks(2, how=["replicate", "mixed"], use=["step", "norm"])
 def test_what_a_hook_does_with_gradients_before_their_average_is_an_error(
     how: str, use: str, where: str, context: str
 ) -> None:

@@ -57,8 +57,7 @@ def on_meta(option: str) -> Any:
     return fully_shard(model, **options).to_empty(device="cpu")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(4, option=OPTIONS)
+@on_ranks(4, option=OPTIONS, way=WAYS)
 def test_whole_parameters_get_the_values_of_one_process(*, option: str, way: str) -> None:
     model, plain = on_meta(option), Tied()
     if way == "first rank":

@@ -324,8 +324,7 @@ def test_several_backwards_of_one_forward_are_refused_or_right(world_size: int) 
         run_threads(run_heads, world_size, seed)
 
 
-@pytest.mark.parametrize("ends_by_hand", [False, True])
-@on_ranks(2, bucket_cap_mb=[25, 1e-6])
+@on_ranks(2, bucket_cap_mb=[25, 1e-6], ends_by_hand=[False, True])
 def test_an_optimizer_in_backward_steps_on_what_was_kept(ends_by_hand: bool, bucket_cap_mb: float) -> None:
     low = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # averages are copied back into the kept gradients
     twins = Twins(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,8 +28,7 @@ def batch_of(rank: int) -> torch.Tensor:
     return torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks(kind=["fully_shard", "replicate"])
+@on_ranks(kind=["fully_shard", "replicate"], world_size=[1, 2, 3])
 def test_each_sample_has_the_gradient_of_one_process(kind: str) -> None:
     rank = dist.get_rank()
     expected = samples(make(), batch_of(rank))

@@ -40,8 +40,7 @@ def test_training_on_real_processes_equals_one_process(name: str, world_size: in
     run_ranks(compare, world_size, name, functools.partial(annotate, way), TOLERANCE.get(name, 1e-6))
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@on_ranks(2, use_reentrant=[True, False])
+@on_ranks(2, use_reentrant=[True, False], inside=[True, False])
 def test_checkpoint_fsdp_submodules_use_reentrant(use_reentrant: bool, inside: bool) -> None:
     """Checkpoints inside of fully sharded modules, and around one or several of them, give one process's gradients."""
     again = functools.partial(checkpoint, use_reentrant=use_reentrant)

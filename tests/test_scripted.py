@@ -44,8 +44,7 @@ def batch(number: int, rank: int) -> torch.Tensor:
     return random_input(10 * number + rank, 4, 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-@on_ranks(2, kind=KINDS)
+@on_ranks(2, kind=KINDS, options=[{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_a_replicated_model_trains_its_scripted_part(*, kind: str, options: dict[str, Any]) -> None:
     rank = dist.get_rank()
     found = steps_of(replicate(model_with(kind), **options), lambda number: [batch(number, rank)])

@@ -161,8 +161,7 @@ def test_ranks_that_are_processes_or_simulated_note_the_same() -> None:
     assert simulate(2, lambda rank: run_sharded("plain")) == expected
 
 
-@pytest.mark.parametrize("makes", [replicated, nested])
-@on_ranks(2, syncs=[True, False])
+@on_ranks(2, syncs=[True, False], makes=[replicated, nested])
 def test_a_bucket_is_reduced_and_waited_for_after_its_gradients(makes: Callable[[], nn.Module], syncs: bool) -> None:
     model = makes()
     train(model, 2)
@@ -216,8 +215,7 @@ class Stop(Exception):  # noqa: N818  # it says what it does
     pass
 
 
-@pytest.mark.parametrize("makes", [sharded, replicated, both])
-@on_ranks(2, where=["forward", "backward", "between"])
+@on_ranks(2, where=["forward", "backward", "between"], makes=[sharded, replicated, both])
 def test_an_exception_inside_leaves_nothing_behind(makes: Callable[[], nn.Module], where: str) -> None:
     def stop(*_: Any) -> None:
         raise Stop

@@ -205,8 +205,7 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_other_owners(
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_ranks(world_size=[2, 3])
+@on_ranks(world_size=[2, 3], kind=OPTIMIZERS)
 def test_equal_gradients_give_equal_bits_at_any_number_of_ranks(kind: str) -> None:
     plain, expected = build(kind, shards=False)
     model, optimizers = build(kind, shards=True)

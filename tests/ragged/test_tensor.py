@@ -62,8 +62,7 @@ def test_bounds_that_do_not_rise_from_zero_or_fit_mesh_and_shape_are_refused() -
 # -- whole and piece
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@on_ranks(world_size=[1, 2, 3, 4])
+@on_ranks(world_size=[1, 2, 3, 4], cut=CUTS)
 def test_whole_and_piece_hold_the_same_elements(cut: str) -> None:
     fallback_counts(reset=True)
     ragged, plain = pairs(cut)
@@ -103,8 +102,7 @@ def test_printing_shows_the_piece_and_does_not_communicate() -> None:
     ]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@on_ranks(world_size=[1, 3])
+@on_ranks(world_size=[1, 3], cut=CUTS)
 def test_gathering_and_unwrapping_are_differentiable(cut: str) -> None:
     ragged, plain = pairs(cut)
     weights = values(3)
@@ -502,8 +500,7 @@ def pickled(tensor: Any) -> Any:
     return pickle.loads(pickle.dumps(tensor))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@on_ranks(3, dtype=[torch.float32, torch.float64])
+@on_ranks(3, dtype=[torch.float32, torch.float64], cut=CUTS)
 def test_what_others_make_with_the_placements_of_a_parameter_is_cut_as_it_is(cut: str, dtype: torch.dtype) -> None:
     ragged, plain = pairs(cut)
     with strict_mode():

@@ -255,8 +255,7 @@ class Boxed(nn.Module):
         return self.out(self.box(x))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@on_ranks(2, outer=[fully_shard, replicate])
+@on_ranks(2, outer=[fully_shard, replicate], is_first=[True, False])
 def test_a_root_inside_of_a_replicated_module_is_copied_once(outer: Callable[..., Any], *, is_first: bool) -> None:
     model = Boxed(is_first=is_first)
     fully_shard(model.again[0])

@@ -309,8 +309,7 @@ def run_around(name: str, how: str) -> None:
             one.zero_grad()
 
 
-@pytest.mark.parametrize("how", HOW)
-@on_ranks(2, name=AROUND)
+@on_ranks(2, name=AROUND, how=HOW)
 def test_a_step_within_what_users_have_on_is_as_the_plain_model_and_shows_no_more(name: str, how: str) -> None:
     run_around(name, how)
 
@@ -324,8 +323,7 @@ def saves(name: str, _: object, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("how", HOW)
-@on_ranks(2, name=SAVED)
+@on_ranks(2, name=SAVED, how=HOW)
 def test_a_selective_checkpoint_saves_what_the_module_has_made(name: str, how: str) -> None:
     model, plain = pair_of(how)
     contexts = partial(create_selective_checkpoint_contexts, partial(saves, name))

@@ -30,7 +30,7 @@ from composable.runs.checkpoint import SavedCheckpoint, find_checkpoint, load_ch
 from composable.runs.contents import staged, state_to_save
 from composable.saving.entries import names_on_all
 from tests.ragged_pairs import from_full
-from tests.world import run_ranks, run_threads, told
+from tests.world import on_ranks, run_ranks, run_threads, told
 
 
 class Block(nn.Module):
@@ -216,36 +216,19 @@ def test_a_plain_model_needs_no_process_group(tmp_path: Path) -> None:
     assert_equal(snapshot(model, trained), expected)
 
 
-def save_unsharded(run: Path) -> None:
+@on_ranks(2)
+def test_modules_that_were_unsharded_by_hand_are_saved_and_loaded(tmp_path: Path) -> None:
     model = make("nested")
     trained = optimizers(model, "adamw")
     train(model, trained, range(2))
     expected = snapshot(model, trained)
     # By hand, and nothing runs that would reshard.
     model.blocks[1].unshard()
-    save_checkpoint(run, 2, model, trained)
+    save_checkpoint(tmp_path, 2, model, trained)
     train(model, trained, range(2, 3))
     model.blocks[1].unshard()
-    load_checkpoint(run, model, trained)
+    load_checkpoint(tmp_path, model, trained)
     assert_equal(snapshot(model, trained), expected)
-
-
-def test_modules_that_were_unsharded_by_hand_are_saved_and_loaded(tmp_path: Path) -> None:
-    run_threads(save_unsharded, 2, tmp_path)
-
-
-def save_untrained(run: Path) -> None:
-    model = make("fully_shard")
-    fresh = optimizers(model, "adamw")
-    save_checkpoint(run, 0, model, fresh)
-    assert not fresh[0].state
-    loaded = make("fully_shard", seed=1)
-    trained = optimizers(loaded, "adamw")
-    train(loaded, trained, range(3))
-    load_checkpoint(run, loaded, trained)
-    assert not trained[0].state
-    train(loaded, trained, range(1))
-    assert_equal(snapshot(loaded, trained), expected_after(1, "adamw"))
 
 
 class Held(nn.Module):
@@ -264,24 +247,31 @@ class Held(nn.Module):
         return x
 
 
-def load_what_was_saved(folder: str, annotation: str, is_compiled: bool) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
+@on_ranks(2, annotation=["fully_shard", "replicate"])
+def test_modules_are_loaded_under_each_of_their_names(tmp_path: Path, annotation: str, is_compiled: bool) -> None:
     annotate = {"fully_shard": fully_shard, "replicate": replicate}[annotation]
     model, other = (annotate(Held(is_compiled=is_compiled, seed=seed)) for seed in (1, 2))
-    save_checkpoint(folder, 1, model)
-    load_checkpoint(folder, other)
+    save_checkpoint(tmp_path, 1, model)
+    load_checkpoint(tmp_path, other)
     values, loaded = ([full(value) for value in one.state_dict().values()] for one in (model, other))
     assert len(values) == len(loaded) > 7
     assert all(map(torch.equal, values, loaded))
 
 
-@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_modules_are_loaded_under_each_of_their_names(annotation: str, is_compiled: bool, tmp_path: Path) -> None:
-    run_threads(load_what_was_saved, 2, str(tmp_path), annotation, is_compiled)
-
-
+@on_ranks(2)
 def test_an_optimizer_that_has_not_stepped_is_not_made_to(tmp_path: Path) -> None:
-    run_threads(save_untrained, 2, tmp_path)
+    model = make("fully_shard")
+    fresh = optimizers(model, "adamw")
+    save_checkpoint(tmp_path, 0, model, fresh)
+    assert not fresh[0].state
+    loaded = make("fully_shard", seed=1)
+    trained = optimizers(loaded, "adamw")
+    train(loaded, trained, range(3))
+    load_checkpoint(tmp_path, loaded, trained)
+    assert not trained[0].state
+    train(loaded, trained, range(1))
+    assert_equal(snapshot(loaded, trained), expected_after(1, "adamw"))
 
 
 # -- to and from torch alone
@@ -329,7 +319,9 @@ def slow_disk(step: int) -> Iterator[threading.Event]:
             may_write.set()
 
 
-def save_while_training(run: Path, parallel: str) -> None:
+@pytest.mark.parametrize(("world_size", "parallel"), [(3, "nested"), (2, "replicate")])
+@on_ranks(run=run_ranks)
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, parallel: str) -> None:
     model = make(parallel)
     trained = optimizers(model, "adamw")
     tokens = torch.arange(6).view(2, 3)
@@ -338,7 +330,7 @@ def save_while_training(run: Path, parallel: str) -> None:
         train(model, trained, range(step))
         expected.append(snapshot(model, trained))
         with slow_disk(step) as may_write:
-            handle = save_checkpoint(run, step, model, trained, keep=5, asynchronous=True)
+            handle = save_checkpoint(tmp_path, step, model, trained, keep=5, asynchronous=True)
             assert not handle.is_done() and repr(handle).startswith("<SaveHandle: under way; ")
             # The main thread communicates while the write waits.
             model(tokens).sum().backward()
@@ -347,21 +339,16 @@ def save_while_training(run: Path, parallel: str) -> None:
                 optimizer.zero_grad()
             may_write.set()
             if step == 1:
-                assert handle.wait() == run / "step-000001"
+                assert handle.wait() == tmp_path / "step-000001"
     handle.wait()
     groups = set(dist.distributed_c10d._world.pg_map)
-    save_checkpoint(run, 4, model, trained, keep=5, asynchronous=True)
+    save_checkpoint(tmp_path, 4, model, trained, keep=5, asynchronous=True)
     assert set(dist.distributed_c10d._world.pg_map) == groups  # one group serves them all
     # Loading waits for the save that is under way.
     latest = snapshot(model, trained)
     for step, state in [(None, latest), (1, expected[0]), (2, expected[1]), (3, expected[2])]:
-        load_checkpoint(run if step is None else run / f"step-{step:06d}", model, trained)
+        load_checkpoint(tmp_path if step is None else tmp_path / f"step-{step:06d}", model, trained)
         assert_equal(snapshot(model, trained), state)
-
-
-@pytest.mark.parametrize(("world_size", "parallel"), [(3, "nested"), (2, "replicate")])
-def test_training_goes_on_while_a_checkpoint_is_written(world_size: int, parallel: str, tmp_path: Path) -> None:
-    run_ranks(save_while_training, world_size, tmp_path, parallel)
 
 
 def pieces(model: nn.Module, kind: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
@@ -370,7 +357,8 @@ def pieces(model: nn.Module, kind: list[torch.optim.Optimizer]) -> list[torch.Te
     return [getattr(leaf, "_local_tensor", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def save_twice_in_the_background(run: Path) -> None:
+@on_ranks(2)
+def test_a_save_in_the_background_takes_the_memory_of_the_one_before(tmp_path: Path) -> None:
     model = make("fully_shard")
     kind = optimizers(model, "adam")
     train(model, kind, range(1))
@@ -383,7 +371,7 @@ def save_twice_in_the_background(run: Path) -> None:
     # Of other shapes, new memory.
     assert staged([torch.ones(3, 7)], after)[0].data_ptr() not in places
     for step in (1, 2):
-        save_checkpoint(run, step, model, kind, asynchronous=True).wait()
+        save_checkpoint(tmp_path, step, model, kind, asynchronous=True).wait()
         train(model, kind, range(step + 1, step + 2))
     # The copy that is kept does not keep the model.
     gone = weakref.ref(model)
@@ -392,20 +380,17 @@ def save_twice_in_the_background(run: Path) -> None:
     assert gone() is None
 
 
-def test_a_save_in_the_background_takes_the_memory_of_the_one_before(tmp_path: Path) -> None:
-    run_threads(save_twice_in_the_background, 2, tmp_path)
-
-
-def fail_where_one_rank_waits(run: Path) -> None:
+@on_ranks(2, run=run_ranks)
+def test_a_failed_write_that_one_rank_waited_for_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = make("fully_shard")
-    save_checkpoint(run, 1, model)
+    save_checkpoint(tmp_path, 1, model)
 
     def full_disk(self: FileSystem, path: Any, mode: str) -> Any:
         raise OSError(28, "No space left on device", str(path))
 
-    for following in (lambda: save_checkpoint(run, 3, model), lambda: load_checkpoint(run, model)):
+    for following in (lambda: save_checkpoint(tmp_path, 3, model), lambda: load_checkpoint(tmp_path, model)):
         with mock.patch.object(FileSystem, "create_stream", full_disk):
-            handle = save_checkpoint(run, 2, model, asynchronous=True)
+            handle = save_checkpoint(tmp_path, 2, model, asynchronous=True)
             while not handle.is_done():
                 threading.Event().wait(0.01)
         if dist.get_rank() == 0:
@@ -413,12 +398,8 @@ def fail_where_one_rank_waits(run: Path) -> None:
                 handle.wait()
         for said in told(following):
             assert "No space left on device" in said, said
-    save_checkpoint(run, 3, model)
-    assert find_checkpoint(run).step == 3
-
-
-def test_a_failed_write_that_one_rank_waited_for_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(fail_where_one_rank_waits, 2, tmp_path)
+    save_checkpoint(tmp_path, 3, model)
+    assert find_checkpoint(tmp_path).step == 3
 
 
 # -- damage
@@ -495,21 +476,18 @@ def test_every_kind_of_damage_is_one_error_on_every_rank_that_names_the_file(tmp
     run_threads(damage_everything, 2, tmp_path)
 
 
-def change_while_reading(run: Path) -> None:
+@on_ranks(2, run=run_ranks)
+def test_a_disk_that_fails_late_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = make("fully_shard")
-    save_checkpoint(run, 1, model)
+    save_checkpoint(tmp_path, 1, model)
     real = torch.load
 
     def vanishing(*args: Any, **kwargs: Any) -> Any:
         raise OSError(5, "Input/output error")
 
     with mock.patch.object(torch, "load", vanishing if dist.get_rank() == 1 else real):
-        said = attempt(run, model, [])
+        said = attempt(tmp_path, model, [])
     assert all("step-000001 was not loaded to its end" in each and "Input/output error" in each for each in said), said
-
-
-def test_a_disk_that_fails_late_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(change_while_reading, 2, tmp_path)
 
 
 # -- differences

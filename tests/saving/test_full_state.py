@@ -678,8 +678,7 @@ def plain_values(compiled: Any, plain: nn.Module) -> dict[str, Any]:
     return dict(zip(compiled.state_dict(), plain.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize("where", ["whole", "inside", "both"])
-@on_ranks(2, annotate=["fully_shard", "replicate"])
+@on_ranks(2, annotate=["fully_shard", "replicate"], where=["whole", "inside", "both"])
 def test_a_full_state_dict_has_no_names_of_compiled_modules(annotate: str, where: str) -> None:
     plain, model = seeded(lambda: Inner(compiles_layer=False), 0), Inner(compiles_layer=where != "whole")
     plain.note = "new"

@@ -23,7 +23,7 @@ from torch import nn
 from composable import ConfigError, find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
 from composable.runs.pieces import DataReader
 from composable.runs.storage import FileSum, on_disk
-from tests.world import run_threads, told
+from tests.world import on_ranks, run_threads, told
 
 EXTRA = {"position": torch.arange(3), "at": (1, "x", 2.5), "names": ["a", {"b": None}]}
 
@@ -82,11 +82,12 @@ def on_first(call: Callable[[], object]) -> None:
 # -- code
 
 
-def load_bombs(root: Path) -> None:
-    folder = write_checkpoint(root / "run")
+@on_ranks(2)
+def test_no_file_of_a_checkpoint_runs_code(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "run")
     good = {path.name: path.read_bytes() for path in folder.iterdir()}
     model, optimizer = make_both(2)
-    fuse = root / "fuse"
+    fuse = tmp_path / "fuse"
     harms: list[tuple[str, bytes]] = [("extra.pt", good["extra.pt"][:-7]), ("extra.pt", b"x")]
     for kind in (Bomb, Quiet):
         packed = io.BytesIO()
@@ -97,20 +98,16 @@ def load_bombs(root: Path) -> None:
     for name, content in harms:
         path = folder / name
         on_first(lambda path=path, content=content: (path.write_bytes(content), reseal(folder)))
-        for said in told(lambda: load_checkpoint(root / "run", model, optimizer)):
+        for said in told(lambda: load_checkpoint(tmp_path / "run", model, optimizer)):
             assert said == "no error" if name == ".metadata" else said.startswith(f"ConfigError: {path} "), said
             assert "weights_only" not in said and "add_safe_globals" not in said, said
         assert not fuse.exists()
         if name == "extra.pt":
-            for said in told(lambda: find_checkpoint(root / "run")):
+            for said in told(lambda: find_checkpoint(tmp_path / "run")):
                 assert said.startswith(f"ConfigError: {path} cannot be read as data"), said
         on_first(lambda path=path: (path.write_bytes(good[path.name]), reseal(folder)))
-    load_checkpoint(root / "run", model, optimizer)
+    load_checkpoint(tmp_path / "run", model, optimizer)
     assert not fuse.exists()
-
-
-def test_no_file_of_a_checkpoint_runs_code(tmp_path: Path) -> None:
-    run_threads(load_bombs, 2, tmp_path)
 
 
 def test_what_says_in_a_setting_that_it_is_code_is_not_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from composable import find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
 from tests.saving.storages import Killed
-from tests.world import RankErrors, run_threads, told
+from tests.world import RankErrors, on_ranks, run_threads, told
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -93,15 +93,12 @@ def test_the_folder_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     run_threads(load_what_lacks_a_rank, 2, merge(tmp_path))
 
 
-def save_often(root: Path) -> None:
-    own, (model, _) = root / f"host-{dist.get_rank()}", make(1)
+@on_ranks(2)
+def test_nothing_is_removed_from_the_folders_of_ranks(tmp_path: Path) -> None:
+    own, (model, _) = tmp_path / f"host-{dist.get_rank()}", make(1)
     for step in range(4):
         save_checkpoint(own, step, model, keep=1, per_rank=True)
     assert sorted(os.listdir(own)) == [f"step-00000{step}" for step in range(4)]
-
-
-def test_nothing_is_removed_from_the_folders_of_ranks(tmp_path: Path) -> None:
-    run_threads(save_often, 2, tmp_path)
 
 
 def fail(root: Path) -> None:

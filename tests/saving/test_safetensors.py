@@ -184,8 +184,9 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     run_ranks(refuse, 2, str(tmp_path))
 
 
-def fill_the_disk(path: str) -> None:
-    target, rank = Path(path, "model.safetensors"), dist.get_rank()
+@on_ranks(2, run=run_ranks)
+def test_a_full_disk_is_an_error_that_names_the_path_and_leaves_nothing(tmp_path: Path) -> None:
+    target, rank = Path(tmp_path, "model.safetensors"), dist.get_rank()
     model = fully_shard(nn.Linear(300, 200))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
@@ -195,11 +196,7 @@ def fill_the_disk(path: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()
-    assert list(Path(path).iterdir()) == []
-
-
-def test_a_full_disk_is_an_error_that_names_the_path_and_leaves_nothing(tmp_path: Path) -> None:
-    run_ranks(fill_the_disk, 2, str(tmp_path))
+    assert list(Path(tmp_path).iterdir()) == []
 
 
 def count_bytes(path: str) -> None:
@@ -261,15 +258,12 @@ def load_one(path: Path) -> list[str]:
     return told(lambda: load_safetensors(fully_shard(nn.Linear(2, 2)), path))
 
 
+@on_ranks(2)
 def test_a_link_to_a_file_is_followed_as_hubs_lay_out_weights(tmp_path: Path) -> None:
-    run_threads(follow_a_link, 2, tmp_path)
-
-
-def follow_a_link(folder: Path) -> None:
     model = fully_shard(nn.Linear(2, 2))
-    save_safetensors(model, folder / "blob.safetensors")
+    save_safetensors(model, tmp_path / "blob.safetensors")
     if dist.get_rank() == 0:
-        (folder / "snapshot").mkdir()
-        (folder / "snapshot" / "model.safetensors").symlink_to("../blob.safetensors")
+        (tmp_path / "snapshot").mkdir()
+        (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blob.safetensors")
     dist.barrier()
-    load_safetensors(model, folder / "snapshot")
+    load_safetensors(model, tmp_path / "snapshot")

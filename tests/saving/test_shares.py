@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composable import fully_shard, load_checkpoint, replicate, save_checkpoint
 from composable.comm import Ranks
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 Messages = dict[int, list[tuple[str, int]]]
 SENT: Messages = {}
@@ -98,19 +98,16 @@ def test_copies_are_written_once_by_all_that_have_them(kind: str, tmp_path: Path
     assert nbytes < sum(sizes) < nbytes + 80_000 and min(sizes) > max(sizes) / 5, sizes
 
 
-def save_and_load_uneven(folder: Path) -> None:
+@on_ranks(3)
+def test_state_that_only_one_rank_has_is_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     if dist.get_rank() == 2:
         step(model[1], optimizer)
     expected = {name: value.clone() for name, value in optimizer.state.get(model[1].weight, {}).items()}
-    save_checkpoint(folder, 1, model, optimizer)
-    load_checkpoint(folder, model, optimizer)
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
     assert optimizer.state.keys() == set(model[1].parameters())
     for name, value in expected.items():
         assert torch.equal(optimizer.state[model[1].weight][name], value)
-
-
-def test_state_that_only_one_rank_has_is_saved(tmp_path: Path) -> None:
-    run_threads(save_and_load_uneven, 3, tmp_path)

@@ -104,13 +104,14 @@ def test_training_keeps_the_memory_format_of_values_and_gradients(mode: str) -> 
 # -- values out of the shards and into them
 
 
-def move_values(folder: str) -> None:
+@on_ranks(3, run=run_ranks)
+def test_what_lies_one_way_is_loaded_into_what_lies_another_way(tmp_path: Path) -> None:
     plain = make_model()
     rows = make_model().to(memory_format=torch.contiguous_format)
     rows[4].weight = nn.Parameter(rows[4].weight.detach().contiguous())
     for param in rows.parameters():
         nn.init.zeros_(param)
-    path = Path(folder)
+    path = Path(tmp_path)
     for source, target in ((plain, rows), (rows, plain)):
         # There and back: what lies one way is saved, and loaded into what lies another way.
         for param in source.parameters():
@@ -134,10 +135,6 @@ def move_values(folder: str) -> None:
             assert strides(model) == strides(target)
             for name, param in model.named_parameters():
                 assert torch.equal(param.full_tensor(), source.get_parameter(name))  # type: ignore[operator]
-
-
-def test_what_lies_one_way_is_loaded_into_what_lies_another_way(tmp_path: Path) -> None:
-    run_ranks(move_values, 3, str(tmp_path))
 
 
 @on_ranks(2)
