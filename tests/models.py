@@ -72,7 +72,7 @@ class MLPBlock(nn.Module):
 
 
 class MLP(FloatInput):
-    """Blocks between an input and an output layer."""
+    """Blocks between an input and an output layer; it may leave out one."""
 
     def __init__(self, dim: int = DIM, hidden: int = 2 * DIM, layers: int = 3) -> None:
         super().__init__()
@@ -80,10 +80,11 @@ class MLP(FloatInput):
         self.blocks = nn.ModuleList(MLPBlock(dim, hidden) for _ in range(layers))
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, skipped: int = -1) -> torch.Tensor:
         x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
+        for index, block in enumerate(self.blocks):
+            if index != skipped:
+                x = block(x)
         return self.out(x)
 
 

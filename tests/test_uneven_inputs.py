@@ -38,44 +38,16 @@ from composable.comm import Ranks
 from composable.comm.waits import Diagnosis
 from composable.ground.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
-from tests.models import loss_of, random_input, seeded
+from tests.models import DIM, MLP, MLPBlock, loss_of, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.programs import Twins
 from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
-DIM = 4
 LR = 0.1
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(DIM, 2 * DIM)
-        self.out = nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.inp(x).relu())
-
-
-class Net(nn.Module):
-    """Blocks around parameters of its own; it may run only some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.last = nn.Linear(DIM, 1)
-
-    def forward(self, x: torch.Tensor, skipped: int = -1) -> torch.Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            if index != skipped:
-                x = block(x)
-        return self.last(x)
-
-
-def net() -> Net:
-    return seeded(Net, 0)
+def net(seed: int = 0) -> MLP:
+    return seeded(MLP, seed)
 
 
 def hybrid_mesh() -> DeviceMesh:
@@ -87,23 +59,23 @@ def hybrid_mesh() -> DeviceMesh:
 # How a model is annotated
 
 
-def shard(model: Net, **options: Any) -> None:
-    fully_shard(model, policy={Block}, **options)
+def shard(model: MLP, **options: Any) -> None:
+    fully_shard(model, policy={MLPBlock}, **options)
 
 
-def shard_in_calls(model: Net) -> None:
+def shard_in_calls(model: MLP) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
 
 
-def shard_without_a_root(model: Net) -> None:
-    fully_shard([model.first, model.last])
+def shard_without_a_root(model: MLP) -> None:
+    fully_shard([model.inp, model.out])
     for block in model.blocks:
         fully_shard(block)
 
 
-def shard_hybrid(model: Net, strategy: str) -> None:
+def shard_hybrid(model: MLP, strategy: str) -> None:
     shard(model, mesh=hybrid_mesh(), strategy=strategy)
 
 
@@ -111,34 +83,34 @@ def copy_whole(modules: Any) -> None:
     replicate(modules, find_unused_parameters=True)
 
 
-def replicate_inside(model: Net) -> None:
+def replicate_inside(model: MLP) -> None:
     copy_whole(model.blocks[1])
     shard(model)
 
 
-def replicate_a_pair_inside(model: Net) -> None:
-    copy_whole([model.blocks[0], model.last])
+def replicate_a_pair_inside(model: MLP) -> None:
+    copy_whole([model.blocks[0], model.out])
     shard(model)
 
 
-def replicate_around(model: Net) -> None:
+def replicate_around(model: MLP) -> None:
     fully_shard(model.blocks[0])
     fully_shard(model.blocks[2], reshard_after_forward=False)
     copy_whole(model)
 
 
-def replicate_pairs(model: Net) -> None:
-    copy_whole([model.first, *model.blocks])
-    copy_whole(model.last)
+def replicate_pairs(model: MLP) -> None:
+    copy_whole([model.inp, *model.blocks])
+    copy_whole(model.out)
 
 
-def hook_both(model: Net) -> None:
+def hook_both(model: MLP) -> None:
     replicate_inside(model)
     register_comm_hook(model.blocks[1], None, default_hooks.allreduce_hook)
     model.set_all_reduce_hook(lambda shard: shard.mul_(1.0))
 
 
-ANNOTATIONS: dict[str, Callable[[Net], None]] = {
+ANNOTATIONS: dict[str, Callable[[MLP], None]] = {
     "full": shard,
     "calls": shard_in_calls,
     "no root": shard_without_a_root,
@@ -258,38 +230,69 @@ def train_jointly(case: Case) -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-def train_plain(
-    groups: Iterable[Iterable[tuple[int, int]]], divisor: int, *, momentum: float = 0.0, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Step once for each group of inputs, by (number, rank), in one process."""
-    model = seeded(Net, seed)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum))
-    for group in groups:
-        for number, rank in group:
-            (model(random_input(10 * number + rank, 3, DIM)).square().mean() / divisor).backward()
-        step_all()
-    return full_params(model)
+class Joined:
+    """A model on ranks with different numbers of inputs, and what one process does with those that there are.
+
+    Attributes:
+        counts: How many inputs each rank has.
+        model: Annotated, by a function or by a name of ``ANNOTATIONS``.
+        optimizer: Of the model.
+    """
+
+    def __init__(
+        self, annotation: str | Callable[[Any], object], counts: list[int], *, momentum: float = 0.9, seed: int = 0
+    ) -> None:
+        self.counts, self.momentum, self.seed, self.rank = counts, momentum, seed, dist.get_rank()
+        self.model: Any = net(seed)
+        (ANNOTATIONS[annotation] if isinstance(annotation, str) else annotation)(self.model)
+        self.optimizer = self._sgd(self.model)
+
+    def _sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=LR, momentum=self.momentum)
+
+    def x(self, number: int) -> torch.Tensor:
+        return random_input(10 * number + self.rank, 3, DIM)
+
+    def loss(self, number: int, *more: int) -> torch.Tensor:
+        return self.model(self.x(number), *more).square().mean()
+
+    def backward(self, number: int) -> None:
+        self.loss(number).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, number: int) -> None:
+        self.backward(number)
+        self.step()
+
+    def run(self, body: Callable[[int], object] | None = None, *, step: Any = ..., **options: Any) -> None:
+        """Do something, or train, for each input of this rank inside of ``Join``."""
+        with joined(joinable(self.model, step=self.step if step is ... else step), **options):
+            for number in range(self.counts[self.rank]):
+                (body or self.train)(number)
+
+    def check(self, groups: Iterable[Iterable[tuple[int, int]]] | None = None, divisor: int = 0) -> None:
+        """Compare with steps of one process for each group of inputs, by (number, rank); by default those of a number."""
+        if groups is None:
+            have = [(number, rank) for rank, count in enumerate(self.counts) for number in range(count)]
+            groups = [[one for one in have if one[0] == number] for number in range(max(self.counts))]
+        plain = net(self.seed)
+        optimizer = self._sgd(plain)
+        for group in groups:
+            for number, rank in group:
+                loss = plain(random_input(10 * number + rank, 3, DIM)).square().mean()
+                (loss / (divisor or dist.get_world_size())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_params(full_params(self.model), full_params(plain), tolerance=1e-6)
 
 
-def stepping(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step_all
-
-
-def all_equal(runs: Iterable[dict[str, torch.Tensor]], expected: Any, *, tolerance: float = 1e-6) -> None:
-    for found in runs:
+def check(case: Case, *, tolerance: float = 1e-6, run: Callable[..., Any] = run_threads) -> None:
+    expected = train_alone(case)
+    for found in run(train_jointly, len(case.counts), case):
         assert_equal_params(found, expected, tolerance=tolerance)
-
-
-def is_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    all_equal([full_params(model)], expected)
-
-
-def check(case: Case, *, tolerance: float = 1e-6) -> None:
-    all_equal(run_threads(train_jointly, len(case.counts), case), train_alone(case), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
@@ -330,68 +333,45 @@ def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int)
 # Ways to reduce
 
 
-def follow_loop(model: Any, optimizer: torch.optim.Optimizer | None, counts: list[int], **options: Any) -> None:
-    """Train on the inputs of this rank in a plain loop."""
-    step_all = (lambda: None) if optimizer is None else stepping(optimizer)
-    divides_by_all, rank = options.pop("divides_by_all", True), dist.get_rank()
-    with joined(joinable(model, **{"step": step_all, **options}), divide_by_initial_world_size=divides_by_all):
-        for step in range(counts[rank]):
-            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            step_all()
-
-
-def train_on_counts(counts: list[int], divisor: int) -> dict[str, torch.Tensor]:
-    """Do the same in one process."""
-    groups = [[(step, rank) for rank, count in enumerate(counts) if step < count] for step in range(max(counts))]
-    return train_plain(groups, divisor, momentum=0.9)
-
-
 @on_ranks(4, annotation=["hybrid", "replicate inside", "replicate around"])
 def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
-    model = net()
-    ANNOTATIONS[annotation](model)
-    step_in_backward(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    follow_loop(model, None, [2, 0, 1, 3], step=None)
-    is_equal(model, train_on_counts([2, 0, 1, 3], 4))
+    one = Joined(annotation, [2, 0, 1, 3])
+    step_in_backward(one.optimizer)
+    one.run(one.backward, step=None)
+    one.check()
 
 
 @on_ranks(2)
 def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
-    model: Any = net()
-    shard_in_calls(model)
-    for module in (model, *model.blocks):
+    one = Joined("calls", [3, 1])
+    for module in (one.model, *one.model.blocks):
         module.set_gradient_divide_factor(4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    follow_loop(model, optimizer, [3, 1], divides_by_all=False)
-    is_equal(model, train_on_counts([3, 1], 4))
+    one.run(divide_by_initial_world_size=False)
+    one.check(divisor=4)
 
 
 @on_ranks(4, kind=["all-reduce", "last backward", "by hand", "reduce gradients"])
 def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> None:
     """Average once for two backwards, in one of the ways to do so."""
-    model: Any = net()
-    shard(model, **({"mesh": hybrid_mesh()} if kind == "all-reduce" else {}))
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
-    counts, rank = [4, 2, 0, 6], dist.get_rank()
-    if kind == "by hand":
-        model.set_manual_backward_finalization(True)
-    with joined(joinable(model, step=step_all)):
-        for step in range(counts[rank]):
-            is_last = step % 2 == 1
-            if kind == "all-reduce":
-                model.set_requires_all_reduce(is_last)
-            if kind == "last backward":
-                model.set_is_last_backward(is_last)
-            with no_sync(model) if kind == "reduce gradients" else contextlib.nullcontext():
-                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            if is_last:
-                if kind == "by hand":
-                    model.finalize_backward()
-                if kind == "reduce gradients":
-                    reduce_gradients(model)
-                step_all()
-    pairs = [[(step + more, one) for more in (0, 1) for one in range(4) if step < counts[one]] for step in (0, 2, 4)]
-    is_equal(model, train_plain(pairs, 4, momentum=0.9))
+    one = Joined("hybrid" if kind == "all-reduce" else "full", [4, 2, 0, 6])
+    setters = {"all-reduce": "set_requires_all_reduce", "last backward": "set_is_last_backward"}
+    one.model.set_manual_backward_finalization(kind == "by hand")
+
+    def train(number: int) -> None:
+        is_last = number % 2 == 1
+        if kind in setters:
+            getattr(one.model, setters[kind])(is_last)
+        with no_sync(one.model) if kind == "reduce gradients" else contextlib.nullcontext():
+            one.backward(number)
+        if is_last:
+            if kind == "by hand":
+                one.model.finalize_backward()
+            if kind == "reduce gradients":
+                reduce_gradients(one.model)
+            one.step()
+
+    one.run(train)
+    one.check([[(now + more, of) for more in (0, 1) for of in range(4) if now < one.counts[of]] for now in (0, 2, 4)])
 
 
 # Loops
@@ -400,47 +380,39 @@ def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str) -> Non
 @on_ranks(3, annotation=["full", "no root", "kept after forward", "replicate inside", "replicate around"])
 def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str) -> None:
     """Run forwards without gradients, without a backward, and two that share one."""
-    model = net()
-    ANNOTATIONS[annotation](model)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    rank = dist.get_rank()
-    with joined(joinable(model, step=step_all)):
-        for step in range([2, 0, 3][rank]):
-            x = random_input(10 * step + rank, 3, DIM)
-            with torch.no_grad():
-                model(x)
-            model(x)
-            (model(x).square().mean() / 2 + model(x).square().mean() / 2).backward()
-            step_all()
-            with torch.no_grad():
-                model(x)
-    is_equal(model, train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3))
+    one = Joined(annotation, [2, 0, 3], momentum=0.0)
+
+    def train(number: int) -> None:
+        with torch.no_grad():
+            one.loss(number)
+        one.loss(number)
+        (one.loss(number) / 2 + one.loss(number) / 2).backward()
+        one.step()
+        with torch.no_grad():
+            one.loss(number)
+
+    one.run(train)
+    one.check()
 
 
 @on_ranks(2)
 def test_several_models_join_beside_each_other() -> None:
-    models = [net(), seeded(Net, 1)]
-    fully_shard(models[0], policy={Block})
-    replicate(models[1])
-    steps = [stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)) for model in models]
-    rank = dist.get_rank()
-    with joined(*(joinable(model, step=step_all) for model, step_all in zip(models, steps, strict=True))):
-        for step in range(1 + 2 * rank):
-            for model, step_all in zip(models, steps, strict=True):
-                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-                step_all()
-    for seed, model in enumerate(models):
-        is_equal(model, train_plain([[(0, 0), (0, 1)], [(1, 1)], [(2, 1)]], 2, momentum=0.9, seed=seed))
+    both = [Joined("full", [1, 3]), Joined(replicate, [1, 3], seed=1)]
+    with joined(*(joinable(one.model, step=one.step) for one in both)):
+        for number in range(both[0].counts[dist.get_rank()]):
+            for one in both:
+                one.train(number)
+    for one in both:
+        one.check()
 
 
 @on_ranks(3)
 def test_ranks_without_inputs_follow_parts_that_ran_before_and_are_gathered_by_hand() -> None:
-    model: Any = net()
-    shard_in_calls(model)
-    model.blocks[1](torch.ones(1, DIM))
-    model.register_forward_pre_hook(lambda model, _: model.blocks[1].unshard(async_op=True) and None)
-    follow_loop(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), [2, 0, 1])
-    is_equal(model, train_on_counts([2, 0, 1], 3))
+    one = Joined("calls", [2, 0, 1])
+    one.model.blocks[1](torch.ones(1, DIM))
+    one.model.register_forward_pre_hook(lambda model, _: model.blocks[1].unshard(async_op=True) and None)
+    one.run()
+    one.check()
 
 
 # What all ranks have at the end
@@ -472,11 +444,9 @@ def test_buffers_of_replicas_are_those_of_the_rank_that_ran_longest(annotation: 
 
 @on_ranks(2)
 def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
-    model = net()
-    shard_in_calls(model)
-    with joined(joinable(model, step=model.zero_grad)):
-        pass
-    is_equal(model, full_params(net()))
+    one = Joined("calls", [0, 0])
+    one.run()
+    one.check()
 
 
 @pytest.mark.parametrize(
@@ -489,47 +459,37 @@ def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
 )
 @on_ranks()
 def test_gradients_that_nobody_averages_are_dropped(kind: str, counted: list[tuple[int, int]]) -> None:
-    model: Any = net()
     waits, is_hybrid = kind == "that wait at the end", kind == "that the others drop"
+    counts = [1, *[2] * (dist.get_world_size() - 1)]
+    one = Joined("calls" if waits else "hybrid" if is_hybrid else "full", counts, momentum=0.0)
+
+    def train(number: int) -> None:
+        if is_hybrid:
+            one.model.zero_grad()
+            one.model.set_requires_all_reduce(number == 1)
+        with no_sync(one.model) if waits or (number == 0 and not is_hybrid) else contextlib.nullcontext():
+            one.backward(number)
+        if number and not waits:
+            one.optimizer.step()
+
+    one.run(train, step=one.optimizer.step)
     if waits:
-        shard_in_calls(model)
-    else:
-        shard(model, **({"mesh": hybrid_mesh()} if is_hybrid else {}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with joined(joinable(model, step=optimizer.step)):
-        for step in range(2 if rank else 1):
-            if is_hybrid:
-                model.zero_grad()
-                model.set_requires_all_reduce(step == 1)
-            with no_sync(model) if waits or (step == 0 and not is_hybrid) else contextlib.nullcontext():
-                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
-            if step and not waits:
-                optimizer.step()
-    if waits:
-        model(random_input(rank, 3, DIM)).square().mean().backward()
-        optimizer.step()
-    is_equal(model, train_plain([counted], size))
+        one.backward(0)
+        one.optimizer.step()
+    one.check([counted])
 
 
 # Choices of Join
 
 
-def train_on_inputs(model: Net, count: int, **options: Any) -> None:
-    with joined(joinable(model, step=model.zero_grad), **options):
-        for step in range(count):
-            model(random_input(step, 3, DIM)).square().mean().backward()
-
-
 @on_ranks(3)
 def test_all_ranks_throw_where_one_has_no_inputs_left() -> None:
-    model = net()
-    shard(model)
+    one = Joined("full", [1, 2, 3])
     said = "at least one rank .*exhausted" if dist.get_rank() else "Rank 0 exhausted"
     with pytest.raises(RuntimeError, match=said):
-        train_on_inputs(model, 1 + dist.get_rank(), throw_on_early_termination=True)
+        one.run(one.backward, step=one.model.zero_grad, throw_on_early_termination=True)
     # All is as before.
-    model(random_input(5, 3, DIM)).square().mean().backward()
+    one.backward(5)
 
 
 def stop_after_two_steps(model: nn.Module) -> None:
@@ -544,7 +504,7 @@ def stop_after_two_steps(model: nn.Module) -> None:
 
 @on_ranks(3, annotation=["full", "in one order", "hybrid", "replicated"])
 def test_after_an_exception_ranks_that_followed_are_as_the_others(annotation: str) -> None:
-    twins = Twins(Net, ANNOTATIONS[annotation], loss=lambda model, _, rank: loss_of(model(random_input(rank, 3, DIM))))
+    twins = Twins(MLP, ANNOTATIONS[annotation], loss=lambda model, _, rank: loss_of(model(random_input(rank, 3, DIM))))
     with pytest.raises(KeyError):
         stop_after_two_steps(twins.model)
     twins.drop()
@@ -560,28 +520,25 @@ def fail(_: torch.Tensor) -> None:
 
 @on_ranks(4, annotation=["full", "no root", "hybrid kept", "replicate inside", "pairs", "replicated"])
 def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
-    model = net()
-    ANNOTATIONS[annotation](model)
-    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
-    rank = dist.get_rank()
+    one = Joined(annotation, [1, 3, 3, 3], momentum=0.0)
 
     def fail_in_backward(_: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(fail)
 
-    with joined(joinable(model, step=step_all)):
-        for step in range(3 if rank else 1):
-            # The last blocks are reduced by then.
-            hook = model.blocks[0].register_forward_hook(fail_in_backward) if step == 1 else None
-            loss = model(random_input(10 * step + rank, 3, DIM)).square().mean()
-            if hook is not None:
-                hook.remove()
-                with pytest.raises(KeyError):
-                    loss.backward()
-                model.zero_grad()
-                continue
+    def train(number: int) -> None:
+        if number != 1:
+            one.train(number)
+            return
+        # The last blocks are reduced by then.
+        hook = one.model.blocks[0].register_forward_hook(fail_in_backward)
+        loss = one.loss(number)
+        hook.remove()
+        with pytest.raises(KeyError):
             loss.backward()
-            step_all()
-    is_equal(model, train_plain([[(0, one) for one in range(4)], [(2, one) for one in (1, 2, 3)]], 4))
+        one.model.zero_grad()
+
+    one.run(train)
+    one.check([[(0, of) for of in range(4)], [(2, of) for of in (1, 2, 3)]])
 
 
 # What is refused
@@ -598,13 +555,9 @@ def test_a_part_of_a_model_cannot_join() -> None:
 
 
 def run_different_modules() -> None:
-    model = net()
-    shard(model)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=model.zero_grad)):
-        for step in range(3 if rank else 1):
-            # In the second step rank 0 has no inputs left.
-            model(torch.ones(1, DIM), rank - 1 if step else -1).sum().backward()
+    one = Joined("full", [1, 3, 3])
+    # In the second step rank 0 has no inputs left.
+    one.run(lambda number: one.loss(number, one.rank - 1 if number else -1).backward(), step=one.model.zero_grad)
 
 
 def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
@@ -613,8 +566,8 @@ def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
     assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
     assert str(caught.value.errors[2]).splitlines()[1:4] == [
         "    rank 0: has no inputs left",
-        "    rank 1: gather of module 'blocks.1' (Block)",
-        "    rank 2: reduce of module 'blocks.2' (Block)",
+        "    rank 1: gather of module 'blocks.1' (MLPBlock)",
+        "    rank 2: reduce of module 'blocks.2' (MLPBlock)",
     ]
 
 
@@ -649,20 +602,20 @@ def test_what_cannot_join_is_refused_on_every_rank(kind: str, error: type[Except
 
 
 def miss_a_gradient() -> None:
-    model = net()
-    replicate(model)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=model.zero_grad)):
-        for step in range([3, 1, 3][rank]):
-            # In the last step rank 1 has no inputs left, and rank 0 skips a block.
-            model(torch.ones(1, DIM), 1 if (step, rank) == (2, 0) else -1).sum().backward()
-            model.zero_grad()
+    one = Joined(replicate, [3, 1, 3])
+
+    def train(number: int) -> None:
+        # In the last step rank 1 has no inputs left, and rank 0 skips a block.
+        one.loss(number, 1 if (number, one.rank) == (2, 0) else -1).backward()
+        one.step()
+
+    one.run(train)
 
 
 def test_a_missing_gradient_is_named_by_what_ranks_with_inputs_had() -> None:
     with pytest.raises(RankErrors) as caught:
         run_threads(miss_a_gradient, 3)
-    names = "'blocks.1.inp.weight', 'blocks.1.inp.bias', 'blocks.1.out.weight', 'blocks.1.out.bias'"
+    names = "'blocks.1.up.weight', 'blocks.1.up.bias', 'blocks.1.down.weight', 'blocks.1.down.bias'"
     assert {rank: str(error).splitlines()[:-2] for rank, error in caught.value.errors.items()} == {
         0: [f"backward ended without a gradient for 4 parameters: {names}"],
         1: [f"rank 0 ended backward without a gradient for {names}"],
@@ -676,9 +629,9 @@ def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bo
     model: Any = net()
     (shard if kind == "sharded" else copy_whole)(model)
     calls: dict[str, tuple[Callable[[Any], object], str]] = {
-        "unannotate": (unannotate, "Net"),
-        "fully_shard": (lambda one: fully_shard(nn.Sequential(one)), "'0' (Net)"),
-        "replicate": (lambda one: replicate(nn.Sequential(one)), "'0' (Net)"),
+        "unannotate": (unannotate, "MLP"),
+        "fully_shard": (lambda one: fully_shard(nn.Sequential(one)), "'0' (MLP)"),
+        "replicate": (lambda one: replicate(nn.Sequential(one)), "'0' (MLP)"),
     }
     with joined(as_ddp(model) if is_whole else joinable(model, step=model.zero_grad)):
         for step in range([2, 1][dist.get_rank()]):
@@ -711,7 +664,7 @@ def fail_while_it_follows(way: str) -> str:
             raise KeyError("of one rank")
 
     if way == "hook":
-        model.last.bias.register_post_accumulate_grad_hook(fail_once)
+        model.out.bias.register_post_accumulate_grad_hook(fail_once)
     try:
         with joined(joinable(model, step=step_all)):
             for _ in range([3, 1, 3][rank]):
@@ -737,14 +690,14 @@ def test_what_fails_on_a_rank_that_follows_is_told_to_those_that_wait_for_it(way
 
 
 def raise_on_one_rank() -> None:
-    model = net()
-    shard(model)
-    rank = dist.get_rank()
-    with joined(joinable(model, step=model.zero_grad)):
-        for step in range(3 if rank else 1):
-            if step == 1 and rank == 1:
-                raise KeyError("of one rank")
-            model(torch.ones(1, DIM)).sum().backward()
+    one = Joined("full", [1, 3, 3])
+
+    def train(number: int) -> None:
+        if number == one.rank == 1:
+            raise KeyError("of one rank")
+        one.backward(number)
+
+    one.run(train, step=one.model.zero_grad)
 
 
 def test_ranks_do_not_hang_where_one_of_them_raises() -> None:
@@ -757,8 +710,7 @@ def test_ranks_do_not_hang_where_one_of_them_raises() -> None:
 
 @pytest.mark.parametrize("annotation", ["replicate inside"])
 def test_processes_with_uneven_inputs_train_like_one(annotation: str) -> None:
-    case = Case([3, 0, 1, 2], annotation, clips=True)
-    all_equal(run_ranks(train_jointly, 4, case), train_alone(case))
+    check(Case([3, 0, 1, 2], annotation, clips=True), run=run_ranks)
 
 
 # What travels
