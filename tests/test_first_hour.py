@@ -150,3 +150,12 @@ def test_four_ranks_train_as_on_two_hosts(one_device: dict[int, float], tmp_path
     losses = run_ranks(run_stage, 4, ON_A_CLUSTER, str(tmp_path), ranks_per_host=2)
     assert losses == [pytest.approx(one_device, abs=1e-8), {}, {}, {}]
     assert (tmp_path / "run" / "step-000020").is_dir()
+
+
+def test_the_script_is_rehearsed_for_more_ranks_than_its_batch_has_rows(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITH_FULLY_SHARD)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *"-m composable rehearse train.py --ranks 64 --steps 2".split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " of 64, 2 steps" in done.stdout
