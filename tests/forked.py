@@ -25,26 +25,26 @@ _LONGEST = 2**18
 
 
 class Forked(subprocess.Popen[str]):
-    """A process that runs a program, in the folder of the repository.
+    """A process that runs a program.
 
     Args:
         program: May be indented.
         *arguments: Of the program, as text.
-        **options: Of ``Popen``: its pipes and ``env``.
+        **options: Of ``Popen``: its pipes, ``env``, and ``cwd``, by default the repository.
     """
 
     _server: socket.socket | None = None
 
     def __init__(self, program: str, *arguments: object, **options: Any) -> None:
         command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-        super().__init__(command, text=True, cwd=ROOT, **options)
+        super().__init__(command, text=True, **{"cwd": ROOT, **options})
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         if sys.platform != "linux":
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
-        env, pipes = more[5], more[9:15]
-        request = json.dumps([args[2:], dict(env or os.environ)]).encode()
+        cwd, env, pipes = more[4], more[5], more[9:15]
+        request = json.dumps([args[2:], str(cwd), dict(env or os.environ)]).encode()
         given = [pipe if pipe >= 0 else number for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
         server = type(self)._server = type(self)._server or _start_server()
         _adopt_orphans(True)
@@ -98,7 +98,8 @@ def _serve(tests: socket.socket) -> str:
         for number, pipe in enumerate(pipes):
             os.dup2(pipe, number)
             os.close(pipe)
-        (program, *arguments), env = json.loads(request)
+        (program, *arguments), cwd, env = json.loads(request)
+        os.chdir(cwd)
         sys.argv = ["-c", *arguments]
         os.environ.clear()
         os.environ.update(env)

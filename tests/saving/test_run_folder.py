@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
+from tests.forked import Forked
 from tests.world import run_ranks, run_threads, told
 
 
@@ -183,9 +183,7 @@ def meet_another_run(run: Path) -> list[str]:
 
 
 def test_a_second_run_is_told_on_every_rank_until_the_first_has_ended(tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", SAVE_AND_STAY, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    other = Forked(SAVE_AND_STAY, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None and other.stdout.readline() == "saved\n"
         before = files_below(tmp_path)
@@ -329,16 +327,14 @@ def test_a_run_whose_lock_was_removed_locks_anew(is_whole_folder: bool, tmp_path
     assert f"{run}/writer.lock was removed while this run writes there: it is locked anew" in caplog.text
     assert steps_of(run) == ([2] if is_whole_folder else [1, 2])
     # Another process is told, as before; and so is this one if the other was first.
-    call = [sys.executable, "-c", SAVE_AND_STAY, str(run)]
-    other = subprocess.run(call, input="", capture_output=True, text=True, check=False)
-    assert f"another run writes to {run}" in other.stderr
+    other = Forked(SAVE_AND_STAY, run, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert f"another run writes to {run}" in other.communicate("")[1]
 
 
 def test_a_run_whose_lock_was_removed_gives_way_to_the_next(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, make_model())
     (tmp_path / "writer.lock").unlink()
-    call = [sys.executable, "-c", SAVE_AND_STAY, str(tmp_path)]
-    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with Forked(SAVE_AND_STAY, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == "saved\n"
         with pytest.raises(UsageError, match=f"another run writes to {tmp_path}"):
             save_checkpoint(tmp_path, 2, make_model())
