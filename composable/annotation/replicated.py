@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -307,6 +308,10 @@ class ReplicateState(AnnotationState, NestedReplica):
         of_params = dict.keys if self.precision else dict.values
         self._contents[id(module)] = Contents(managed_modules([module], self.ignored.modules), of_params, owner=module)
         self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
+
+    @property
+    def riders(self) -> Sequence[Rider]:
+        return self.reducer.exchange.flag_block.riders.members
 
     def carry(self, *riders: Rider) -> None:
         own = Riders(riders, sorted(self.grid.everyone.numbers))

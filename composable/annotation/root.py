@@ -233,6 +233,10 @@ class FullyShardState(AnnotationState):
                 for flat in handle.buffers if is_other else ():
                     flat.move_to(mesh)
 
+    @property
+    def riders(self) -> Sequence[Rider]:
+        return self.lazy_init().scheduler.step.settings.riders
+
     def carry(self, *riders: Rider) -> None:
         root = self.lazy_init()
         step, ranks = root.scheduler.step, root.models[root.grid.everyone].everyone

@@ -63,6 +63,11 @@ class AnnotationState(ABC):
     def outermost(self) -> "AnnotationState":
         """Return the state of the root that this one is in, or will be in: a ``replicate`` is a root of its own."""
 
+    @property
+    @abstractmethod
+    def riders(self) -> Sequence[Rider]:
+        """The riders of the last ``carry``. Collective as that is."""
+
     @abstractmethod
     def carry(self, *riders: Rider) -> None:
         """Let ``riders``, in place of those so far, travel with the message that ends each backward of the root.

@@ -41,4 +41,12 @@ from composable.comm.ranks import (
     wait_for_work,
 )
 from composable.comm.transport import DONE, Pending, Transport, register_transport, transport_class, transport_names
-from composable.comm.waits import AnnotationStatus, Started, Tree, described, notice_tree
+from composable.comm.waits import (
+    AnnotationStatus,
+    Started,
+    Tree,
+    described,
+    history_here,
+    notice_history,
+    notice_tree,
+)

@@ -108,6 +108,7 @@ class RankStatus(_Told):
     trees: Mapping[str, Tree] = field(default_factory=dict)
     failed_call: str = ""  # The error that ended the last call that annotates, as text.
     text: str = ""  # The work of the rank, for messages, if it does not wait.
+    history: str = ""  # What this rank knows of ranks that were late before.
 
     def has_started(self, wait: Wait) -> bool:
         """Say whether this rank has started the collective that another rank waits for."""
@@ -228,6 +229,7 @@ class _ProcessRecord:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.histories: weakref.WeakSet[Any] = weakref.WeakSet()
         self.orders: weakref.WeakKeyDictionary[dist.ProcessGroup, Order] = weakref.WeakKeyDictionary()
         self.trainer: int | None = None  # The thread that has annotated last.
 
@@ -253,6 +255,16 @@ def notice_tree(tree: Any) -> None:
     """
     _RECORD.trees.add(tree)
     _RECORD.trainer = threading.get_ident()
+
+
+def notice_history(history: Any) -> None:
+    """Record what knows of ranks that were late, as long as it lives; another thread calls ``history.text()``."""
+    _RECORD.histories.add(history)
+
+
+def history_here() -> str:
+    """Return what is known here of ranks that were late; empty: nothing."""
+    return next(filter(None, (one.text() for one in _all_of(_RECORD.histories))), "")
 
 
 def is_training_thread() -> bool:
@@ -356,6 +368,7 @@ def local_status() -> RankStatus:
         recent={one.groups[0].group_name: [str(tag) for tag in one.order.recent.copy()] for one in talking},
         trees={one.name: one.tree for one in told.values()},
         text=_doing([one.tree for one in told.values()]),
+        history=history_here(),
     )
 
 
@@ -410,6 +423,7 @@ def diagnose(ranks: Mapping[int, RankStatus | None]) -> Diagnosis:
         if rank in concerned:
             texts.setdefault(_text_of(status), []).append(rank)
     lines = [f"    {ranks_text(told)}: {'each ' * (len(told) > 1)}{text}" for text, told in texts.items()]
+    lines += [f"    before: {one.history}" for one in known.values() if one.history][:1]
     return Diagnosis(tuple(sorted({name for wait in doomed for name in wait.groups})), tuple(lines))
 
 

@@ -26,7 +26,7 @@ from composable.annotation import (
     sharded_state_of,
     states_of,
 )
-from composable.comm import Ranks
+from composable.comm import Ranks, history_here
 from composable.engine import Handle, StepListener, Work
 from composable.errors import ConfigError, UsageError
 from composable.extras.drawing import Canvas, shortened
@@ -285,7 +285,8 @@ class Timeline:
         by_row = {one.row: _length(_merged(events, "wait", one.row)) for one in events if one.kind == "wait"}
         longest = sorted(by_row.items(), key=lambda found: -found[1])[:3]
         waited = ", ".join(f"{row} {_ms(length)}" for row, length in longest)
-        return f"{self._title(step)}; {', '.join(parts)}; longest waits: {waited or 'none'}"
+        late = history_here()
+        return f"{self._title(step)}; {', '.join(parts)}; longest waits: {waited or 'none'}{'; ' if late else ''}{late}"
 
     def _title(self, step: int) -> str:
         events, length_ms, _ = self._step(step)

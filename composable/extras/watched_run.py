@@ -1,7 +1,7 @@
 """Watches a run: figures of some steps, to a line of progress, lines of JSON and TensorBoard.
 
-Nothing here is collective, and no step waits for its device: what lies on a device is copied to the host beside other
-work, and written in a later step, once it has come. Waits are timed only in the steps that are written.
+No collective is added to a step, and no step waits for its device: what lies on a device is copied to the host beside
+other work, and written in a later step, once it has come. Work and waits are timed only in the steps that are written.
 
 Source: model FLOPs utilisation (MFU), arXiv 2204.02311, appendix B.
 """
@@ -10,8 +10,8 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from numbers import Real
 from os import PathLike
@@ -24,19 +24,21 @@ from torch.distributed.tensor import DTensor
 
 from composable.annotation import nothing_annotated, states_of
 from composable.comm import Ranks
-from composable.engine import StepListener, Work
 from composable.errors import ConfigError, UsageError, warn_once
+from composable.extras.lateness import LateRanks, StepTimes, is_reached
 from composable.ground.names import as_path, bytes_text, check_bool, check_int, check_module, check_number, described
 from composable.replication import moment, ms_apart
 
 # The figures that are measured, and how a line shows them.
-_SHOWN: dict[str, Callable[[float], str]] = {
+_SHOWN: dict[str, Callable[[Any], str]] = {
     "step": "step {}".format,
     "step_ms": "{:.1f} ms a step".format,
     "tokens_per_s": "{:,.0f} tokens/s a rank".format,
     "mfu": "MFU {:.1%}".format,
     "exposed_ratio": "{:.0%} exposed communication".format,
     "peak_bytes": lambda value: f"peak {bytes_text(int(value))}",
+    **dict.fromkeys(("last_rank", "late_ms"), lambda value: ""),  # They stand in the next one.
+    "late": str,
 }
 
 
@@ -53,8 +55,9 @@ def watch(
 ) -> "Watch":
     """Tell the figures of a run: after its first step, and after each whose number is a multiple of ``every``.
 
-    Not collective, and no step waits for its device. Rank 0 measures and writes; other ranks only check arguments. The
-    figures, and what each costs: docs/watch.md.
+    Entering the context is collective: all ranks of the annotation that comes first, with equal ``every`` and ``done``.
+    Steps are not, and none waits for its device. All ranks measure, and rank 0 writes. The figures, among them which
+    rank the others wait for, and what each costs: docs/watch.md.
 
     Args:
         model: A module with annotated modules at or below it.
@@ -74,6 +77,7 @@ def watch(
         ConfigError: An argument is of another kind, one of ``flops`` and ``peak_flops`` is missing, or ``jsonl`` cannot
             be opened, as the context begins.
         UsageError: Nothing is annotated there.
+        DesyncError: As the context begins: other ranks do not watch.
 
     Example::
 
@@ -98,21 +102,6 @@ def watch(
     return Watch(model, every, flops, done, show, path, writer)
 
 
-class _Waits(StepListener):
-    """Times the waits of a step for gathers and reductions."""
-
-    def __init__(self, now: Callable[[], Any]) -> None:
-        self._now, self.began = now, now()
-        self.spans: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def work(self, work: Work, handle: Any, name: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        if work in (Work.WAIT_FOR_GATHER, Work.WAIT_FOR_REDUCE):
-            self.spans.append((start, self._now()))
-
-
 class Watch:
     """What ``watch`` gives, a context: it is told the end of each step, and writes the figures of some.
 
@@ -131,14 +120,15 @@ class Watch:
         self._now = partial(moment, self._device)
         world = Ranks.of_world()
         self._measures = world.numbers[world.rank] == 0
-        self.figures: dict[str, float] = {}
-        self._tell: list[Callable[[dict[str, float]], object]] = []
+        self._late = LateRanks(model)
+        self.figures: dict[str, Any] = {}
+        self._tell: list[Callable[[dict[str, Any]], object]] = []
         self._every, self._ratio, self._first, self._step = every, ratio, done + 1, done
         # Of the steps after the last line: when they began, their number and tokens.
         self._start, self._steps, self._tokens = self._now(), 0, 0
         # Lines on their way: a moment after which the device has filled what the figures are made of, and the function.
-        self._pending: list[tuple[Any, Callable[[], dict[str, float]]]] = []
-        self._waits: _Waits | None = None
+        self._pending: list[tuple[Any, Callable[[], dict[str, Any]]]] = []
+        self._times: StepTimes | None = None
         self._is_on = False
         self._exits, self._show, self._path, self._writer = ExitStack(), show, path, writer
 
@@ -146,6 +136,7 @@ class Watch:
         return f"<Watch: {_line(self.figures) if self.figures else 'no figures yet'}>"
 
     def __enter__(self) -> "Watch":
+        self._late.ride(self._states[0].outermost())
         if self._measures and self._path is not None:
             try:
                 file = self._exits.enter_context(self._path.open("a", encoding="utf-8"))
@@ -187,51 +178,52 @@ class Watch:
             raise ConfigError(f"tokens is {described(tokens)}", fix="pass how many tokens this rank had in the step")
         values = {name: _value(name, one) for name, one in figures.items()}
         self._step, self._steps, self._tokens = self._step + 1, self._steps + 1, self._tokens + (tokens or 0)
-        if self._waits is not None:
-            waits, start, per_step = self._waits, self._start, (self._steps, self._tokens)
-            self._end_waits()
-            hosted = {name: one.to("cpu", non_blocking=True, copy=True) for name, one in values.items()}
-            peak_bytes, self._start = _peak_bytes(self._device), self._now()
-            measured = self._step, *per_step, start, self._start, waits, peak_bytes
-            self._pending.append((self._start, partial(self._figures_of, *measured, hosted)))
+        if self._times is not None:
+            times, start = self._times, self._start
+            self._end_times()
+            self._start = self._now()
+            if self._step > self._first:  # The first step is another one: memory is made, handles find their order.
+                self._late.measured.append((self._step // self._every, times, self._start))
+            if self._measures:
+                hosted = {name: one.to("cpu", non_blocking=True, copy=True) for name, one in values.items()}
+                measured = self._step, self._steps, self._tokens, start, self._start, times, _peak_bytes(self._device)
+                self._pending.append((self._start, partial(self._figures_of, *measured, hosted)))
             self._steps = self._tokens = 0
         self._write()
         self._begin_step()
 
     def _begin_step(self) -> None:
         step = self._step + 1
-        if self._measures and (step == self._first or step % self._every == 0):
-            self._waits = _Waits(self._now)
+        if step == self._first or step % self._every == 0:
+            self._times = StepTimes(self._now, self._late.numbers)
             for state in self._states:
-                state.listeners.add(self._waits)
+                state.listeners.add(self._times)
 
-    def _end_waits(self) -> None:
-        waits, self._waits = self._waits, None
-        if waits is not None:
+    def _end_times(self) -> None:
+        times, self._times = self._times, None
+        if times is not None:
             for state in self._states:
-                state.listeners.remove(waits)
+                state.listeners.remove(times)
 
     def _end(self) -> None:
         self._is_on = False
-        self._end_waits()
+        self._end_times()
 
     def _figures_of(
-        self, step: int, steps: int, tokens: int, start: Any, stop: Any, waits: _Waits, peak_bytes: int, values: Any
-    ) -> dict[str, float]:
+        self, step: int, steps: int, tokens: int, start: Any, stop: Any, times: StepTimes, peak_bytes: int, values: Any
+    ) -> dict[str, Any]:
         """Return the figures of a step, of which the device has ended all."""
-        figures: dict[str, float] = {"step": step, **{name: float(one) for name, one in values.items()}}
+        figures: dict[str, Any] = {"step": step, **{name: float(one) for name, one in values.items()}}
         figures["step_ms"] = max(ms_apart(start, stop), 1e-6) / steps
         if tokens:
             figures["tokens_per_s"] = 1000 * tokens / (steps * figures["step_ms"])
             if self._ratio is not None:
                 figures["mfu"] = self._ratio * figures["tokens_per_s"]
-        waited_ms = sum(ms_apart(*one) for one in waits.spans)
-        figures["exposed_ratio"] = min(waited_ms / max(ms_apart(waits.began, stop), 1e-6), 1.0)
-        return {**figures, "peak_bytes": peak_bytes}
+        return {**figures, "exposed_ratio": times.read(stop)[1], "peak_bytes": peak_bytes, **self._late.find()}
 
     def _write(self, *, is_last: bool = False) -> None:
         """Write the lines whose figures have come, at the end all of them."""
-        while self._pending and (is_last or isinstance(self._pending[0][0], float) or self._pending[0][0].query()):
+        while self._pending and (is_last or is_reached(self._pending[0][0])):
             self.figures = self._pending.pop(0)[1]()
             for tell in self._tell:
                 tell(self.figures)
@@ -257,19 +249,22 @@ def _peak_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device.type).max_memory_allocated(device))
 
 
-def _line(figures: dict[str, float]) -> str:
-    parts = [_SHOWN.get(name, f"{name} {{:.4g}}".format)(value) for name, value in figures.items()]
-    return f"{parts[0]}: {', '.join(parts[1:])}"
+def _line(figures: dict[str, Any]) -> str:
+    shown = {name: value for name, value in figures.items() if value is not None}
+    first, *parts = [_SHOWN.get(name, f"{name} {{:.4g}}".format)(value) for name, value in shown.items()]
+    return f"{first}: {', '.join(filter(None, parts))}"
 
 
-def _add_line(file: TextIO, figures: dict[str, float]) -> None:
-    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+def _add_line(file: TextIO, figures: dict[str, Any]) -> None:
+    is_number = {name: not isinstance(value, float) or math.isfinite(value) for name, value in figures.items()}
+    finite = {name: value if is_number[name] else None for name, value in figures.items()}
     print(json.dumps(finite), file=file, flush=True)
 
 
-def _add_scalars(writer: Any, figures: dict[str, float]) -> None:
-    for name in figures.keys() - {"step"}:
-        writer.add_scalar(name, figures[name], figures["step"])
+def _add_scalars(writer: Any, figures: dict[str, Any]) -> None:
+    for name in figures.keys() - {"step", "late"}:
+        if figures[name] is not None:
+            writer.add_scalar(name, figures[name], figures["step"])
 
 
 def _progress(exits: ExitStack) -> Callable[[str], object]:

@@ -222,6 +222,19 @@ def test_ranks_that_say_the_same_share_a_line() -> None:
     )
 
 
+def test_the_lines_end_with_who_was_late_before_as_the_first_rank_that_knows_it_says() -> None:
+    ranks = {
+        0: RankStatus(text="is slow"),
+        1: RankStatus(text="is slow", history="rank 1 last in 91% of steps, by 180 ms, most in data"),
+        2: RankStatus(text="is slow", history="rank 1 last in 92% of steps, by 180 ms, most in data"),
+    }
+    told = diagnose({rank: RankStatus.from_text(status.as_text()) for rank, status in ranks.items()})
+    assert told.lines == (
+        "    ranks 0, 1, 2: each is slow",
+        "    before: rank 1 last in 91% of steps, by 180 ms, most in data",
+    )
+
+
 def test_ranks_that_all_wait_for_the_same_in_other_places_of_their_group_have_diverged() -> None:
     def waits(sequence: int) -> RankStatus:
         wait = Wait("it", "g", (0, 1, 2), ORDERED, 5, kind="k", sequence=sequence, groups=("g",))

@@ -1,0 +1,191 @@
+"""Which rank ``watch`` calls late, and where: from given numbers, then from clocks that tests set."""
+
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import fully_shard, replicate, timeline, watch
+from composable.extras import watched_run
+from composable.extras.lateness import ToldStep, find_late
+from tests.world import run_threads
+
+PHASES = ("data", "forward", "backward", "optimizer")
+NAMES = [f"blocks.{index}" for index in range(9)]
+NOBODY = {"last_rank": None, "late_ms": None, "late": None}
+# Milliseconds by rank, phase and the number of a module; 0: it is in none.
+Planted = dict[tuple[int, str, int], float]
+
+
+def told(
+    chance: random.Random, planted: Planted, *, steps: int = 30, ranks: int = 4, noise: float = 0.1
+) -> list[ToldStep]:
+    """Return what ranks tell that work 1 ms in each phase of each module, less or more by chance, and the planted."""
+    found = []
+    for step in range(steps):
+        bit, rows = step % len(NAMES).bit_length(), {}
+        for rank in range(ranks):
+            row = [0.0] * 5
+            for number in range(len(NAMES) + 1):
+                for phase, name in enumerate(PHASES):
+                    # At times the machine does something else.
+                    ms = chance.uniform(1 - noise, 1 + noise) + (chance.random() < 0.005) * chance.uniform(0, 30)
+                    ms = (ms if bool(number) is (phase in (1, 2)) else 0.0) + planted.get((rank, name, number), 0.0)
+                    row[phase] += ms
+                    row[4] += ms * (number >> bit & 1)
+            rows[rank] = row
+        found.append((bit, rows))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_that_is_late_in_one_place_is_named_with_it(ranks: int) -> None:
+    for seed in range(40):
+        chance = random.Random(seed)
+        rank, phase, late_ms = chance.randrange(ranks), chance.choice(PHASES), 5 * 40 ** chance.random()
+        number = chance.randint(1, len(NAMES)) if phase in ("forward", "backward") else 0
+        found = find_late(told(chance, {(rank, phase, number): late_ms}, ranks=ranks), NAMES)
+        place = f"{phase} of {NAMES[number - 1]}" if number else phase
+        assert found["last_rank"] == rank and found["late"].endswith(f"most in {place}"), (seed, found)
+        assert found["late_ms"] == pytest.approx(late_ms, abs=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("noise", [0.01, 0.9])
+def test_no_rank_is_named_where_all_are_late_at_times(ranks: int, noise: float) -> None:
+    for seed in range(40):
+        assert find_late(told(random.Random(seed), {}, ranks=ranks, noise=noise), NAMES) == NOBODY, seed
+
+
+def test_little_is_no_lateness_and_few_steps_or_one_rank_show_nothing() -> None:
+    planted = {(1, "data", 0): 100.0}
+    assert find_late(told(random.Random(0), planted, steps=8), NAMES)["last_rank"] == 1
+    assert find_late(told(random.Random(0), planted, steps=7), NAMES) == NOBODY == find_late([], NAMES)
+    assert find_late(told(random.Random(0), planted, ranks=1), NAMES) == NOBODY
+
+    def of(late_ms: float, step_ms: float) -> Any:
+        rows = {rank: [late_ms * (rank == 2), step_ms, 0.0, 0.0, 0.0] for rank in range(3)}
+        return find_late([(0, rows)] * 8, NAMES)["last_rank"]
+
+    # From two milliseconds on, and from a fiftieth of the step.
+    assert (of(1.99, 10), of(2.01, 10), of(2.99, 150), of(3.01, 150)) == (None, 2, None, 2)
+
+
+def test_no_rank_is_named_that_others_seldom_wait_for() -> None:
+    steps: list[ToldStep] = []
+    for step in range(20):
+        # Rank 0 is always late by 3 ms, and in 13 of 20 steps another one is by 9 ms.
+        rows = {
+            rank: [3.0 * (rank == 0) + 9.0 * (step < 13 and rank == 1 + step % 4), 10.0, 0, 0, 0] for rank in range(5)
+        }
+        steps.append((0, rows))
+    assert find_late(steps, NAMES) == NOBODY
+    assert find_late(steps[4:], NAMES)["late"] == "rank 0 last in 44% of steps, by 3 ms, most in data"
+
+
+def test_a_line_says_who_how_often_how_long_and_where() -> None:
+    steps = []
+    for step in range(45):
+        bit = step % 4
+        late = [8.0, 10.0, 10.0 + 172.0, 10.0, 172.0 * (8 >> bit & 1)] if step >= 4 else [0.0] * 5
+        rows = {rank: [0.0, 10.0, 10.0, 10.0, 0.0] for rank in (0, 1, 2, 5)}
+        steps.append((bit, {**rows, 3: late}))
+    text = "rank 3 last in 91% of steps, by 180 ms, most in backward of blocks.7; 4% data"
+    assert find_late(steps, NAMES) == {"last_rank": 3, "late_ms": 180.0, "late": text}
+    # In one annotation of all there is nothing to choose from.
+    assert find_late(steps, [""])["late"] == text.replace(" of blocks.7", "")
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (0, 5), (3, 4, 8), range(1, 10), (0,)])
+def test_no_module_is_named_where_several_are_late_or_none(numbers: Any) -> None:
+    planted = {(0, "forward", number): 60.0 / len(numbers) for number in numbers}
+    assert find_late(told(random.Random(1), planted), NAMES)["late"].endswith("most in forward")
+
+
+# In training
+
+
+class Block(nn.Module):
+    def __init__(self, passes: Callable[[str], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.passes = passes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.passes("forward")
+        y.register_hook(lambda grad: self.passes("backward"))
+        return x + y
+
+
+class Clocks:
+    """A clock for each rank, which goes on by what tests say, and by a little with each look."""
+
+    def __init__(self) -> None:
+        self.ms = Counter[int]()
+
+    def look(self, device: torch.device) -> float:
+        self.pass_ms(0.01)
+        return 1000 * dist.get_rank() + self.ms[dist.get_rank()]
+
+    def pass_ms(self, ms: float) -> None:
+        self.ms[dist.get_rank()] += ms
+
+
+def run_late(annotation: str, late: tuple[int, str, int], folder: str, steps: int = 14) -> Any:
+    """Train with a rank that is late by 50 ms in a place; return the lines, the rows and the timeline of this rank."""
+    clocks, lines, path = CLOCKS[0], list[str](), Path(folder, "run.jsonl")
+
+    def passes(place: str, block: int = -1) -> None:
+        is_there = (dist.get_rank(), place) == late[:2] and block in (-1, late[2])
+        clocks.pass_ms(1.0 + 50.0 * is_there)
+
+    blocks = nn.Sequential(*[Block(partial(passes, block=block)) for block in range(3)])
+    model = fully_shard(blocks, policy={Block}) if annotation == "fully_shard" else replicate(blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, every=1, show=lines.append, jsonl=path) as w, timeline(model) as times:
+        for _ in range(steps):
+            passes("data")
+            model(torch.ones(2, 4)).sum().backward()
+            passes("optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+            w.step()
+        return lines, path.read_text().splitlines(), times.summary()
+
+
+CLOCKS: list[Clocks] = []
+
+
+@contextmanager
+def clocks() -> Iterator[None]:
+    CLOCKS[:] = [Clocks()]
+    with mock.patch.object(watched_run, "moment", side_effect=CLOCKS[0].look):
+        yield
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("late", [(0, "data", -1), (1, "forward", 2), (2, "backward", 0), (1, "optimizer", -1)])
+def test_rank_0_tells_which_rank_is_late_and_where(annotation: str, late: tuple[int, str, int]) -> None:
+    with clocks(), tempfile.TemporaryDirectory() as folder:
+        (lines, rows, summary), *others = run_threads(run_late, 3, annotation, late, folder)
+    rank, phase, block = late
+    is_named = annotation == "fully_shard" and block >= 0
+    text = f"rank {rank} last in 100% of steps, by 50 ms, most in {phase}{f' of {block}' if is_named else ''}"
+    assert lines[-1].endswith(f", {text}") and summary.endswith(f"; {text}")
+    found = [(row["last_rank"], row["late_ms"], row["late"]) for row in map(json.loads, rows)]
+    # The first step is not told; each of the others with the backward after it, and heard with the next.
+    assert found[:10] == [(None, None, None)] * 10 and "rank" not in lines[9]
+    assert found[10:] == [(rank, pytest.approx(50), text)] * 4
+    assert all(lines == [] and summary.endswith(text) for lines, _, summary in others)
