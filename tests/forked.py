@@ -17,9 +17,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Forked"]
+__all__ = ["Forked", "run_module"]
 
-ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parent.parent
 _SET_CHILD_SUBREAPER = 36
 _LONGEST = 2**18
 
@@ -37,7 +37,7 @@ class Forked(subprocess.Popen[str]):
 
     def __init__(self, program: str, *arguments: object, **options: Any) -> None:
         command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-        super().__init__(command, text=True, **{"cwd": ROOT, **options})
+        super().__init__(command, text=True, **{"cwd": _ROOT, **options})
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         if sys.platform != "linux":
@@ -58,6 +58,11 @@ class Forked(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def run_module(name: str) -> str:
+    """Return the program that ``python -m name`` is."""
+    return f"import runpy; runpy.run_module({name!r}, run_name='__main__')"
+
+
 def _adopt_orphans(is_on: bool) -> None:
     """Let the processes whose parents end be children of this one, or no longer."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, is_on, 0, 0, 0)
@@ -67,7 +72,7 @@ def _start_server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
     nowhere = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
-    server = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], **nowhere)
+    server = subprocess.Popen(command, cwd=_ROOT, pass_fds=[theirs.fileno()], **nowhere)
     theirs.close()
     atexit.register(lambda: (ours.close(), server.wait()))
     return ours

@@ -17,7 +17,7 @@ from composable.ground.names import bytes_text
 from composable.rehearsal import RankOutcome, ScriptRun, rehearse_script
 from composable.rehearsal.candidates import Candidate, annotations_of
 from composable.rehearsal.frontier import Frontier, Tried, find_frontier
-from tests.forked import Forked
+from tests.forked import Forked, run_module
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD = """\
@@ -129,9 +129,8 @@ def test_lines_written_by_hand_need_what_was_said(name: str, tmp_path: Path) -> 
 
 def command(folder: Path, source: str, *words: str) -> "subprocess.CompletedProcess[str]":
     (folder / "train.py").write_text(source)
-    program = "import sys; from composable.__main__ import main; sys.exit(main())"
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    done = Forked(program, "fit", "train.py", *words, cwd=folder, **pipes)
+    done = Forked(run_module("composable"), "fit", "train.py", *words, cwd=folder, **pipes)
     said = done.communicate(timeout=600)
     return subprocess.CompletedProcess(done.args, done.returncode, *said)
 

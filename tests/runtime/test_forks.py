@@ -1,19 +1,16 @@
 """Processes that a rank forks: what they train is refused, and memory that they share is seen."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import Forked, run_module
 
 
 def test_a_fork_that_trains_is_refused_and_its_parent_goes_on(tmp_path: Path) -> None:
     texts = [tmp_path / f"{rank}.txt" for rank in range(2)]
     ranks = []
     for rank, text in enumerate(texts):
-        command = [sys.executable, "-m", "tests.runtime.forks", str(rank), str(tmp_path / "store")]
         with text.open("w") as out:
-            ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
+            ranks.append(Forked(run_module("tests.runtime.forks"), rank, tmp_path / "store", stdout=out, stderr=out))
     try:
         codes = [one.wait(timeout=60) for one in ranks]
     finally:

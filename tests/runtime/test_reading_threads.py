@@ -4,8 +4,6 @@ In a process of its own: what such a thread reads may be freed memory. The right
 step, which a model whose gradients are known has: a reader may see no other one, and no unsharded parameter.
 """
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +16,18 @@ from torch import nn
 
 from composable import MixedPrecisionPolicy, UsageError, fully_shard, replicate, unshard_params
 from composable.dtensor import RaggedDTensor
+from tests.forked import Forked, run_module
 from tests.world import on_ranks, run_ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_threads_that_read_a_model_in_training_see_its_shards(world_size: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.runtime.reading_threads"]
+    program = run_module("tests.runtime.reading_threads")
     texts = [tmp_path / f"{rank}.txt" for rank in range(world_size)]
     ranks = []
     for rank, text in enumerate(texts):
-        arguments = [str(rank), str(world_size), str(tmp_path / "store")]
         with text.open("w") as out:
-            ranks.append(subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=out, stderr=out))
+            ranks.append(Forked(program, rank, world_size, tmp_path / "store", stdout=out, stderr=out))
     try:
         codes = [one.wait(timeout=300) for one in ranks]
     finally:
