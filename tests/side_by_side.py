@@ -27,6 +27,7 @@ PROCESSES = min(os.cpu_count() or 2, 7) + 1
 FIRST = (
     *("test_two_hosts.py", "test_compiled_autograd.py", "test_examples.py", "test_installation.py", "test_wheel.py"),
     *("test_option_pairs.py", "test_rehearsed_script.py", "test_rehearsed_clients.py", "test_core_alone.py"),
+    *("test_fit.py", "test_signals.py", "test_rehearsed_memory.py"),
 )
 _WORST_LAST = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
