@@ -122,7 +122,8 @@ def clip_grad_norm_(
     exact = total.to(torch.promote_types(norm.dtype, torch.float32))
     factor = (max_norm / (exact + _EPSILON)).clamp_(max=1.0)
     grads = [param.grad for param in params if param.grad is not None]
-    scaled = [_local(grad) for grad in grads]
+    # Those of torch's DTensors were completed for the norm.
+    scaled = [one if type(grad) is RaggedDTensor else _local(grad) for grad, (_, one) in zip(grads, tree.named)]
     for (device, _), locals_ in _by_kind(scaled).items():
         foreach_mul_(locals_, factor.to(device))
     note_written([local for grad, local in zip(grads, scaled) if type(grad) is RaggedDTensor])
@@ -173,12 +174,13 @@ def _params_of(call: str, parameters: Any) -> list[torch.Tensor]:
     return every
 
 
-def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
+def ranks_of_param(tensor: torch.Tensor, label: Any = None) -> Ranks | None:
     """Return all ranks that average the gradients of a parameter of any shape; ``None``: no annotation is known.
 
-    ``tensor`` may be a ragged gradient too. Ranks with copies of a parameter's shards are included.
+    ``tensor`` may be a ragged gradient too, and ``label`` what its annotation has set, if that is known. Ranks with
+    copies of a parameter's shards are included.
     """
-    label = _label_of(tensor)
+    label = _label_of(tensor) if label is None else label
     if type(tensor) is RaggedDTensor:
         return None if label is None else label.everyone
     grid = getattr(getattr(label, "owner", None), "grid", None)
@@ -197,16 +199,16 @@ class _Site(NamedTuple):
     def of(owner: torch.Tensor, tensor: torch.Tensor) -> "_Site":
         """Return the site of a parameter, or of its gradient ``tensor``."""
         label = _label_of(owner)
-        has_parts = getattr(getattr(label, "owner", label), "has_parts", False)
+        home, has_parts = ranks_of_param(owner, label), getattr(getattr(label, "owner", label), "has_parts", False)
         if type(tensor) is RaggedDTensor:
-            return _Site(ranks_of_param(owner), has_parts, tensor._spec.mesh, tensor._spec.layout.cut_dims)
+            return _Site(home, has_parts, tensor._spec.mesh, tensor._spec.layout.cut_dims)
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is not None and mesh.get_coordinate() is None:
             raise ConfigError(
                 f"this rank is not in the mesh {mesh} of a tensor of shape {list(tensor.shape)}",
                 fix="list the tensors of this rank only",
             )
-        return _Site(ranks_of_param(owner), has_parts, mesh, cut_dims(tensor))
+        return _Site(home, has_parts, mesh, cut_dims(tensor))
 
     def is_apart(self, outer: Ranks) -> bool:
         """Say whether only some of the ranks ``outer`` have these tensors, as experts."""
