@@ -55,6 +55,7 @@ from composable.saving import (
     load_full_state_dict,
     unshard_params,
 )
+from composable.token_means import TokenMean, token_mean
 from composable.unannotate import unannotate
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ __all__ = [
     "GradientReductionHandle", "HandleOptions", "LowPrecisionState", "MatrixOptimizer", "MixedPrecisionPolicy",
     "ModuleWrapPolicy", "OffloadPolicy", "RaggedDTensor", "RaggedShard", "ReductionStats", "ReplicateModule",
     "ReplicateOptions", "SaveHandle", "SaveNotice", "SavedCheckpoint", "ShardPlan", "ShardingStrategy",
-    "SizePolicy", "StateDictError", "Storage", "Timeline", "TimelineEvent", "UnevenInputs", "UnshardHandle",
-    "UsageError", "Watch", "accelerate_optimizer", "allreduce_hook", "apply_changes", "as_ddp",
+    "SizePolicy", "StateDictError", "Storage", "Timeline", "TimelineEvent", "TokenMean", "UnevenInputs",
+    "UnshardHandle", "UsageError", "Watch", "accelerate_optimizer", "allreduce_hook", "apply_changes", "as_ddp",
     "bf16_compress_hook", "bf16_compress_wrapper", "changed_params", "checkpoint", "clip_grad_norm_",
     "contract", "explain_waits", "fallback_counts", "find_checkpoint", "fp16_compress_hook",
     "fp16_compress_wrapper", "full_state_dict", "fully_shard", "get_registry", "get_total_norm",
@@ -121,8 +122,8 @@ __all__ = [
     "load_full_state_dict", "load_safetensors", "no_sync", "plan", "rebind_optimizer", "reduce_gradients",
     "reduce_scatter_hook", "reduction_stats", "register_comm_hook", "register_fsdp_forward_method", "replicate",
     "save_checkpoint", "save_on_signal", "save_safetensors", "set_divergence_timeout", "share_comm_ctx",
-    "step_in_backward", "strict_mode", "timeline", "unannotate", "unshard_params", "update_process_group",
-    "watch",
+    "step_in_backward", "strict_mode", "timeline", "token_mean", "unannotate", "unshard_params",
+    "update_process_group", "watch",
 ]  # fmt: skip
 
 # Names that are no more, and what to write instead. Of an ``AttributeError`` an import statement shows no text.

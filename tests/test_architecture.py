@@ -57,6 +57,7 @@ ENTRIES: dict[str, set[str]] = {
     "process_groups": {"annotated_module"},
     "replicate": {"replicate_module"},
     "replicate_module": {"annotated_module", "comm_hooks"},
+    "token_means": {"annotated_module", "comm_hooks"},
     "unannotate": {"activation_checkpoint", "annotated_module", "fsdp_module", "replicate_module"},
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}

@@ -128,6 +128,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "context_fn: None",
     ),
     "changed_params": (lambda: {"model": sharded()}, "model dst: ; dtype: None"),
+    "token_mean": (lambda: {"model": sharded()}, "model:"),
     "apply_changes": (lambda: {"state_dict": {}, "changes": {}}, "state_dict changes: {}"),
     "accelerate_optimizer": (
         lambda: {"optimizer": optimizer_of(model := sharded()), "model": model},
@@ -295,6 +296,7 @@ ELSEWHERE = {
     "ReplicateModule",  # tests/test_replicate_module.py
     *("Link", "Links", "set_custom_all_gather", "set_custom_reduce_scatter"),  # where they are
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "Storage", "UnshardHandle"),
+    "TokenMean",  # tests/test_token_mean.py
     "MatrixOptimizer",  # tests/optim/test_matrix_step.py
     "SaveNotice",  # tests/test_signals.py
     *("contract", "get_registry", "strict_mode", "OffloadPolicy"),

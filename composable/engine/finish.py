@@ -10,6 +10,7 @@ tensor parallelism get the message too: their gradients are other ones, but they
 """
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -126,7 +127,7 @@ class GradientFinalizer:
         if gradient is not None:
             self._free.setdefault(gradient.shape, []).append(gradient)
         if shard is not None:
-            ledger.take(shard)
+            ledger.take(shard, holds=bool(self.agreements[-1].riders.adjusting))
 
     # The end of a backward, or of several
 
@@ -197,6 +198,10 @@ class GradientFinalizer:
                 if agreement.finish():
                     complaining.append(agreement)
             tidy()
+            for rider in self.agreements[-1].riders.adjusting if self.agreements else ():
+                for handle, step in self._steps.items():
+                    for reduced, _ in itertools.chain(*(ledger.waiting for ledger in step.ledgers)):
+                        rider.adjust(reduced, handle.grid.divisor)
             if was_deferred := self.is_deferred:
                 self.defer(waits=False)
             self._settle(was_deferred=was_deferred)

@@ -492,13 +492,13 @@ class GradientLedger:
         self.has_more = False
         self.waiting = []
 
-    def take(self, reduced: torch.Tensor) -> None:
-        """Give a reduced shard [S] to the parameters that are known to get it."""
+    def take(self, reduced: torch.Tensor, *, holds: bool = False) -> None:
+        """Give a reduced shard [S] to the parameters that are known to get it, or ``holds`` it until ``finish``."""
         gradients = self.flat.gradients
         given = 0
         if gradients.hooks_known != CHANGES.hooks:
             gradients.look_for_hooks()
-        if not (gradients.steps_together or gradients.has_hooks):
+        if not (gradients.steps_together or gradients.has_hooks or holds):
             given = self.grad_mask | self.flat.routes.kept.bits
             if given and not gradients.steppers:
                 gradients.accumulate(reduced, given)

@@ -11,6 +11,7 @@ import torch
 
 from composable.comm import Ranks
 from composable.errors import ComposableError, UsageError
+from composable.ground.torch_private import tensors_have_values
 
 _NUMBER_BYTES = 8
 
@@ -19,7 +20,8 @@ class HostCopy:
     """A copy of ``tensor``, of any shape, in host memory, made on the current stream of its device without a wait."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        kind, tensor = tensor.device.type, tensor.detach()
+        kind = tensor.device.type if tensors_have_values() else "cpu"  # In a rehearsal there is no device.
+        tensor = tensor.detach()
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=kind == "cuda")
         self._copy.copy_(tensor, non_blocking=True)
         self._event = None if kind == "cpu" else torch.Event(kind)
@@ -45,6 +47,7 @@ class Rider:
 
     name: str  # For errors; equal on all ranks.
     count: int  # How many numbers a rank tells; equal on all ranks.
+    adjusts = False  # Reduced gradients wait for ``hear``, and ``adjust`` gets them.
 
     def tell(self, device: torch.device) -> torch.Tensor:
         """Return the numbers of this rank [count] in float64 on ``device``; they travel exactly."""
@@ -58,6 +61,9 @@ class Rider:
         """
         raise NotImplementedError
 
+    def adjust(self, reduced: torch.Tensor, divisor: float) -> None:
+        """Change ``reduced`` [any], a sum over ranks that was divided by ``divisor``, in place, after ``hear``."""
+
 
 class Riders:
     """The riders of one message between the ranks ``numbers``. They travel as bytes, exact in low precision too."""
@@ -66,6 +72,7 @@ class Riders:
         self.members = members
         self._numbers = numbers
         self._counts = [one.count for one in members]
+        self.adjusting = [one for one in members if one.adjusts]
         self.rank_bytes = _NUMBER_BYTES * sum(self._counts)  # How much each rank tells.
 
     def compare(self, ranks: Ranks) -> None:

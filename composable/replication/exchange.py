@@ -330,6 +330,9 @@ class BucketExchange:
         # A parameter that an optimizer steps inside backward gets its gradient there.
         is_view = self._options.gradient_as_bucket_view
         buckets = [] if self.arrangement.is_stepped else self.arrangement.buckets
+        for rider in self.flag_block.riders.adjusting:
+            for bucket in buckets:
+                rider.adjust(bucket.buffer(), self._divisor)
         for bucket in buckets:
             if bucket.casts or not is_view:
                 bucket.unpack()

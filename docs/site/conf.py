@@ -67,7 +67,7 @@ NAMES = {name: f"{group.module}.{name}" for group in GROUPS for name in group.na
 NOT_CALLED = {
     *("BackwardSteps", "CommHookHandle", "DDPView", "Difference", "FSDPModule"),
     *("GradientReductionHandle", "RaggedDTensor", "ReductionStats", "ReplicateModule", "SaveHandle", "ShardPlan"),
-    *("SavedCheckpoint", "UnevenInputs", "UnshardHandle"),
+    *("SavedCheckpoint", "TokenMean", "UnevenInputs", "UnshardHandle"),
 }
 # What stands for types that are equal in arguments and result.
 TYPES = {"ModuleT": "Module | Sequence[Module]", "OptimizerT": "Optimizer"}

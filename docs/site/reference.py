@@ -122,6 +122,8 @@ GROUPS: tuple[Group, ...] = (
                 {
                     "no_sync": "A context in which backward leaves gradients on their rank (gradient accumulation).",
                     "reduce_gradients": "Synchronises accumulated gradients without another backward.",
+                    "token_mean": "Makes gradients those of the mean over the tokens of all ranks and micro-batches.",
+                    "TokenMean": "The result of `token_mean`.",
                 },
             ),
             Topic(
