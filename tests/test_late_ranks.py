@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard, replicate, timeline, watch
+from composable.engine import Rider, Work
 from composable.extras import watched_run
-from composable.extras.lateness import ToldStep, find_late
-from tests.world import run_threads
+from composable.extras.lateness import LateRanks, StepTimes, ToldStep, find_late
+from tests.world import on_ranks, run_threads
 
 PHASES = ("data", "forward", "backward", "optimizer")
 NAMES = [f"blocks.{index}" for index in range(9)]
@@ -92,6 +93,10 @@ def test_no_rank_is_named_that_others_seldom_wait_for() -> None:
         steps.append((0, rows))
     assert find_late(steps, NAMES) == NOBODY
     assert find_late(steps[4:], NAMES)["late"] == "rank 0 last in 44% of steps, by 3 ms, most in data"
+    for width, rank in ((10.0, None), (1.0, 0)):  # Late by 3 ms in the median, more or less from step to step.
+        spread = [[100.0 + 3.0 + width * (step % 5 - 2), 0, 0, 0, 0] for step in range(20)]
+        found = find_late([(0, {0: row, 1: [100.0, 0, 0, 0, 0]}) for row in spread], NAMES)
+        assert found["last_rank"] == rank, width
 
 
 def test_a_line_says_who_how_often_how_long_and_where() -> None:
@@ -111,6 +116,11 @@ def test_a_line_says_who_how_often_how_long_and_where() -> None:
 def test_no_module_is_named_where_several_are_late_or_none(numbers: Any) -> None:
     planted = {(0, "forward", number): 60.0 / len(numbers) for number in numbers}
     assert find_late(told(random.Random(1), planted), NAMES)["late"].endswith("most in forward")
+
+
+def test_four_fifths_in_one_module_name_it() -> None:
+    planted = {(0, "forward", 5): 48.0, (0, "forward", 0): 12.0}
+    assert find_late(told(random.Random(1), planted), NAMES)["late"].endswith("most in forward of blocks.4")
 
 
 # In training
@@ -186,6 +196,109 @@ def test_rank_0_tells_which_rank_is_late_and_where(annotation: str, late: tuple[
     assert lines[-1].endswith(f", {text}") and summary.endswith(f"; {text}")
     found = [(row["last_rank"], row["late_ms"], row["late"]) for row in map(json.loads, rows)]
     # The first step is not told; each of the others with the backward after it, and heard with the next.
-    assert found[:10] == [(None, None, None)] * 10 and "rank" not in lines[9]
+    assert found[:10] == [(None, None, None)] * 10 and lines[9].endswith("iB")
     assert found[10:] == [(rank, pytest.approx(50), text)] * 4
     assert all(lines == [] and summary.endswith(text) for lines, _, summary in others)
+
+
+# Times of a rank, and how they travel
+
+
+def test_work_is_told_by_phase_and_module_without_waits() -> None:
+    clock, modules = [0.0], [object(), object()]
+    times: Any = StepTimes(lambda: clock[0], {id(module): number for number, module in enumerate(modules, 1)})
+
+    def passes(ms: float) -> None:
+        clock[0] += ms
+
+    def waits(work: Work, owner: object, ms: float) -> None:
+        with times.work(work, owner, "name"):
+            passes(ms)
+
+    passes(1)
+    times.forward_begins(None, broadcasts=False)
+    waits(Work.GATHER, modules[0], 2)
+    waits(Work.WAIT_FOR_GATHER, modules[0], 1000)
+    passes(4)
+    waits(Work.WAIT_FOR_GATHER, modules[1], 1000)
+    passes(8)
+    times.forward_ended(None, is_awaited=True)
+    passes(16)
+    times.backward_reached(modules[1])
+    passes(32)
+    waits(Work.REDUCE, modules[1], 64)
+    waits(Work.WAIT_FOR_REDUCE, modules[0], 1000)
+    passes(128)
+    times.backward_reached(modules[0])
+    passes(256)
+    times.backward_ends(averages=True, ends=True)
+    passes(512)
+    waits(Work.WAIT_FOR_REDUCE, modules[0], 1000)
+    passes(1024)
+    of_phases = [1.0, 2.0 + 4 + 8 + 16, 32.0 + 64 + 128 + 256, 512.0 + 1024]
+    whole = sum(of_phases) + 4000
+    assert times.read(clock[0], 0) == ([*of_phases, 4.0 + 256], pytest.approx(4000 / whole))
+    assert times.read(clock[0], 1)[0] == [*of_phases, 8.0 + 32 + 64 + 128]
+    # What lies between a backward and the next forward is data, of another batch.
+    times.forward_begins(None, broadcasts=False)
+    passes(2048)
+    assert times.read(clock[0])[0][:4] == [1.0 + 512 + 1024, 30.0 + 2048, 480.0, 0.0]
+
+
+class Moment:
+    """The end of a step, which the device reaches when a test says so."""
+
+    is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+
+@on_ranks(1)
+def test_a_step_is_told_when_the_device_has_ended_it_and_of_ranks_that_tell_it_later_too() -> None:
+    late, end, host = LateRanks(fully_shard(nn.Linear(2, 2))), Moment(), torch.device("cpu")
+    times = mock.Mock(read=lambda stop, bit: ([bit, 2.0, 3.0, 4.0, 5.0], 0.0))
+    late.measured.append((7, times, end))
+    assert late.tell(host).tolist() == [-1] * 6
+    end.is_reached = True
+    assert late.tell(host).tolist() == [7, 0, 2, 3, 4, 5]
+    assert late.tell(host).tolist() == [-1] * 6
+    nothing = [-1.0] * 6
+    for step in range(9):
+        slow, fast = [step, 50.0, 0.0, 0.0, 0.0, 0.0], [step, 0.0, 9.0, 0.0, 0.0, 0.0]
+        late.hear(torch.tensor([slow, nothing]), (2, 5))
+        late.hear(torch.tensor([nothing, fast]), (2, 5))
+    # The last message is heard with the one after it.
+    assert late.text() == "rank 2 last in 100% of steps, by 50 ms, most in data"
+    late.hear(torch.tensor([[100.0, *slow[1:]], nothing]), (2, 5))
+    for step in range(100, 160):
+        late.hear(torch.tensor([[step, 0.0, 0.0, 0.0, 0.0, 0.0], [step, 0.0, 9.0, 0.0, 0.0, 0.0]]), (2, 5))
+    assert late.text() == "rank 5 last in 100% of steps, by 9 ms, most in forward" and len(late._heard) == 50
+
+
+class Passenger(Rider):
+    name, count = "another", 1
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def tell(self, device: torch.device) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.float64, device=device)
+
+    def hear(self, told: torch.Tensor, numbers: Any) -> None:
+        self.heard += 1
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+@on_ranks(2)
+def test_a_watch_takes_the_place_of_an_earlier_one_and_leaves_others_that_travel(annotate: Any) -> None:
+    model = annotate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    state, other = annotate.state(model), Passenger()
+    state.carry(other)
+    for _ in range(2):
+        with watch(model, every=1, show=False) as w:
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+                w.step()
+    model(torch.ones(1, 2)).sum().backward()
+    assert [*state.riders] == [other, w._late] and other.heard == 7
