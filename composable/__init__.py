@@ -93,7 +93,7 @@ else:
         """Return a name of a room outside of the core, which is imported at its first use."""
         if name not in __all__:
             if name in _GONE:
-                raise ImportError(f"composable.{name} is gone: {_GONE[name]}")
+                raise ImportError(f"there is no composable.{name}: {_GONE[name]}")
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import composable.runs
 
@@ -126,8 +126,13 @@ __all__ = [
     "update_process_group", "watch",
 ]  # fmt: skip
 
-# Names that are no more, and what to write instead. Of an ``AttributeError`` an import statement shows no text.
+# Names that are not here, or no more, and what to write. Of an ``AttributeError`` an import statement shows no text.
 _GONE = {
+    **dict.fromkeys(
+        ("FSDP", "FullyShardedDataParallel"), "write fully_shard(model, policy={Block}): docs/from_fsdp1.md"
+    ),
+    **dict.fromkeys(("DDP", "DistributedDataParallel"), "write replicate(model): docs/from_ddp.md"),
+    "MixedPrecision": "write MixedPrecisionPolicy: docs/mixed_precision.md",
     "as_torch_shards": "write full_state_dict(model), or save model.state_dict() by torch.distributed.checkpoint",
     "bucketing_backend": "set torch._inductor.config.bucket_all_reduces_fx = 'all'",
 }

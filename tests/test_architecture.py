@@ -87,7 +87,8 @@ NAMES_OF_DIST = {
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 # Recognises them by name where users have put them around a model, and imports nothing.
-FILES_THAT_NAME_THEM = {"composable.ground.ownership"}
+# The second file says what to write where one is imported from here.
+FILES_THAT_NAME_THEM = {"composable.ground.ownership", "composable"}
 HOOK_REGISTRATION = re.compile(r"_?register_\w*hook|queue_callback")
 # The second file gives names to what torch has; it registers nothing of its own accord.
 FILES_WITH_HOOKS = {"composable.ground.torch_hooks", "composable.ground.torch_private"}

@@ -325,9 +325,20 @@ def test_all_arguments_that_there_are_not_are_named_at_once() -> None:
     assert "output_device: leave it out, since outputs stay where the module makes them; dim: leave it out," in text
 
 
-def test_a_name_that_the_package_had_says_what_to_write() -> None:
-    with pytest.raises(ImportError, match="bucket_all_reduces_fx = 'all'"):
-        importlib.import_module("composable").__getattr__("bucketing_backend")
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("bucketing_backend", "bucket_all_reduces_fx = 'all'"),
+        ("FSDP", "from_fsdp1.md"),
+        ("FullyShardedDataParallel", r"write fully_shard\(model"),
+        ("DDP", "from_ddp.md"),
+        ("DistributedDataParallel", r"write replicate\(model"),
+        ("MixedPrecision", "write MixedPrecisionPolicy"),
+    ],
+)
+def test_a_name_that_the_package_does_not_have_says_what_to_write(name: str, fix: str) -> None:
+    with pytest.raises(ImportError, match=f"there is no composable.{name}: .*{fix}"):
+        exec(f"from composable import {name}", {})
     assert not hasattr(composable, "bucketing")
 
 

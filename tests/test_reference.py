@@ -30,7 +30,7 @@ def test_every_public_name_stands_in_one_group() -> None:
 
 @pytest.mark.parametrize("name", ["as_torch_shards", "bucketing_backend"])
 def test_a_name_that_is_gone_says_what_to_write(name: str) -> None:
-    with pytest.raises(ImportError, match=f"composable.{name} is gone: (write|set) "):
+    with pytest.raises(ImportError, match=f"there is no composable.{name}: (write|set) "):
         getattr(composable, name)
 
 

@@ -44,7 +44,8 @@ T = TypeVar("T")
 LEFT = "been left alone"
 # How often to look whether there are outsiders yet.
 _LOOK_S = 1.0
-_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, threading.__file__))
+# The files of torch, of this package and of Python.
+_NOT_THE_USERS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent, threading.__file__))
 
 # Attributes that `warnings.catch_warnings` replaces, and puts back.
 _WARNING_PARTS = ("filters", "showwarning", "_showwarnmsg_impl")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable import DesyncError
+from composable import DesyncError, fully_shard
 from composable.testing import simulate
 from tests.testing.programs import go_on_alone, part_ways
 from tests.world import RankErrors, run_threads
@@ -27,6 +27,22 @@ def test_a_deadlock_says_at_once_what_every_rank_waits_for() -> None:
         "  fix: make groups, and call the collectives of each, in the same order on all its ranks",
     ]
     assert ", in part_ways" in str(caught.value)
+
+
+def step_on_one_rank(rank: int) -> None:
+    model = fully_shard(torch.nn.Linear(2, 2))
+    if rank == 0:
+        model(torch.ones(1, 2))
+    else:
+        dist.barrier()
+
+
+def test_a_deadlock_inside_of_this_package_has_the_line_of_the_user() -> None:
+    with pytest.raises(DesyncError) as caught:
+        simulate(2, step_on_one_rank)
+    places = [line.rpartition(", at ")[2] for line in str(caught.value).splitlines() if " waits for " in line]
+    assert len(places[-2:]) == 2, caught.value
+    assert all("test_failures.py:" in place and ", in step_on_one_rank" in place for place in places[-2:]), caught.value
 
 
 def meet(rank: int, kind: str) -> None:
