@@ -12,7 +12,15 @@ from composable.engine.edited import (
 )
 from composable.engine.events import Listeners, StepListener, Work
 from composable.engine.finish import Agreement, HandleChoices
-from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, refuse_waiting_copies, tell_loads
+from composable.engine.handle import (
+    FIX_COPY,
+    Handle,
+    HandleStep,
+    StepCount,
+    handle_of,
+    refuse_waiting_copies,
+    tell_loads,
+)
 from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
 from composable.engine.paths import Replicas, RestingPlace, make_resting_places_by
 from composable.engine.riders import HostCopy, Rider, Riders

@@ -24,7 +24,8 @@ from composable.engine.handle import GradientLedger, Handle, HandleStep, tell_lo
 from composable.engine.paths import Reduction
 from composable.engine.riders import Rider, Riders
 from composable.engine.unsharded import Streams
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located, place_of_rank, warn_once
+from composable.ground.names import ranks_text
 from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
 
@@ -303,11 +304,20 @@ def stepped_already(handle: Handle) -> UsageError:
 
 
 _DIGEST_BYTES = 8
+# Of flags, modes of modules and steps of optimizers.
+_FIRST_BYTES = 3
 # Flags in the first byte of a message.
 _HAS_FAILED = 1
 _GOES_ON = 2
 _WHAT = "the ranks reduce gradients in different ways, so those of the last backward are wrong"
 _FIX = "call the set_... methods and freeze parameters alike on every rank, drop the gradients, and run backward again"
+_OTHER_STEPS = (
+    "optimizers of {} have made other steps since the last backward than those of other ranks, so that pieces of "
+    "parameters are now of different steps"
+)
+_OTHER_MODES = "modules of {} were not in the mode, training or evaluation, that they were in on other ranks"
+_ONE_MODE = "call train() and eval() alike on every rank, before the forward"
+_ONE_STEP = "call optimizer.step() on every rank, or on none, as GradScaler does; then load a checkpoint"
 _OTHER_ORDER = "the ranks gather or reduce modules in different orders, so the numbers of this step are mixed up"
 _ONE_ORDER = (
     "run the same modules in the same order on every rank, recomputation included: keep a branch that depends on the "
@@ -373,6 +383,8 @@ class Agreement:
         self.ranks = ranks.everyone
         self._column = ranks.column
         self._choices = HandleChoices(handles)
+        self._handles = tuple(handles)
+        self._forget_steps()
         # Where ranks match collectives by their order alone, the order is compared too: equal sizes would mix.
         ways = dict.fromkeys(way for ledger in ledgers for way in ledger.flat.routes.transports())
         self._orders = {way.order: way.world_size for way in ways if way.world_size > 1}
@@ -381,8 +393,8 @@ class Agreement:
         self.transport = transport
         self._key = transport.allocate_key()
         self._ledgers = tuple(ledgers)
-        # One byte of flags, then the digest and the ledgers.
-        length = 1 + _DIGEST_BYTES + sum(ledger.message_bytes for ledger in ledgers)
+        # Flags, modes and steps, then the digest and the ledgers.
+        length = _FIRST_BYTES + _DIGEST_BYTES + sum(ledger.message_bytes for ledger in ledgers)
         if ranks.others:
             # Ranks with other blocks may have another number of buffers.
             length = max(self.ranks.objects(length))
@@ -410,7 +422,10 @@ class Agreement:
             self.riders.tell(self._sent[self._length :])
         elif self.ranks.is_alone and self.transport.carries_values:
             return
-        first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on])
+        modes = steps = 0
+        for handle in self._handles:
+            modes, steps = (2 * modes + handle.trains) % 251, steps + handle.stepped.steps
+        first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on, modes, steps % 256])
         # A sum, since the order of groups differs between ranks.
         mixed = sum((order.take_digest() for order in self._orders), int.from_bytes(self._choices.digest(), "big"))
         digest = (mixed % 2 ** (8 * _DIGEST_BYTES)).to_bytes(_DIGEST_BYTES, "big")
@@ -442,8 +457,12 @@ class Agreement:
             self.goes_on = bool(first[0] & _GOES_ON)
             return bool(first[0] & _HAS_FAILED)
         told = [bytes(every[start : start + length]) for start in range(0, len(every), length)]
-        start = 1 + _DIGEST_BYTES
-        self._differs = any(one[1:start] != told[0][1:start] for one in told)
+        start = _FIRST_BYTES + _DIGEST_BYTES
+        self._differs = any(one[2:start] != told[0][2:start] for one in told)
+        if others := self._others(told, 1):
+            at = f"{place_of_rank()}, {self._handles[0].described}"
+            warn_once(f"{_OTHER_MODES.format(others)}\n  at:  {at}\n  fix: {_ONE_MODE}")
+        self._stepped = self._others(told, 2)
         self.goes_on = any(one[0] & _GOES_ON for one in told)
         # As whole numbers: to look at each ledger of each rank would take as long as the ranks are many.
         merged = 0
@@ -466,6 +485,11 @@ class Agreement:
         self.transport.settle()
         self._pending, self.is_told = None, False
 
+    def _forget_steps(self) -> None:
+        """Count steps anew: ranks that have come back have made other ones."""
+        for handle in self._handles:
+            handle.stepped.steps = 0
+
     def raise_together(self, failure: Exception | None) -> None:
         """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one.
 
@@ -475,6 +499,17 @@ class Agreement:
             self.ranks.compare("", failure, call="a backward")
             return
         self._differs = False
+        if self._stepped:
+            self._forget_steps()
         shown = self._choices.shown
         self.ranks.compare(self._choices.text(), failure, shown=shown, what=_WHAT, fix=_FIX, call="a backward")
+        if self._stepped:
+            raise DesyncError(_OTHER_STEPS.format(self._stepped), fix=_ONE_STEP)
         raise DesyncError(_OTHER_ORDER, fix=_ONE_ORDER)
+
+    def _others(self, told: Sequence[bytes], index: int) -> str:
+        """Name the ranks whose messages have another byte there than most; empty: all have the same."""
+        said = [one[index] for one in told]
+        most = max(said, key=said.count)
+        found = [rank for rank, one in zip(self.ranks.numbers, said) if one != most]
+        return ranks_text(found) if found else ""

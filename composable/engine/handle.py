@@ -139,6 +139,12 @@ class Versions:
     discount: int = 0
 
 
+class StepCount:
+    """Steps of optimizers with parameters of a handle, as often as ranks of its root have made them together."""
+
+    steps = 0
+
+
 class Handle:
     """The parameters that are unsharded and resharded together. ``HandleStep`` has their state in a step.
 
@@ -162,6 +168,8 @@ class Handle:
         comms: The user's choices for how bytes travel.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
         loads: How often ``load_state_dict`` has filled the shards; minus infinity once ranks may load alone.
+        trains: The module was in training mode in its last differentiable call.
+        stepped: Counts the steps of optimizers, which hold it alone and not the handle.
     """
 
     modules = HeldWeakly[nn.Module]()
@@ -182,6 +190,8 @@ class Handle:
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
         self.loads = 0.0
+        self.trains = True
+        self.stepped = StepCount()
         self.start_sharded()
 
     def start_sharded(self) -> None:

@@ -503,7 +503,7 @@ class Forwards:
         if is_differentiable and not is_led:
             for one in (own, *own.followers):  # Armed: the next backward completes them.
                 if not one.is_armed:
-                    one.is_armed = True
+                    one.is_armed, one.handle.trains = True, bool(module.training)
                     one.first_forward, one.armed_at = own.entered_at, self._started_at
                     self._completion.armed.append(one)
             if own.armed_at == self._started_at:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.annotation import unit_of
 from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished, slice_full
+from composable.engine import StepCount, handle_of, has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank, warn_once
 from composable.ground.frames import in_backward
 from composable.ground.modes import unseen
@@ -30,7 +31,8 @@ from composable.replication import Reducer
 
 _is_meta = attrgetter("is_meta")
 
-_HAS_STEPPED = "_composable_has_stepped"
+# The attribute of an optimizer that has stepped.
+_COUNTS = "_composable_step_counts"
 # An optimizer with an attribute of this name decides itself when to check its parameters.
 CHECKS_ITSELF = "_composable_local_step"
 
@@ -73,8 +75,11 @@ def _own_state(optimizer: torch.optim.Optimizer) -> None:
                 seen.add(id(value))
 
 
-def _before_first_step(optimizer: torch.optim.Optimizer) -> None:
-    """Own the state, and warn of parameters beside annotated ones whose gradients differ between ranks."""
+def _before_first_step(optimizer: torch.optim.Optimizer) -> list[StepCount]:
+    """Own the state, and warn of parameters beside annotated ones whose gradients differ between ranks.
+
+    Returns the counts of the handles that the optimizer steps.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if unit := next(filter(None, map(unit_of, params)), None):
         _own_state(optimizer)
@@ -87,14 +92,16 @@ def _before_first_step(optimizer: torch.optim.Optimizer) -> None:
                 f"no annotation averages the gradients of {names}, which lie beside annotated ones: ranks drift apart"
                 f"\n  at:  {place_of_rank()}, {type(optimizer).__name__}\n  fix: {FORGOTTEN_FIX}"
             )
+    # Steps in backward are a part of it, also where a rank without inputs follows one.
+    handles = dict.fromkeys(handle_of(one) for one in params if not (stepper_of(one) or has_torch_optimizer(one)))
+    return [handle.stepped for handle in handles if handle is not None]
 
 
 @unseen
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     watch_ranks()
-    if _HAS_STEPPED not in vars(optimizer):
-        _before_first_step(optimizer)
-        setattr(optimizer, _HAS_STEPPED, True)
+    if _COUNTS not in vars(optimizer):
+        setattr(optimizer, _COUNTS, _before_first_step(optimizer))
     if CHECKS_ITSELF not in vars(optimizer):
         check_parameters(optimizer)
     if callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1])):
@@ -121,6 +128,8 @@ def after_closure(args: Any, kwargs: Any, call: Callable[[], object]) -> tuple[A
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     check_gradients(f"{type(optimizer).__name__}.step", params)
+    for count in () if in_backward() else getattr(optimizer, _COUNTS):
+        count.steps += 1
 
 
 def check_gradients(what: str, params: Sequence[torch.Tensor]) -> None:
@@ -246,7 +255,7 @@ def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         group["params"][:] = [replaced.get(id(param), param) for param in group["params"]]
     optimizer.state.clear()
     optimizer.state.update(state)
-    vars(optimizer).pop(_HAS_STEPPED, None)
+    vars(optimizer).pop(_COUNTS, None)
     return optimizer
 
 

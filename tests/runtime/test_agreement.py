@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import ConfigError, DesyncError, HandleOptions, fully_shard, set_divergence_timeout
+from composable import ConfigError, DesyncError, HandleOptions, fully_shard, no_sync, set_divergence_timeout
+from composable.errors import warn_once
 from tests.models import DIM, MLPBlock, make_model, random_input
 from tests.parity import full
 from tests.world import on_ranks, run_ranks, run_threads
@@ -198,3 +199,123 @@ def fail_late(failing: int) -> str:
 def test_what_fails_after_ranks_have_told_what_is_left_is_told_too(failing: int) -> None:
     for text in run_threads(fail_late, 3, failing):
         assert "the all-reduce hook returned a object" in text and f"rank {failing}, module '1'" in text
+
+
+# Steps of optimizers, and modes of modules
+
+
+class Dropping(nn.Module):
+    """A handle, with a module in it that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.dropout(self.linear(x))
+        return output
+
+
+class Loop:
+    """Some steps of two models, and what this rank alone does in the one of number 1."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.rank, self.errors = dist.get_rank(), list[str]()
+        self.models: Any = [nn.Sequential(Dropping(), nn.Linear(DIM, DIM)) for _ in range(2)]
+        for model in self.models:
+            fully_shard(model, policy={Dropping, nn.Linear})
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
+        self.optimizers.append(torch.optim.SGD(self.models[0][1].parameters(), lr=0.1))
+        self.model, self.optimizer, self.later = self.models[0], *self.optimizers[::2]
+
+    def backward(self, model: nn.Module | None = None) -> None:
+        try:
+            (model or self.model)(random_input(self.rank, 4, DIM)).square().mean().backward()
+        except DesyncError as error:
+            self.errors.append(str(error))
+
+    def accumulate(self) -> None:
+        with no_sync(self.model):
+            self.backward()
+        self.backward()
+
+
+def in_turn(loop: Loop) -> None:
+    """Step as losses of adversaries do: both models in the graph of one, and more steps of the other."""
+    loop.backward(nn.Sequential(*loop.models))
+    loop.optimizers[0].step()
+    for _ in range(2):
+        loop.backward(loop.models[1])
+        loop.optimizers[1].step()
+
+
+def recover(loop: Loop) -> None:
+    """Raise in the forward of one rank, or in that of all, which had stepped before."""
+    loop.optimizer.step()
+    handle = loop.model[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward()
+    handle.remove()
+    loop.optimizer.step()
+
+
+def overflow(loop: Loop) -> None:
+    """Let a scaler leave out a step, on all ranks, for the gradients of one."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loss = loop.model(random_input(loop.rank, 4, DIM)).square().mean()
+    scaler.scale(loss * (float("inf") if loop.rank == 1 else 1.0)).backward()
+    before = full(loop.model[1].weight)
+    scaler.step(loop.optimizer)
+    loop.optimizer.zero_grad()
+    assert torch.equal(full(loop.model[1].weight), before)
+
+
+# What ranks do after a backward, and then run another one: alone, or all.
+Way = Callable[[Loop], object]
+STEPS: dict[str, Way] = {
+    "a step": lambda loop: loop.optimizer.step(),
+    "a step of a part": lambda loop: loop.later.step(),
+    "two steps": lambda loop: [loop.optimizer.step(), loop.optimizer.step()],
+}
+MODES: dict[str, Way] = {
+    "evaluation": lambda loop: loop.model.eval(),
+    "evaluation of a handle": lambda loop: loop.model[0].eval(),
+}
+FREE: dict[str, Way] = {
+    "evaluation of what is no handle": lambda loop: loop.model[0].dropout.eval(),
+    "evaluation between forwards": lambda loop: [loop.model.eval(), loop.model.train()],
+    "a step of another model that nothing compares": lambda loop: loop.optimizers[1].step(),
+}
+ALIKE: dict[str, Way] = {"in turn": in_turn, "recovery": recover, "overflow": overflow}
+
+
+def alone_or_all(way: str, *, is_alone: bool, accumulates: bool) -> list[str]:
+    loop = Loop()
+    loop.backward()
+    loop.optimizer.step()
+    if not is_alone or loop.rank == 1:
+        (STEPS | MODES | FREE | ALIKE)[way](loop)
+    for _ in range(3):
+        (loop.accumulate if accumulates else loop.backward)()
+        loop.optimizer.step()
+    return loop.errors
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("way", "is_alone"),
+    [*((way, one) for way in STEPS | MODES | FREE for one in (False, True)), *((way, False) for way in ALIKE)],
+)
+def test_steps_and_modes_of_some_ranks_alone_are_told_once(
+    way: str, is_alone: bool, accumulates: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    for rank, errors in enumerate(run_threads(alone_or_all, 3, way, is_alone=is_alone, accumulates=accumulates)):
+        assert len(errors) == (is_alone and way in STEPS), errors
+        for error in errors:
+            assert error.startswith("optimizers of rank 1 have made other steps since the last backward"), error
+            assert f"at:  rank {rank}" in error and "optimizer.step() on every rank" in error
+    said = [text for text in caplog.messages if "modules of rank 1 were not in the mode" in text]
+    assert len(said) == 3 * (is_alone and way in MODES), said
