@@ -118,6 +118,25 @@ def located(at: str) -> Iterator[None]:
         raise
 
 
+# What to write in place of names that torch's wrappers have. Who asks a module for one must hear that there is none.
+_INSTEAD = {
+    "module": "model", "no_sync": "no_sync(model)", "clip_grad_norm_": "clip_grad_norm_(model.parameters(), max_norm)",
+    "join": "as_ddp(model), or joinable(model, step=...)", "summon_full_params": "unshard_params(model)",
+    "state_dict_type": "full_state_dict(model)", "set_state_dict_type": "full_state_dict(model)",
+    "optim_state_dict": "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict",
+    "_set_static_graph": "replicate(model, static_graph=True)", "_get_ddp_logging_data": "reduction_stats(model)",
+    "_set_ddp_runtime_logging_sample_rate": "reduction_stats(model, sample_rate=...)",
+    "_update_process_group": "update_process_group(model, group)",
+}  # fmt: skip
+
+
+def explain(error: BaseException) -> None:
+    """Say in the error of a name that an annotated module has not, and torch's wrappers have, what to write."""
+    if isinstance(error, AttributeError) and error.name in _INSTEAD and hasattr(error.obj, "_composable_kind"):
+        error.args = (f"{error}\n  fix: there is no wrapper: write {_INSTEAD[error.name]} for model.{error.name}",)
+        error.name = ""  # Python would propose another one.
+
+
 def _names_rank(at: str | None) -> bool:
     return at is not None and at.startswith(("rank ", _OUTSIDE))
 

@@ -43,7 +43,7 @@ from composable.comm.waits import (
     transports_of,
     waiting_here,
 )
-from composable.errors import ComposableError, DesyncError, UsageError, place_of_rank
+from composable.errors import ComposableError, DesyncError, UsageError, explain, place_of_rank
 from composable.ground.names import check_number, ranks_text
 from composable.ground.torch_private import PrefixStore, Store, groups_of_process, real_backend, store_of_default_group
 
@@ -272,6 +272,7 @@ class _Watch:
 
     def _uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         """Show an exception that ends this process, and end the waits of other ranks for it: a process ends slowly."""
+        explain(error)
         try:
             (self._show_uncaught or sys.__excepthook__)(kind, error, trace)
         finally:

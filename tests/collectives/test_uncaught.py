@@ -4,10 +4,15 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
+from composable import fully_shard, replicate
+from composable.errors import explain
 from tests.forked import Forked
+from tests.world import on_ranks
 
 # Rank 1 stays alive, in a thread or in what Python calls at exit: what others hear cannot come from the end of a process.
 RANK = """
@@ -26,6 +31,8 @@ RANK = """
         if place == "exit":
             sys.exit(3)
         threading.Thread(target=sys.stdin.readline).start()
+        if place == "name":
+            model.module
         raise ValueError("out of luck")
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -37,6 +44,7 @@ RANK = """
     for step in range(1, 4):
         if step == 3:
             reached("between")
+            reached("name")
             reached("exit")
             if place == "all" or (rank, place) == (1, "end"):
                 break
@@ -75,6 +83,40 @@ def test_an_exception_that_ends_a_rank_is_told_at_once(call: str, place: str, tm
         _, shown = second.communicate("\n", timeout=120)
         assert shown.rstrip().endswith("ValueError: out of luck")
         assert [first.returncode, second.returncode] == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
+def test_a_name_of_torchs_wrappers_that_ends_a_rank_is_told_with_what_to_write(call: str, tmp_path: Path) -> None:
+    with two_ranks(tmp_path, call, "name") as (first, second):
+        assert "has ended by AttributeError: " in first.communicate(timeout=120)[0]
+        _, shown = second.communicate("\n", timeout=120)
+        assert "has no attribute 'module'" in shown
+        assert shown.rstrip().endswith("fix: there is no wrapper: write model for model.module")
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+@on_ranks(1)
+def test_an_annotated_module_has_no_name_of_torchs_wrappers_but_what_it_serves(annotate: Any) -> None:
+    model = annotate(nn.Linear(2, 2))
+    for name in (
+        "module",
+        "no_sync",
+        "join",
+        "summon_full_params",
+        "optim_state_dict",
+        "_get_ddp_logging_data",
+        "wait",
+    ):
+        assert not hasattr(model, name) or (annotate, name) == (replicate, "no_sync")
+        if not hasattr(model, name):
+            with pytest.raises(AttributeError) as caught:
+                getattr(model, name)
+            explain(caught.value)
+            assert str(caught.value).endswith(f" for model.{name}") == (name != "wait")
+    with pytest.raises(AttributeError) as caught:
+        _ = nn.Linear(2, 2).module
+    explain(caught.value)
+    assert "wrapper" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("place", "code"), [("exit", 3), ("end", 0)])
