@@ -30,6 +30,8 @@ CALLERS = 2
 _WAITING = {inspect.unwrap(call).__code__ for call in (dist.send, dist.recv)}
 # The part of each collective's whole that a rank sends, times the ranks of the group, less one.
 _SENT = {"all_reduce": 2, "barrier": 0, "note": 0}
+# What the buffer of NCCL between two ranks takes: more is sent only once the other rank receives.
+_EAGER_BYTES = 4 * 2**20
 _AT = f"\n{' ' * 14}"
 
 
@@ -194,7 +196,24 @@ def hang_between(ledgers: Mapping[int, Sequence[LedgerLine]]) -> str:
         if len(set(counts.values())) > 1:
             most, least = max(here, key=lambda one: counts[one]), min(here, key=lambda one: counts[one])
             return _told(queue, most, least, at, ledgers)
-    return ""
+    return _ring(ledgers)
+
+
+def _ring(ledgers: Mapping[int, Sequence[LedgerLine]]) -> str:
+    """Return a text if every rank sends before it receives from another one; empty: some rank receives first.
+
+    Ranks that are not rehearsed are taken to be like these, so that nobody would take what is sent.
+    """
+    firsts = []
+    for rank, lines in ledgers.items():
+        sends, takes = ([one for one in lines if one.op == op] for op in ("send", "recv"))
+        first = next((one for one in lines if one.is_message), None)
+        if first is not None:
+            is_blocked = bool(takes) and first in sends and first.waits and first.whole_bytes > _EAGER_BYTES
+            if not is_blocked or takes[0].ranks[0] == first.ranks[1]:
+                return ""
+            firsts.append(f"rank {rank}: {first}")
+    return "\n".join(firsts[:2])
 
 
 def _key(line: LedgerLine) -> tuple[str, str, int]:

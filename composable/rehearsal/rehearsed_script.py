@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import json
 import os
+import re
 import resource
 import runpy
 import shutil
@@ -141,15 +142,43 @@ class RankOutcome:
 
 
 def ranks_to_rehearse(job: ScriptRun) -> tuple[int, ...]:
-    """Return the first ranks, the last one, the ends of the first and last host, and those that the script names."""
+    """Return the first ranks, the last one, the ends of the first and last host, and those that the script names.
+
+    It names them in what it compares, also in files beside it that it imports, and in its arguments.
+    """
     first_of_last = (job.ranks - 1) // job.on_host * job.on_host
     chosen = {0, 1, job.on_host - 1, job.on_host, first_of_last, job.ranks - 1}
-    for node in ast.walk(ast.parse(job.script.read_text())):
+    nodes = [node for tree in _trees(job.script, job.script.parent, set()) for node in ast.walk(tree)]
+    given = [int(one) for one in re.findall(r"(?<![\w.-])\d+(?![\w.])", " ".join(job.arguments))]
+    given += [
+        number for node in nodes if isinstance(node, ast.keyword) and node.arg == "default" for number in _ints(node)
+    ]
+    for node in nodes:
         if isinstance(node, ast.Compare):
             # A rank that a test names, and its neighbours, may do something else.
-            named = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and type(one.value) is int]
+            named = _ints(node) or (given if "rank" in ast.unparse(node).lower() else [])
             chosen |= {one + beside for one in named for beside in (-1, 0, 1)}
     return tuple(sorted(one for one in chosen if 0 <= one < job.ranks))
+
+
+def _ints(node: ast.AST) -> list[int]:
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and type(one.value) is int]
+
+
+def _trees(file: Path, root: Path, seen: set[Path]) -> Iterator[ast.AST]:
+    """Yield the code of a file, and of the files beside it, or below ``root``, that it imports."""
+    seen.add(file)
+    yield (tree := ast.parse(file.read_text()))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            first = getattr(node, "module", None) or ""
+            for name in (first, *(f"{first}.{one.name}".strip(".") for one in node.names)):
+                path = name.replace(".", "/")
+                for found in (
+                    top / one for top in (file.parent, root) for one in (f"{path}.py", f"{path}/__init__.py")
+                ):
+                    if found not in seen and found.is_file():
+                        yield from _trees(found, root, seen)
 
 
 def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _: None) -> tuple[RankOutcome, ...]:
@@ -324,7 +353,7 @@ class _Child:
         mode = nullcontext() if job.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         names = stand_in_for_devices(rank, number, job.on_host, job.device)
         register_fake_backend()
-        letters = Letters(self._folder, number)
+        letters = Letters(self._folder, number, job.rehearsed or ranks_to_rehearse(job))
         store = functools.partial(FileStore, str(self._folder / "store"), job.ranks)
         stand_in_for_groups(rank, number, job.ranks, letters, store if job.is_real else None)
         if isinstance(mode, FakeTensorMode):

@@ -43,6 +43,7 @@ from composable.ground.torch_private import (
     swap_contents,
     tree_leaves,
 )
+from composable.rehearsal.ledger import users_line
 from composable.rehearsal.rehearsed_function import with_memory, with_values
 from composable.rehearsal.stand_ins import RehearsedRank, is_device
 
@@ -67,10 +68,11 @@ class Letters:
     Args:
         folder: Has a file for each rank that was rehearsed.
         rank: This rank.
+        rehearsed: The ranks that are rehearsed.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, rehearsed: Sequence[int]) -> None:
+        self._folder, self._rank, self.rehearsed = folder, rank, frozenset(rehearsed)
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._sent: dict[tuple[Any, ...], bytes] = {}
         self._heard: dict[tuple[int, tuple[Any, ...]], bytes | None] = {}
@@ -263,6 +265,11 @@ def _object_calls(rank: RehearsedRank, letters: Letters) -> dict[str, Callable[.
     def note(op: str, group: Any, text: str = "") -> tuple[int, ...]:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         rank.note_call(op, ranks, text)
+        if "gather" in op and not letters.rehearsed.issuperset(ranks):
+            here = users_line(sys._getframe(2))[0]
+            rank.notes[
+                f"{op} at {here}: ranks that are not rehearsed give what others give; --all-ranks has theirs"
+            ] += 1
         return ranks
 
     def to_all(found: list[Any], value: Any, group: Any = None) -> None:

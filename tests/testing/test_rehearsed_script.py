@@ -203,6 +203,46 @@ def test_ranks_that_meet_are_no_hang(name: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["train.py"]
 
 
+# Messages of 8 MiB, of which most ranks are not rehearsed; and whether nobody could receive one.
+RINGS = {
+    "all send first": ("dist.send(big, (rank + 1) % size)\ndist.recv(big, (rank - 1) % size)", True),
+    "little messages": ("dist.send(one, (rank + 1) % size)\ndist.recv(one, (rank - 1) % size)", False),
+    "odd ranks receive first": (
+        "calls = [lambda: dist.send(big, (rank + 1) % size), lambda: dist.recv(big, (rank - 1) % size)]\n"
+        "for call in calls[:: -1 if rank % 2 else 1]:\n    call()", False,
+    ),
+    "a chain": ("rank and dist.recv(big, rank - 1)\nif rank + 1 < size:\n    dist.send(big, rank + 1)", False),
+    "one that serves all": (
+        "hub = size // 2 + 2\nif rank != hub:\n    dist.send(big, hub)\n    dist.recv(big, hub)\n"
+        "for other in range(size) if rank == hub else ():\n"
+        "    if other != hub:\n        dist.recv(big, other)\n        dist.send(big, other)", False,
+    ),
+    "what does not wait": (
+        "work = dist.isend(big, (rank + 1) % size)\ndist.recv(big.clone(), (rank - 1) % size)\nwork.wait()", False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_ring_in_which_all_send_first_is_a_hang_whoever_is_rehearsed(name: str, tmp_path: Path) -> None:
+    source, hangs = RINGS[name]
+    report = rehearse(tmp_path, f"{HEAD}big = torch.ones(2**21, device=device)\n{source}\n", ranks=16, on_host=8)
+    told = text_of(report)
+    assert report.exit_code == 3 * hangs, told
+    assert not hangs or ("rank 0: send [2097152] float32 of ranks 0, 1" in told and "dist.send(big, (rank" in told), (
+        told
+    )
+
+
+def test_objects_of_ranks_that_are_not_rehearsed_are_told(tmp_path: Path) -> None:
+    source = "found = [None] * size\ndist.all_gather_object(found, rank)\n"
+    said = (
+        "all_gather_object at train.py:21: ranks that are not rehearsed give what others give; --all-ranks has theirs"
+    )
+    assert said in text_of(rehearse(tmp_path, f"{HEAD}{source}", rehearsed=(0, 3)))
+    assert said not in text_of(rehearse(tmp_path, f"{HEAD}{source}assert found == [0, 1, 2, 3]\n"))
+
+
 # -- too little memory: what needs more than 64 MiB, by the line that a rehearsal has to name
 
 WIDE = "wide = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)\n"  # 32 MiB
@@ -504,6 +544,30 @@ def test_the_ranks_that_a_script_names_are_rehearsed(tmp_path: Path) -> None:
     script.write_text("import os\nrank = int(os.environ['RANK'])\nif rank == 21:\n    print(rank)\n")
     assert ranks_to_rehearse(ScriptRun(script, ranks=64, on_host=8)) == (0, 1, 7, 8, 20, 21, 22, 56, 63)
     assert ranks_to_rehearse(ScriptRun(script, ranks=2, on_host=2)) == (0, 1)
+
+
+# Files, and the ranks that they and the arguments name beside those that are always rehearsed.
+NAMED: dict[str, tuple[dict[str, str], str, set[int]]] = {
+    "an imported file": ({"train.py": "import parts", "parts.py": "def first(rank): return rank == 30"}, "", {29, 30, 31}),
+    "a file of a package": (
+        {"train.py": "from parts.inner import of", "parts/inner.py": "import parts.other", "parts/other.py": "rank != 30"},
+        "", {29, 30, 31},
+    ),
+    "files that import each other": ({"train.py": "import parts", "parts.py": "from . import train\nrank < 30"}, "", {29, 30, 31}),
+    "an argument": ({"train.py": "if rank == args.saver: save()"}, "--saver 30 --lr 5e-4 --name run-40", {29, 30, 31}),
+    "its default": ({"train.py": "add('--saver', default=30)\nif get_rank() == args.saver: save()"}, "", {29, 30, 31}),
+    "an argument that is no rank": ({"train.py": "while step < args.steps: go()"}, "--steps=30", set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_ranks_that_arguments_and_imported_files_name_are_rehearsed(name: str, tmp_path: Path) -> None:
+    files, arguments, expected = NAMED[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    job = ScriptRun(tmp_path / "train.py", tuple(arguments.split()), ranks=64, on_host=8)
+    assert {*ranks_to_rehearse(job)} - {0, 1, 7, 8, 56, 63} == expected
 
 
 def test_hidden_gathers_are_told_by_their_place(tmp_path: Path) -> None:
