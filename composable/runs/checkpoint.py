@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from composable.comm import Ranks, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank, warn_once
 from composable.ground.names import check_bool, check_int, check_module, described, list_text
+from composable.ground.ownership import FORGOTTEN_FIX
 from composable.ground.torch_private import tree_map
 from composable.runs import contents
 from composable.runs.pieces import DataReader, merge
@@ -55,6 +56,8 @@ T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 _LOG = logging.getLogger("composable")
+# The most by which norms of parameters differ that hosts of other kinds have stepped alike.
+_ALIKE = 1 + 1e-6
 _WRITE_FIX = "make room and let this process write there, or save to another folder"
 _READ_FIX = "pass a folder that the first rank can read"
 _WITH_STORAGE = "pass one path, one URL, or a storage, on every rank"
@@ -183,7 +186,8 @@ def save_checkpoint(
         folder: The folder of the run; made if needed. A path, a URL such as ``s3://bucket/run``, or a ``Storage``.
         step: Optimizer steps done. A checkpoint of the same step is replaced.
         model: Annotated or plain. Each rank writes its pieces of sharded tensors, in their own dtypes; the
-            checkpoint has the full shapes, each element once.
+            checkpoint has the full shapes, each element once. A warning names plain parameters, beside annotated ones
+            or of ``replicate``, that have other values on other ranks.
         optimizer: One, several, or none. State is saved by FQN, as it is; missing state is not initialised.
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
             tuples and dicts of them. The value of rank 0 is saved; a warning names entries that differ on other
@@ -231,7 +235,8 @@ def save_checkpoint(
             if asynchronous:
                 state = contents.staged(state, _SAVES.copies.pop(model, None))
                 _SAVES.copies[model] = state
-            save = Save(step, state, every, packed, _digests(extra), keep)
+            norms = {} if ranks.is_alone else contents.norms_of_plain(model, every.picked)
+            save = Save(step, state, every, packed, _digests(extra), norms, keep)
         partial = _on_first(ranks, lambda: run.begin(step), f"cannot write to {shown}", _WRITE_FIX)
     writers = _writers(ranks, previous) if asynchronous else ranks
 
@@ -414,13 +419,17 @@ class _SummedFiles(FileSystem):
 
 @dataclass(frozen=True)
 class Save:
-    """What is saved: values as ``state_to_save`` gives them, and ``extra`` as bytes, with a digest of each entry."""
+    """What is saved: values as ``state_to_save`` gives them, and ``extra`` as bytes, with a digest of each entry.
+
+    Beside it are the norms that ranks compare, of ``norms_of_plain``.
+    """
 
     step: int
     state: dict[str, Any]
     every: NamesOnAll
     extra: bytes | None = None
     digests: Mapping[str, int] = field(default_factory=dict)
+    norms: Mapping[str, float] = field(default_factory=dict)
     keep: int = 1
 
 
@@ -446,12 +455,13 @@ def write_shares(ranks: Ranks, run: Run, partial: str, save: Save) -> Path | str
                 for name in files.sums:
                     run.put(partial, room / name)
             own = [(name, astuple(one), written) for name, one in files.sums.items()]
-            reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((own, save.digests)))]
+            reports = [json.loads(text) for text in ranks.texts_on_first(json.dumps((own, save.digests, save.norms)))]
             try:
                 with _agreed(ranks, what, _WRITE_FIX):
                     if ranks.rank == 0:
-                        _warn_of_others(save.digests, [digests for _, digests in reports])
-                        _publish(run, partial, room, save, [file for every, _ in reports for file in every], done)
+                        _warn_of_others(save.digests, [digests for _, digests, _ in reports])
+                        _warn_of_drift([norms for *_, norms in reports])
+                        _publish(run, partial, room, save, [file for every, *_ in reports for file in every], done)
             except Exception as error:
                 if not done:
                     raise
@@ -507,6 +517,18 @@ def _warn_of_others(first: Mapping[str, int], every: Iterable[Mapping[str, int]]
         advice = "gather them (dist.all_gather_object), save the list, and take [dist.get_rank()] of it after the load"
         of = f" of {list_text(keys)}" if any(keys) else ""
         warn_once(f"extra: ranks have other values{of}, and those of rank 0 are saved. To keep each rank's: {advice}")
+
+
+def _warn_of_drift(every: Iterable[Mapping[str, float]]) -> None:
+    """Warn of plain parameters whose norms differ between the ranks that have them."""
+    told: dict[str, list[float]] = {}
+    for name, norm in (one for own in every for one in own.items()):
+        told.setdefault(name, []).append(norm)
+    if names := [name for name, norms in told.items() if max(norms) > _ALIKE * min(norms)]:
+        warn_once(
+            f"ranks have other values of plain parameters, and one rank's are saved: {list_text(names)}"
+            f"\n  at:  {place_of_rank()}\n  fix: write to them alike on every rank; or {FORGOTTEN_FIX}"
+        )
 
 
 # -- reading

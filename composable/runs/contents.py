@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.dtensor import RaggedDTensor, write_values
 from composable.errors import ConfigError, UsageError
+from composable.ground.ownership import claim_of, is_forgotten, is_managed
 from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map
 from composable.runs.pieces import DataReader, Value
 from composable.runs.run import MANIFEST, PIECES
@@ -74,6 +75,22 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, every: NamesOnAll) -
         if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
             as_data(value, name)
     return state
+
+
+def norms_of_plain(model: nn.Module, picked: Collection[str]) -> dict[str, float]:
+    """Return the norms of the trained plain parameters that are picked and that all ranks should hold alike.
+
+    These are the ones that ``replicate`` manages, and those that lie forgotten beside annotated ones.
+    """
+    names = names_of_params(model)
+    if not any(map(is_managed, names)):
+        return {}
+    return {
+        name: float(torch.linalg.vector_norm(param.detach(), dtype=torch.float64))
+        for param, name in names.items()
+        if name in picked and type(param) is nn.Parameter and param.requires_grad and param.is_floating_point()
+        if claim_of(param) is not None or is_forgotten(param)
+    }
 
 
 # The prefix of a key that is a number: names in a checkpoint are text.

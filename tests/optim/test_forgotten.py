@@ -1,6 +1,7 @@
-"""Parameters that no annotation manages, beside annotated ones: a warning at the first step, an error in clipping."""
+"""Parameters that no annotation manages, beside annotated ones: told at the first step, in clipping and in saves."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import DesyncError, clip_grad_norm_, fully_shard, has_finite_gradients, replicate
+from composable import DesyncError, clip_grad_norm_, fully_shard, has_finite_gradients, replicate, save_checkpoint
 from composable.errors import warn_once
 from tests.logs import kept_logs
 from tests.models import random_input, seeded
@@ -166,3 +167,33 @@ def test_gradients_that_are_averaged_by_hand_are_clipped_as_in_one_process() -> 
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), expected.grad)
+
+
+def save(run: Path, what: str, *, fills: bool) -> None:
+    """Step as users would, write to a parameter on one rank, and save."""
+    model = seeded(Model, 0)
+    ANNOTATIONS[what](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    if fills and dist.get_rank() == 1:
+        nn.init.zeros_(model.head.bias)
+    for asynchronous in (False, True):
+        save_checkpoint(run, 1, model, optimizer, asynchronous=asynchronous).wait()
+
+
+# Whether a rank alone writes to a parameter, and the names that a save of it tells.
+DRIFT: dict[tuple[str, bool], list[str]] = {(what, False): NAMES for what in FORGOTTEN}
+DRIFT |= {(what, False): [] for what in KNOWN}
+DRIFT |= {("beside", True): ["head.bias"], ("replicated around", True): ["head.bias"], ("ignored parameters", True): []}
+
+
+@pytest.mark.parametrize(("what", "fills"), DRIFT)
+def test_a_save_tells_plain_parameters_of_which_ranks_have_other_values(
+    what: str, fills: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    run_threads(save, 3, tmp_path, what, fills=fills)
+    said = [text for text in caplog.messages if "other values of plain parameters" in text]
+    assert len(said) == bool(DRIFT[what, fills])
+    assert all(f": {', '.join(map(repr, DRIFT[what, fills]))}\n  at:  rank 0" in text for text in said)
