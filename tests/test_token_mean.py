@@ -18,6 +18,7 @@ from composable import (
     ShardingStrategy,
     UsageError,
     allreduce_hook,
+    clip_grad_norm_,
     fully_shard,
     no_sync,
     reduce_gradients,
@@ -394,6 +395,40 @@ def split_blocks() -> None:
     assert mean.value.item() == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", [on_top, kept_copies, put_off, in_part, split_blocks])
+def scaled_and_clipped() -> None:
+    for annotate in ("blocks", "replicate"):
+        model, plain = make_model(), make_model()
+        ANNOTATE[annotate](model)
+        mean = token_mean(model)
+        inputs = batches(4, dist.get_world_size(), 2)
+        for number, tokens in enumerate(inputs[dist.get_rank()]):
+            with nullcontext() if number else no_sync(model):
+                (mean.add(loss_of(model, tokens), len(tokens)) * 1024.0).backward()
+        every = torch.cat([one for own in inputs for one in own])
+        (loss_of(plain, every) / len(every)).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(1 / 1024)  # As a GradScaler does.
+        clip_grad_norm_(model.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        same(model, [param.grad for param in plain.parameters() if param.grad is not None])
+        assert mean.value.item() == pytest.approx((loss_of(plain, every) / len(every)).item(), rel=1e-5)
+
+
+def two_losses() -> None:
+    model = make_model()
+    replicate(model)
+    mean = token_mean(model)
+    torch.autograd.backward([added(mean, model), added(mean, model, 3)])
+    same(model, whole([[torch.ones(5, DIM)]])[0])
+    model = make_model()
+    roots(model)
+    mean = token_mean(model)
+    loss = added(mean, model[0]) + added(mean, model)
+    with pytest.raises(UsageError, match="comes after the gradients of this backward were sent"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", [on_top, kept_copies, put_off, in_part, split_blocks, scaled_and_clipped, two_losses])
 def test_other_ways_to_reduce_are_right_or_an_error(case: Callable[[], None]) -> None:
     run_threads(case, 4)
