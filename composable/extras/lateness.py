@@ -167,7 +167,7 @@ class LateRanks(Rider):
         self._ranks = 0
         notice_history(self)
 
-    def ride(self, state: AnnotationState) -> None:
+    def watch(self, state: AnnotationState) -> None:
         """Travel with the messages of a root, in place of an earlier one. Collective over its ranks."""
         with suppress(UsageError):  # No message goes to all of them; or what is wrong is told by the first forward.
             state.carry(*[one for one in state.riders if not isinstance(one, LateRanks)], self)

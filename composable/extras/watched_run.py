@@ -136,7 +136,7 @@ class Watch:
         return f"<Watch: {_line(self.figures) if self.figures else 'no figures yet'}>"
 
     def __enter__(self) -> "Watch":
-        self._late.ride(self._states[0].outermost())
+        self._late.watch(self._states[0].outermost())
         if self._measures and self._path is not None:
             try:
                 file = self._exits.enter_context(self._path.open("a", encoding="utf-8"))
