@@ -429,6 +429,31 @@ def two_losses() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("case", [on_top, kept_copies, put_off, in_part, split_blocks, scaled_and_clipped, two_losses])
+def dropped_in_part() -> None:
+    for annotate in ("blocks", "replicate"):
+        model = make_model()
+        ANNOTATE[annotate](model)
+        mean = token_mean(model)
+        with no_sync(model):
+            added(mean, model).backward()
+        model[0].zero_grad()
+        with pytest.raises(UsageError, match="dropped or changed"):
+            added(mean, model).backward()
+
+
+def not_reached() -> None:
+    model = make_model()
+    roots(model)
+    mean = token_mean(model)
+    with no_sync(model):
+        added(mean, model[0]).backward()
+    with pytest.raises(UsageError, match="did not reach all annotated modules"):
+        added(mean, model).backward()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [on_top, kept_copies, put_off, in_part, split_blocks, scaled_and_clipped, two_losses, dropped_in_part, not_reached],
+)
 def test_other_ways_to_reduce_are_right_or_an_error(case: Callable[[], None]) -> None:
     run_threads(case, 4)
