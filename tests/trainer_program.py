@@ -79,6 +79,8 @@ def run(folder: Path, annotation: str, resume: str | None = None, *, bf16: bool 
         data_collator=default_data_collator,
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words),
     )
+    if annotation != "plain" and resume is None:
+        trainer.create_accelerator_and_postprocess()  # as each trial of a hyperparameter search does
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -99,6 +101,8 @@ def check_refusals(folder: str) -> None:
     refused("optimizers= has an optimizer", model, args, optimizers=(torch.optim.SGD(model.parameters()), None))
     refused("annotate has annotated nothing", model, args, annotate=lambda model: None)
     refused("Linear does not say which of its modules are blocks", other, args)
+    on_each = TrainingArguments(folder, use_cpu=True, report_to=[], save_on_each_node=True)
+    refused("save_on_each_node: rank 0 alone has the weights", model, on_each)
 
 
 def train_and_write(folder: str, annotation: str, *how: str) -> None:

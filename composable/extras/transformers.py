@@ -36,8 +36,8 @@ class AnnotatedTrainer(Trainer):  # type: ignore[misc]  # a base that mypy does 
             model that has an annotation already is left as it is.
 
     Raises:
-        ConfigError: The arguments of training ask for FSDP or DeepSpeed; ``optimizers`` has an optimizer for a model
-            without annotation; or ``annotate`` is left out, and the model names no classes.
+        ConfigError: The arguments of training ask for FSDP, DeepSpeed or saves on each node; ``optimizers`` has an
+            optimizer for a model without annotation; or ``annotate`` is left out, and the model names no classes.
     """
 
     def __init__(self, *args: Any, annotate: Callable[[nn.Module], object] | None = None, **kwargs: Any) -> None:
@@ -46,10 +46,17 @@ class AnnotatedTrainer(Trainer):  # type: ignore[misc]  # a base that mypy does 
             raise ConfigError(
                 "args ask for FSDP or DeepSpeed, beside the annotation", fix="leave them out, and annotate"
             )
+        # Else the first rank of each other node would write folders without weights.
+        if self.args.save_on_each_node:
+            raise ConfigError("save_on_each_node: rank 0 alone has the weights", fix="leave it out, share output_dir")
         self._annotate = annotate or _shard_blocks
         if self.optimizer is not None:
             self._check_annotated("optimizers= has an optimizer of parameters that fully_shard would replace")
-        # Autocast and compilation stay, and nothing is wrapped.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make an accelerator that wraps no model, as ``__init__`` and each trial of a search do."""
+        super().create_accelerator_and_postprocess()
+        # Autocast and compilation stay.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
