@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate, timeline, watch
+from composable import UsageError, fully_shard, replicate, timeline, watch
 from composable.engine import Rider, Work
 from composable.extras import watched_run
 from composable.extras.lateness import LateRanks, StepTimes, ToldStep, find_late
@@ -302,3 +303,75 @@ def test_a_watch_takes_the_place_of_an_earlier_one_and_leaves_others_that_travel
                 w.step()
     model(torch.ones(1, 2)).sum().backward()
     assert [*state.riders] == [other, w._late] and other.heard == 7
+
+
+def one_step(model: nn.Module, w: Any) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    w.step()
+
+
+@on_ranks(4)
+def test_a_watch_rides_on_the_first_root_whose_messages_reach_all_of_its_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))
+    parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for part in parts:
+        fully_shard(part, mesh=mesh["dp"])
+    with watch(fully_shard(parts), every=1, show=False) as w:
+        for _ in range(3):
+            one_step(parts, w)
+    assert all(one is not w._late for one in fully_shard.state(parts).riders)
+    replicas = nn.Sequential(replicate(nn.Linear(2, 2)), replicate(nn.Linear(2, 2)))
+    with watch(replicate(replicas), every=1, show=False) as w:
+        one_step(replicas, w)
+    assert [*replicate.state(replicas[0]).riders] == [w._late] and not replicate.state(replicas).riders
+
+
+@on_ranks(2)
+def test_after_its_context_a_watch_tells_nothing() -> None:
+    model = replicate(nn.Linear(2, 2))
+    with watch(model, every=1, show=False) as w:
+        for _ in range(4):
+            one_step(model, w)
+        assert w._late.measured and w._late._heard
+    model(torch.ones(1, 2)).sum().backward()
+    assert w._late.tell(torch.device("cpu")).tolist() == [-1.0] * w._late.count
+    assert not w._late._heard and not w._late.text()
+
+
+CAPTURING: set[int] = set()  # The ranks that capture a graph.
+
+
+def watched_in_a_graph(annotate: Any) -> None:
+    model = annotate(nn.Linear(2, 2))
+    with watch(model, every=1, show=False) as w:
+        for _ in range(6):
+            one_step(model, w)
+        heard = {number: dict(ranks) for number, ranks in w._late._heard.items()}
+        if annotate is replicate:
+            assert not replicate.state(model).reducer.untraceable
+        CAPTURING.add(dist.get_rank())
+        one_step(model, w)
+        assert heard and w._late._heard == heard
+        annotate.state(model).carry(Passenger())
+        with pytest.raises(UsageError, match="another ran inside of a CUDA graph"):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_graphs_leave_a_watch_out_and_refuse_numbers_that_others_need(annotate: Any) -> None:
+    CAPTURING.clear()
+    with mock.patch("composable.engine.riders._is_captured", side_effect=lambda: dist.get_rank() in CAPTURING):
+        run_threads(watched_in_a_graph, 2, annotate)
+
+
+@on_ranks(2)
+def test_buckets_that_a_graph_writes_stay_where_they_are() -> None:
+    model = replicate(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    exchange = replicate.state(model).reducer.exchange
+    exchange.flag_block.is_captured = dist.get_rank() == 1
+    buckets = exchange.arrangement.buckets
+    with watch(model, show=False):
+        assert exchange.arrangement.buckets is buckets
+    with pytest.raises(UsageError, match="a CUDA graph averages gradients"):
+        replicate.state(model).carry(Passenger())

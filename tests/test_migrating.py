@@ -196,7 +196,8 @@ def inner_names() -> dict[str, Any]:
     """Return what the table of internals may name: whatever stands in the package, and attributes of states."""
     names = dict.fromkeys(dir(FullyShardState()), Anything())
     for info in pkgutil.walk_packages(composable.__path__, "composable."):
-        names |= vars(importlib.import_module(info.name))
+        if info.name != "composable.extras.transformers":  # It needs another library.
+            names |= vars(importlib.import_module(info.name))
     return {**names, **public_names(Sharded), "composable": composable, "_traversal_utils": _traversal_utils}
 
 

@@ -314,8 +314,15 @@ class ReplicateState(AnnotationState, NestedReplica):
         return self.reducer.exchange.flag_block.riders.members
 
     def carry(self, *riders: Rider) -> None:
-        own = Riders(riders, sorted(self.grid.everyone.numbers))
-        own.compare(self.grid.everyone)
+        own, failure = Riders(riders, sorted(self.grid.everyone.numbers)), None
+        if not self.reducer.params:
+            failure = UsageError(
+                "there are no parameters, so no backward averages", fix="pass a module with parameters"
+            )
+        elif self.reducer.exchange.flag_block.is_captured:
+            what = "a CUDA graph averages gradients, whose memory has to stay as it is"
+            failure = UsageError(what, fix="leave the backward out of the graph")
+        own.compare(self.grid.everyone, failure)
         self.transport.connect()
         self.reducer.prepare()
         self.reducer.exchange.carry(own)

@@ -239,12 +239,12 @@ class FullyShardState(AnnotationState):
 
     def carry(self, *riders: Rider) -> None:
         root = self.lazy_init()
-        step, ranks = root.scheduler.step, root.models[root.grid.everyone].everyone
-        found = [one for one in step.finalizer.agreements if one.ranks == ranks]
+        step, model = root.scheduler.step, root.models.get(root.grid.everyone)
+        found = [one for one in step.finalizer.agreements if model is not None and one.ranks == model.everyone]
         if not found:
             what = "no parameter lies on all ranks, so no message of all ranks ends a backward"
             raise UsageError(what, at=root._class_name, fix="annotate a module with parameters on all ranks")
-        Riders(riders).compare(ranks)
+        Riders(riders).compare(found[0].ranks)
         found[0].carry(riders)
         step.settings.riders = riders
 

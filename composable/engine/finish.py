@@ -11,7 +11,7 @@ tensor parallelism get the message too: their gradients are other ones, but they
 
 import hashlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -128,7 +128,7 @@ class GradientFinalizer:
         if gradient is not None:
             self._free.setdefault(gradient.shape, []).append(gradient)
         if shard is not None:
-            ledger.take(shard, holds=bool(self.agreements[-1].riders.adjusting))
+            ledger.take(shard, holds=bool(self.agreements and self.agreements[-1].riders.adjusting))
 
     # The end of a backward, or of several
 
@@ -306,6 +306,8 @@ def stepped_already(handle: Handle) -> UsageError:
 _DIGEST_BYTES = 8
 # Of flags, modes of modules and steps of optimizers.
 _FIRST_BYTES = 3
+# In place of modes where this rank has run no module, as one that never had inputs; a prime.
+_UNKNOWN = 251
 # Flags in the first byte of a message.
 _HAS_FAILED = 1
 _GOES_ON = 2
@@ -423,9 +425,11 @@ class Agreement:
         elif self.ranks.is_alone and self.transport.carries_values:
             return
         modes = steps = 0
+        has_run = False
         for handle in self._handles:
-            modes, steps = (2 * modes + handle.trains) % 251, steps + handle.stepped.steps
-        first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on, modes, steps % 256])
+            modes, steps = (2 * modes + (handle.trains is not False)) % _UNKNOWN, steps + handle.stepped.steps
+            has_run |= handle.trains is not None
+        first = bytes([_HAS_FAILED * has_failed | _GOES_ON * goes_on, modes if has_run else _UNKNOWN, steps % _UNKNOWN])
         # A sum, since the order of groups differs between ranks.
         mixed = sum((order.take_digest() for order in self._orders), int.from_bytes(self._choices.digest(), "big"))
         digest = (mixed % 2 ** (8 * _DIGEST_BYTES)).to_bytes(_DIGEST_BYTES, "big")
@@ -510,6 +514,8 @@ class Agreement:
     def _others(self, told: Sequence[bytes], index: int) -> str:
         """Name the ranks whose messages have another byte there than most; empty: all have the same."""
         said = [one[index] for one in told]
-        most = max(said, key=said.count)
-        found = [rank for rank, one in zip(self.ranks.numbers, said) if one != most]
-        return ranks_text(found) if found else ""
+        known = Counter(one for one in said if one != _UNKNOWN)
+        if len(known) < 2:
+            return ""
+        ((most, _),) = known.most_common(1)
+        return ranks_text([rank for rank, one in zip(self.ranks.numbers, said) if one not in (most, _UNKNOWN)])

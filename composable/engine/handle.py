@@ -168,7 +168,7 @@ class Handle:
         comms: The user's choices for how bytes travel.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
         loads: How often ``load_state_dict`` has filled the shards; minus infinity once ranks may load alone.
-        trains: The module was in training mode in its last differentiable call.
+        trains: The module was in training mode in its last differentiable call; ``None``: there was none.
         stepped: Counts the steps of optimizers, which hold it alone and not the handle.
     """
 
@@ -190,7 +190,7 @@ class Handle:
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
         self.loads = 0.0
-        self.trains = True
+        self.trains: bool | None = None
         self.stepped = StepCount()
         self.start_sharded()
 

@@ -14,6 +14,8 @@ from composable.errors import ComposableError, UsageError
 from composable.ground.torch_private import tensors_have_values
 
 _NUMBER_BYTES = 8
+# A number of such bytes is NaN.
+_NOTHING = 255
 
 
 class HostCopy:
@@ -47,6 +49,7 @@ class Rider:
 
     name: str  # For errors; equal on all ranks.
     count: int  # How many numbers a rank tells; equal on all ranks.
+    is_optional = False  # A graph that cannot tell its numbers leaves them out: they are not a number.
     adjusts = False  # Reduced gradients wait for ``hear``, and ``adjust`` gets them.
 
     def tell(self, device: torch.device) -> torch.Tensor:
@@ -73,28 +76,39 @@ class Riders:
         self._numbers = numbers
         self._counts = [one.count for one in members]
         self.adjusting = [one for one in members if one.adjusts]
+        self.needed = [one.name for one in members if not one.is_optional]
         self.rank_bytes = _NUMBER_BYTES * sum(self._counts)  # How much each rank tells.
 
-    def compare(self, ranks: Ranks) -> None:
-        """Raise ``DesyncError`` on every rank unless all have the same riders. Collective."""
+    def compare(self, ranks: Ranks, failure: UsageError | None = None) -> None:
+        """Raise ``failure`` of any rank, or ``DesyncError`` unless all have the same riders. Collective."""
         text = "\n".join(f"{one.name}, {one.count} numbers" for one in self.members)
         what = "the ranks let different numbers travel with the end of a backward"
-        ranks.compare(text, shown=text, what=what, fix="make the same calls on every rank, in the same order")
+        ranks.compare(text, failure, shown=text, what=what, fix="make the same calls on every rank, in the same order")
 
     def tell(self, block: torch.Tensor) -> None:
         """Write what this rank tells to ``block`` [rank_bytes], of any dtype, a byte an element.
 
         Raises ``UsageError`` in a graph that is being captured: each replay would tell the same numbers.
         """
-        if block.is_cuda and torch.cuda.is_current_stream_capturing():
-            names = " and ".join(one.name for one in self.members)
-            raise UsageError(f"{names} ran inside of a CUDA graph", fix="leave the backward out of the graph")
+        if _is_captured():
+            if self.needed:
+                what = f"{' and '.join(self.needed)} ran inside of a CUDA graph"
+                raise UsageError(what, fix="leave the backward out of the graph")
+            block.fill_(_NOTHING)
+            return
         block.copy_(torch.cat([one.tell(block.device) for one in self.members]).view(torch.uint8))
 
     def hear(self, block: torch.Tensor) -> ComposableError | None:
         """Let each rider hear all ranks by ``block`` [ranks, rank_bytes] or flat, of any dtype; returns its error."""
+        if _is_captured():
+            return None
         told = torch.empty(len(self._numbers), self.rank_bytes, dtype=torch.uint8, device=block.device)
         told.copy_(block.view(told.shape))
         parts = told.view(torch.float64).split(self._counts, dim=1)
         found = [one.hear(part, self._numbers) for one, part in zip(self.members, parts, strict=True)]
         return next(filter(None, found), None)
+
+
+def _is_captured() -> bool:
+    """Say whether a CUDA graph captures what runs; also what runs on the host, which the graph does not."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -151,7 +151,7 @@ class LateRanks(Rider):
         measured: Steps that this rank has not told yet: numbers that all ranks give them, times, moments of their ends.
     """
 
-    name, count = "watch", 2 + len(_PHASES)
+    name, count, is_optional = "watch", 2 + len(_PHASES), True
 
     def __init__(self, model: nn.Module) -> None:
         names: dict[object, str] = {}
@@ -165,15 +165,29 @@ class LateRanks(Rider):
         # What ranks have told of each step, by its number and theirs, and how many ranks there are.
         self._heard: dict[int, dict[int, Sequence[float]]] = {}
         self._ranks = 0
+        self._is_over = False
         notice_history(self)
 
-    def watch(self, state: AnnotationState) -> None:
-        """Travel with the messages of a root, in place of an earlier one. Collective over its ranks."""
-        with suppress(UsageError):  # No message goes to all of them; or what is wrong is told by the first forward.
-            state.carry(*[one for one in state.riders if not isinstance(one, LateRanks)], self)
+    def watch(self, states: Sequence[AnnotationState]) -> None:
+        """Travel with the messages of the first root that has some, in place of an earlier one. Collective."""
+        for state in states:
+            # No message goes to all of its ranks; or what is wrong is told by the first forward.
+            with suppress(UsageError):
+                others = [one for one in state.riders if not isinstance(one, LateRanks)]
+                if state.grid.everyone.size > 1:
+                    state.carry(*others, self)
+                    return
+
+    def end(self) -> None:
+        """Tell and hear nothing from now on. The numbers travel on: other ranks may end later."""
+        self._is_over = True
+        self.measured.clear()
+        self._heard.clear()
 
     def tell(self, device: torch.device) -> torch.Tensor:
         told = [-1.0] * self.count
+        if self._is_over:
+            return torch.full((self.count,), -1.0, dtype=torch.float64, device=device)
         if self.measured and is_reached(self.measured[0][2]):
             number, times, stop = self.measured.popleft()
             told = [number, *times.read(stop, number % self._bits)[0]]
@@ -181,6 +195,8 @@ class LateRanks(Rider):
         return kept.to(device, non_blocking=True)
 
     def hear(self, told: torch.Tensor, numbers: Sequence[int]) -> None:
+        if self._is_over:
+            return
         before, self._before = self._before, HostCopy(told)
         self._ranks = len(numbers)
         for rank, (number, *times) in zip(numbers, [] if before is None else before.read().tolist(), strict=False):

@@ -136,7 +136,7 @@ class Watch:
         return f"<Watch: {_line(self.figures) if self.figures else 'no figures yet'}>"
 
     def __enter__(self) -> "Watch":
-        self._late.watch(self._states[0].outermost())
+        self._late.watch([*dict.fromkeys(state.outermost() for state in self._states)])
         if self._measures and self._path is not None:
             try:
                 file = self._exits.enter_context(self._path.open("a", encoding="utf-8"))
@@ -208,6 +208,7 @@ class Watch:
     def _end(self) -> None:
         self._is_on = False
         self._end_times()
+        self._late.end()
 
     def _figures_of(
         self, step: int, steps: int, tokens: int, start: Any, stop: Any, times: StepTimes, peak_bytes: int, values: Any

@@ -315,7 +315,7 @@ class BucketExchange:
     def forget(self) -> None:
         """Forget the reductions and the errors of a round that is over."""
         self._pendings.clear()
-        self._failure = self._interruption = None
+        self._failure = self._interruption = self._heard = None
 
     def wait(self) -> tuple[Report | None, list[float] | None]:
         """Wait for all buckets, and put every average where its gradient was.

@@ -108,7 +108,7 @@ def why_untraceable(reducer: Any) -> str:
         ),
         "an optimizer cannot step inside of it": reducer.steppers,
         "ranks without inputs cannot follow (Join)": reducer.listeners.forbid_changes,
-        "numbers of ranks cannot travel behind the gradients": reducer.exchange.flag_block.riders.members,
+        "numbers of ranks cannot travel behind the gradients": reducer.exchange.flag_block.riders.needed,
         "nothing tells modules when to hold their own parameters again (mp_policy)": options.policy,
         "a module whose annotation was removed cannot run": reducer._is_closed,
     }

@@ -105,6 +105,7 @@ class FlagBlock:
         self._world_size = world_size
         self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
         self._late: HostCopy | None = None
+        self.is_captured = False  # A CUDA graph has written it.
         # What has added up the flags of all ranks where blocks have no values, and the sums.
         self._add_up, self._told = add_up, list[float]()
 
@@ -154,7 +155,8 @@ class FlagBlock:
         On a device other than the CPU, where reading would stop this thread until the device is
         idle, return the report of the round before, if any. In a CUDA graph nothing is read.
         """
-        if self._add_up is not None or (block.is_cuda and torch.cuda.is_current_stream_capturing()):
+        self.is_captured |= block.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._add_up is not None or (self.is_captured and torch.cuda.is_current_stream_capturing()):
             return None
         block = block[: self._stop]
         if block.device.type == "cpu":

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
-from composable import ConfigError, DesyncError, HandleOptions, fully_shard, no_sync, set_divergence_timeout
+from composable import ConfigError, DesyncError, HandleOptions, fully_shard, joinable, no_sync, set_divergence_timeout
 from composable.errors import warn_once
 from tests.models import DIM, MLPBlock, make_model, random_input
 from tests.parity import full
@@ -319,3 +320,18 @@ def test_steps_and_modes_of_some_ranks_alone_are_told_once(
             assert f"at:  rank {rank}" in error and "optimizer.step() on every rank" in error
     said = [text for text in caplog.messages if "modules of rank 1 were not in the mode" in text]
     assert len(said) == 3 * (is_alone and way in MODES), said
+
+
+def without_inputs() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(Dropping(), nn.Linear(DIM, DIM)), policy={Dropping, nn.Linear})
+    model.eval()
+    with Join([joinable(model, step=lambda: None)]):
+        for number in range(2 * (dist.get_rank() != 1)):
+            model(random_input(number, 4, DIM)).square().mean().backward()
+
+
+def test_a_rank_that_never_had_inputs_says_no_modes(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    run_threads(without_inputs, 3)
+    assert not [text for text in caplog.messages if "mode" in text]
