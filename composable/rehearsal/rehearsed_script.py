@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ DEVICES = {name: int(gib) for name, gib in (one.split() for one in _GIB.split(",
 # So often a rank is rehearsed, if others say each time what it has not heard before.
 _MOST_RUNS = 3
 _MOST_REAL = 16
+# So many ranks are rehearsed beside the first and last ones, if the script names them.
+_MOST_NAMED = 16
+# The number of a rank in code; not the rank of a matrix.
+_RANK = re.compile(r"(?<![a-z])(?<!lora_)(?<!low_)(?<!matrix_)rank(?![a-z])", re.IGNORECASE)
 # How long a rank that is late may take to show its stacks.
 _ABORT_S = 60.0
 
@@ -141,44 +145,50 @@ class RankOutcome:
         return sum(one for one, _ in sent), sum(one for _, one in sent)
 
 
-def ranks_to_rehearse(job: ScriptRun) -> tuple[int, ...]:
+def ranks_to_rehearse(job: ScriptRun) -> tuple[tuple[int, ...], dict[str, int]]:
     """Return the first ranks, the last one, the ends of the first and last host, and those that the script names.
 
-    It names them in what it compares, also in files beside it that it imports, and in its arguments.
+    It names them in what it compares, with ranks also in files beside it that it imports, and in its arguments. The
+    second value is for the notes of an outcome: it says that only ``_MOST_NAMED`` of more are taken.
     """
     first_of_last = (job.ranks - 1) // job.on_host * job.on_host
-    chosen = {0, 1, job.on_host - 1, job.on_host, first_of_last, job.ranks - 1}
-    nodes = [node for tree in _trees(job.script, job.script.parent, set()) for node in ast.walk(tree)]
+    always = {one for one in (0, 1, job.on_host - 1, job.on_host, first_of_last, job.ranks - 1) if one < job.ranks}
+    nodes = [(node, at == 0) for at, tree in enumerate(_trees(job.script)) for node in ast.walk(tree)]
     given = [int(one) for one in re.findall(r"(?<![\w.-])\d+(?![\w.])", " ".join(job.arguments))]
-    given += [
-        number for node in nodes if isinstance(node, ast.keyword) and node.arg == "default" for number in _ints(node)
-    ]
-    for node in nodes:
+    given += [one for node, _ in nodes if getattr(node, "arg", "") == "default" for one in _ints(node)]
+    named: list[tuple[bool, int]] = []
+    for node, is_of_script in nodes:
         if isinstance(node, ast.Compare):
+            is_other = _RANK.search(ast.unparse(node)) is None
+            # Not given: `rank is None`, or `"RANK" in os.environ`.
+            more = [] if is_other or any(isinstance(one, ast.Constant) for one in ast.iter_child_nodes(node)) else given
+            numbers = (_ints(node) if is_of_script or not is_other else []) or more
             # A rank that a test names, and its neighbours, may do something else.
-            named = _ints(node) or (given if "rank" in ast.unparse(node).lower() else [])
-            chosen |= {one + beside for one in named for beside in (-1, 0, 1)}
-    return tuple(sorted(one for one in chosen if 0 <= one < job.ranks))
+            named += [(is_other, one + beside) for one in numbers for beside in (-1, 0, 1)]
+    others = list(dict.fromkeys(one for _, one in sorted(named) if 0 <= one < job.ranks and one not in always))
+    note = f"the script compares more than {_MOST_NAMED} numbers that may be ranks; --all-ranks has them all"
+    return tuple(sorted({*always, *others[:_MOST_NAMED]})), {note: 1} if others[_MOST_NAMED:] else {}
 
 
 def _ints(node: ast.AST) -> list[int]:
     return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and type(one.value) is int]
 
 
-def _trees(file: Path, root: Path, seen: set[Path]) -> Iterator[ast.AST]:
-    """Yield the code of a file, and of the files beside it, or below ``root``, that it imports."""
-    seen.add(file)
-    yield (tree := ast.parse(file.read_text()))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            first = getattr(node, "module", None) or ""
-            for name in (first, *(f"{first}.{one.name}".strip(".") for one in node.names)):
-                path = name.replace(".", "/")
-                for found in (
-                    top / one for top in (file.parent, root) for one in (f"{path}.py", f"{path}/__init__.py")
-                ):
-                    if found not in seen and found.is_file():
-                        yield from _trees(found, root, seen)
+def _trees(script: Path) -> list[ast.AST]:
+    """Return the code of a script, and of the files beside it, or below its folder, that it imports, if it parses."""
+    trees, files = list[ast.AST](), [script]
+    for file in files:  # It grows.
+        # A file may be imported where its errors are expected; those of the script are the caller's.
+        with nullcontext() if file is script else suppress(OSError, SyntaxError, ValueError, RecursionError):
+            trees.append(ast.parse(file.read_bytes()))
+            for node in ast.walk(trees[-1]):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    first = getattr(node, "module", None) or ""
+                    names = [first, *(f"{first}.{one.name}".strip(".") for one in node.names)]
+                    ends = [f"{one.replace('.', '/')}{end}" for one in names for end in (".py", "/__init__.py")]
+                    new = {top / end for top in (file.parent, script.parent) for end in ends} - {*files}
+                    files += filter(Path.is_file, new)
+    return trees
 
 
 def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _: None) -> tuple[RankOutcome, ...]:
@@ -194,10 +204,12 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
     if job.is_real and job.ranks > _MOST_REAL:
         what = f"{job.ranks} real ranks would share this machine"
         raise ConfigError(what, fix=f"pass at most {_MOST_REAL}, or leave out --real")
+    given = tuple(range(job.ranks)) if job.is_real else job.rehearsed
     try:
-        ranks = list(range(job.ranks) if job.is_real else job.rehearsed or ranks_to_rehearse(job))
+        chosen, note = (given, {}) if given else ranks_to_rehearse(job)
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"the script cannot be read: {error}", fix="pass the path of a Python file") from error
+    job, ranks = replace(job, rehearsed=chosen), [*chosen]
     with tempfile.TemporaryDirectory(prefix="rehearsal") as name:
         folder = Path(name)
         done: dict[int, RankOutcome] = {}
@@ -213,6 +225,7 @@ def rehearse_script(job: ScriptRun, progress: Callable[[str], object] = lambda _
             ranks = [one for one in ranks_that_misheard(folder) if runs[one] < _MOST_RUNS]
             for rank in ranks:
                 shutil.rmtree(folder / f"files-{rank}", ignore_errors=True)
+        done[chosen[0]] = replace(done[chosen[0]], notes={**(done[chosen[0]].notes or {}), **note})
         return tuple(done[rank] for rank in sorted(done))
 
 
@@ -353,7 +366,7 @@ class _Child:
         mode = nullcontext() if job.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         names = stand_in_for_devices(rank, number, job.on_host, job.device)
         register_fake_backend()
-        letters = Letters(self._folder, number, job.rehearsed or ranks_to_rehearse(job))
+        letters = Letters(self._folder, number, job.rehearsed)
         store = functools.partial(FileStore, str(self._folder / "store"), job.ranks)
         stand_in_for_groups(rank, number, job.ranks, letters, store if job.is_real else None)
         if isinstance(mode, FakeTensorMode):

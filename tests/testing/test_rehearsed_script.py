@@ -542,8 +542,8 @@ def test_nothing_of_the_step_after_the_last_one_is_rehearsed(tmp_path: Path) -> 
 def test_the_ranks_that_a_script_names_are_rehearsed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os\nrank = int(os.environ['RANK'])\nif rank == 21:\n    print(rank)\n")
-    assert ranks_to_rehearse(ScriptRun(script, ranks=64, on_host=8)) == (0, 1, 7, 8, 20, 21, 22, 56, 63)
-    assert ranks_to_rehearse(ScriptRun(script, ranks=2, on_host=2)) == (0, 1)
+    assert ranks_to_rehearse(ScriptRun(script, ranks=64, on_host=8)) == ((0, 1, 7, 8, 20, 21, 22, 56, 63), {})
+    assert ranks_to_rehearse(ScriptRun(script, ranks=2, on_host=2)) == ((0, 1), {})
 
 
 # Files, and the ranks that they and the arguments name beside those that are always rehearsed.
@@ -557,6 +557,24 @@ NAMED: dict[str, tuple[dict[str, str], str, set[int]]] = {
     "an argument": ({"train.py": "if rank == args.saver: save()"}, "--saver 30 --lr 5e-4 --name run-40", {29, 30, 31}),
     "its default": ({"train.py": "add('--saver', default=30)\nif get_rank() == args.saver: save()"}, "", {29, 30, 31}),
     "an argument that is no rank": ({"train.py": "while step < args.steps: go()"}, "--steps=30", set()),
+    "other numbers of an imported file": (
+        {"train.py": "import parts", "parts.py": "len(x) == 30 or args.lora_rank > 30 or frank < 30"}, "", set(),
+    ),
+    "words for a rank": (
+        {"train.py": "import parts", "parts.py": "get_rank() == 20 or self._rank == 30 or args.local_rank == 40 or RANK == 50"},
+        "", {19, 20, 21, 29, 30, 31, 39, 40, 41, 49, 50, 51},
+    ),
+    "an argument beside the rank of a matrix": ({"train.py": "import parts", "parts.py": "lora_rank > alpha"}, "--layers 30", set()),
+    "an argument beside a rank that is asked for": (
+        {"train.py": "if 'RANK' in os.environ or args.rank is None: go()"}, "--layers 30", set(),
+    ),
+    "a file of another Python": ({"train.py": "import parts\nrank == 30", "parts.py": "print 1"}, "", {29, 30, 31}),
+    "a file in another encoding": ({"train.py": "import parts\nrank == 30", "parts.py": "# coding: ascii\n'\xe9'"}, "", {29, 30, 31}),
+    "a file that is none of Python": ({"train.py": "import parts\nrank == 30", "parts.py": "\0"}, "", {29, 30, 31}),
+    "a file at the end of many": (
+        {"train.py": "import part0", **{f"part{i}.py": f"import part{i + 1}" for i in range(1200)}, "part1200.py": "rank == 30"},
+        "", {29, 30, 31},
+    ),
 }  # fmt: skip
 
 
@@ -567,7 +585,17 @@ def test_ranks_that_arguments_and_imported_files_name_are_rehearsed(name: str, t
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
     job = ScriptRun(tmp_path / "train.py", tuple(arguments.split()), ranks=64, on_host=8)
-    assert {*ranks_to_rehearse(job)} - {0, 1, 7, 8, 56, 63} == expected
+    assert {*ranks_to_rehearse(job)[0]} - {0, 1, 7, 8, 56, 63} == expected
+
+
+def test_of_many_numbers_the_first_and_those_of_ranks_are_rehearsed_and_a_note_says_so(tmp_path: Path) -> None:
+    source = "one = 0\none == 3 or one == 13 or one == 23 or one == 33 or one == 43\n"
+    report = rehearse(tmp_path, f"rank = 1\n{source}rank == 53 or rank == 93\n", ranks=100, on_host=10)
+    always, named = {0, 1, 9, 10, 90, 99}, {52, 53, 54, 92, 93, 94, 2, 3, 4, 12, 13, 14, 22, 23, 24, 32}
+    assert {*report.values()["rehearsed"]} == always | named
+    assert report.values()["notes"] == {
+        "the script compares more than 16 numbers that may be ranks; --all-ranks has them all": 1
+    }
 
 
 def test_hidden_gathers_are_told_by_their_place(tmp_path: Path) -> None:
