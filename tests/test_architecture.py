@@ -325,6 +325,7 @@ GLOBALS = {
     "comm.transport._REGISTERED": "the transports by name, filled by imports",
     "engine.paths._MAKERS": "where shards rest, in a process that rehearses",
     "ground.outer_rooms._FINDERS": "what other rooms do, filled by the package",
+    "ground.unfilled._OTHERS": "what marks tensors without values, in a process that rehearses",
     "rehearsal.fake_files._held": "Python tells changes of files to what hears for the process",
     "comm_hooks._SERVED": "states of hooks that give no weak references",
     "dtensor.gather.RECORD": "dispatch has no other place to ask",

@@ -35,16 +35,37 @@ class MarkedMemory(TorchDispatchMode):
         return result
 
 
+class WithoutValues:
+    """What marks and finds tensors that have no values at all; registered by ``tell_without_values``."""
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Mark a tensor of any shape, which is new."""
+
+    def is_marked(self, tensor: torch.Tensor) -> bool:
+        """Say whether nothing has been written to a tensor of any shape since it was marked."""
+        return False
+
+
+_OTHERS = [WithoutValues()]
+
+
+def tell_without_values(others: WithoutValues) -> None:
+    """Let ``others`` mark and find the tensors in whose memory no mark can be told."""
+    _OTHERS[0] = others
+
+
 def mark_unfilled(tensor: torch.Tensor) -> None:
     """Overwrite new memory of any shape with the mark; tensors on the meta device, or not dense, stay as they are."""
     if _can_be_told(tensor):
         tensor.untyped_storage().fill_(_mark_of(tensor))  # type: ignore[attr-defined]  # torch leaves it out
+    else:
+        _OTHERS[0].mark(tensor)
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
     """Say whether a tensor of any shape and dtype still holds the mark and nothing else."""
     if not _can_be_told(tensor):
-        return False
+        return _OTHERS[0].is_marked(tensor)
     found, mark = tensor.detach().contiguous().view(-1).view(torch.uint8), _mark_of(tensor)
     # A few bytes first: most tensors have values.
     return bool((found[:64] == mark).all()) and bool((found == mark).all())

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from composable.ground.torch_private import (
     parse_to,
     tree_map,
 )
+from composable.ground.unfilled import WithoutValues, tell_without_values
 from composable.rehearsal.ledger import CALLERS, LIBRARIES, LedgerLine, line_of, users_line
 from composable.rehearsal.rehearsed_function import (
     ON_HOST,
@@ -126,6 +127,8 @@ class RehearsedRank(StepMemory):
         self.numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # In the order of their first parameters.
         self._making, self._names_places = "", False
         self._stepped: Counter[int] = Counter()
+        self.unfilled = Unfilled()
+        tell_without_values(self.unfilled)
 
     @property
     def steps_done(self) -> int:
@@ -183,6 +186,8 @@ class RehearsedRank(StepMemory):
         with with_values() if self._has_values(name, args, kwargs, is_collective) else nullcontext():
             result = func(*args, **kwargs)
         self._count_on_device(name, args, kwargs, result, is_collective=is_collective)
+        if self.unfilled.new:
+            self.unfilled.written(func, args, kwargs)
         self._compare(name, args, result)
         if (count := _work().get(name.removesuffix("_for_cpu"))) is not None and torch.is_grad_enabled():
             # Backward itself has no gradients: what has them there is a forward that runs again.
@@ -340,6 +345,28 @@ def _known(value: Any) -> Any:
     if isinstance(value, FakeTensor):
         return getattr(value, "stand_in", 1)
     return (value.item() if value.numel() == 1 else 1) if isinstance(value, torch.Tensor) else value
+
+
+class Unfilled(WithoutValues):
+    """Notes which fake tensors nobody has written to, whatever other tensor of that memory is written."""
+
+    def __init__(self) -> None:
+        self.new: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # By their storages.
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor):
+            self.new[tensor.untyped_storage()._cdata] = tensor
+
+    def is_marked(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and self.new.get(tensor.untyped_storage()._cdata) is tensor
+
+    def written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what an operation writes to."""
+        given = {**dict(zip((one.name for one in func._schema.arguments), args)), **kwargs}
+        for one in func._schema.arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                for tensor in operands((given.get(one.name),)):
+                    self.new.pop(tensor.untyped_storage()._cdata, None)
 
 
 class _Names(TorchFunctionMode):

@@ -49,6 +49,8 @@ def test_a_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
 # -- what fails in the first step of real ranks: (source, what is said of its last line)
 
 LOADER = "for x, y in torch.utils.data.DataLoader([(torch.randn(64), 1)] * 8, 4):\n    "
+NORM = "with torch.device('meta'):\n    norm = nn.BatchNorm1d(64)\nfully_shard(norm).to_empty(device=device)\n"
+RUN_NORM = "norm(torch.ones(2, 64, device=device)).sum().backward()"
 REFUSED = {
     "a batch on the host": (f"{LOADER}model(x)", "[4, 64] float32 on the host, beside tensors on cuda"),
     "labels on the host": (f"{SHARD}{LOADER}nn.functional.cross_entropy(model(x), y)", "[4] int64 on the host"),
@@ -59,6 +61,7 @@ REFUSED = {
     "a number of the host over nccl": ("dist.all_reduce(torch.tensor(1.0))", "[] float32 on the host, whose group is of nccl"),
     "a list of the host over nccl": ("dist.all_gather([torch.empty(4) for _ in range(size)], one)", "group is of nccl"),
     "two dtypes": (f"model.bfloat16()\n{SHARD}model(torch.ones(2, 64))", "bfloat16 and float32 (mixed dtypes)"),
+    "a buffer that nothing fills": (f"{NORM}nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)\n{RUN_NORM}", "has filled it"),
     "two dtypes in a norm": ("nn.LayerNorm(4).to(device).half()(one)", "float32 and float16 (mixed dtypes)"),
 }  # fmt: skip
 
@@ -111,6 +114,12 @@ def test_ranks_that_share_a_device_are_told(name: str, tmp_path: Path) -> None:
 
 
 ALLOWED = {
+    "buffers that are filled": f"{NORM}norm.reset_parameters()\n{RUN_NORM}",
+    "buffers that are filled by other tensors of their memory": (
+        f"{NORM}nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)\n"
+        "norm.running_mean.data.fill_(0), norm.running_var.detach().view(8, 8)[:4].copy_(torch.ones(4, 8))\n"
+        f"norm.num_batches_tracked = torch.tensor(0, device=device)\n{RUN_NORM}"
+    ),
     "inputs of an annotated model": f"{SHARD}x = torch.randn(4, 64)\nmodel(x)\nassert (x - torch.ones(64)).numpy().shape == (4, 64)",
     "inputs of replicas": "replicate(model)\nmodel(torch.randn(4, 64)).sum().backward()",
     "buffers that the annotation moves": (
