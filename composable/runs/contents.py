@@ -85,12 +85,18 @@ def norms_of_plain(model: nn.Module, picked: Collection[str]) -> dict[str, float
     names = names_of_params(model)
     if not any(map(is_managed, names)):
         return {}
-    return {
-        name: float(torch.linalg.vector_norm(param.detach(), dtype=torch.float64))
+    found = {
+        name: torch.linalg.vector_norm(param.detach(), dtype=torch.float64)
         for param, name in names.items()
         if name in picked and type(param) is nn.Parameter and param.requires_grad and param.is_floating_point()
         if claim_of(param) is not None or is_forgotten(param)
     }
+    norms: dict[str, float] = {}
+    for device in dict.fromkeys(one.device for one in found.values()):
+        # Each number that is read by itself is a wait.
+        here = {name: one for name, one in found.items() if one.device == device}
+        norms |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
+    return norms
 
 
 # The prefix of a key that is a number: names in a checkpoint are text.

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import DesyncError, clip_grad_norm_, fully_shard, has_finite_gradients, replicate, save_checkpoint
 from composable.errors import warn_once
+from composable.runs.contents import norms_of_plain
 from tests.logs import kept_logs
 from tests.models import random_input, seeded
 from tests.parity import full
@@ -197,3 +199,26 @@ def test_a_save_tells_plain_parameters_of_which_ranks_have_other_values(
     said = [text for text in caplog.messages if "other values of plain parameters" in text]
     assert len(said) == bool(DRIFT[what, fills])
     assert all(f": {', '.join(map(repr, DRIFT[what, fills]))}\n  at:  rank 0" in text for text in said)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read one by one, of which each is a wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+@on_ranks(2)
+def test_the_norms_that_a_save_compares_are_read_from_each_device_at_once() -> None:
+    model = seeded(Model, 0)
+    blocks(model)
+    model(batch(dist.get_rank())).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    plain = {name: param for name, param in model.named_parameters() if type(param) is nn.Parameter}
+    with Reads() as reads:
+        found = norms_of_plain(model, plain)
+    assert list(found) == list(plain) and len(plain) > 1 and reads.count <= 1
+    assert found == {name: pytest.approx(float(param.detach().double().norm())) for name, param in plain.items()}
