@@ -280,7 +280,7 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 
 # The most lines of code, as `python -m tools.size` counts them. The core is what a reader must carry. A rise is a
 # commit of its own, whose body says what went for it.
-CEILINGS = {"core": 19_635, "runs": 1_692, "extras": 2_099, "testing": 1_451, "rehearsal": 2_088, "commands": 686}
+CEILINGS = {"core": 19_635, "runs": 1_692, "extras": 2_099, "testing": 1_462, "rehearsal": 2_088, "commands": 686}
 
 
 def test_the_package_keeps_its_budget() -> None:
