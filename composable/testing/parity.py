@@ -20,6 +20,13 @@ BatchFn = Callable[[int, int], Any]
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 
+# The label that torch's losses leave out.
+_IGNORED = -100
+_MEANS = (
+    "\n    ranks have {counts} tokens (labels that are not -100, or what a mask lets through): the mean of their means"
+    "\n    is not the mean over all tokens, which composable.token_mean trains on"
+)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -111,7 +118,8 @@ def check_parity(
         timeout_s: How long all ranks of one world size may take.
 
     Raises:
-        AssertionError: A value differs. The message has the first difference, with world size, rank, step and FQN.
+        AssertionError: A value differs. The message has the first difference, with world size, rank, step and FQN;
+            and where ranks have different numbers of tokens, these.
         ConfigError: Batches that cannot be concatenated, or differ in size.
     """
     training = _Training(
@@ -164,7 +172,10 @@ def _on_a_rank(rank: int, training: _Training, expected: _Record) -> dict[str, D
         at, is_close = _compare(value, wanted, training.tolerance)
         found = Difference(kind, dist.get_world_size(), rank, step, fqn, _number(value, at), _number(wanted, at))
         if not is_close:
-            raise AssertionError(str(found))
+            every = [_counted(training.batch_fn(step, one)) for one in range(found.world_size if step >= 0 else 0)]
+            counts = next((of_one for of_one in zip(*every) if len({*of_one}) > 1), ())
+            means = _MEANS.format(counts=", ".join(map(str, counts))) if counts else ""
+            raise AssertionError(f"{found}{means}")
         largest[kind] = max(largest.get(kind, found), found, key=lambda one: one.amount)
     return largest
 
@@ -219,6 +230,12 @@ def _compare(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> t
     distance = distance.masked_fill(is_close & distance.isnan(), 0.0).nan_to_num(nan=float("inf"))
     at = int(distance.masked_fill(is_close, -1.0).argmax() if not is_close.all() else distance.argmax())
     return at, bool(is_close.all())
+
+
+def _counted(batch: Any) -> list[int]:
+    """Return of each tensor of labels, and of each mask, how many elements count in the loss."""
+    leaves = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and not one.is_floating_point()]
+    return [int((one if one.dtype == torch.bool else one != _IGNORED).sum()) for one in leaves]
 
 
 def _number(tensor: torch.Tensor, at: int) -> float:

@@ -59,6 +59,25 @@ def test_ranks_that_are_never_averaged_are_found_with_place_and_amount() -> None
     assert "(world size 2, rank " in text and ", step 0)" in text and ", in one process " in text
 
 
+@pytest.mark.parametrize("kind", ["labels", "mask", "alike"])
+def test_a_mean_of_means_is_told_by_the_numbers_of_tokens(kind: str) -> None:
+    def padded(step: int, rank: int) -> dict[str, torch.Tensor]:
+        label, kept = torch.arange(4) % 3, torch.arange(4) <= (3 if kind == "alike" else 2 * rank)
+        given = {"x": batch(step, rank), "label": label.where(kept, torch.tensor(-100))}
+        return {**given, "label": label, "kept": kept} if kind == "mask" else given
+
+    def loss(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        each = F.cross_entropy(model(given["x"]), given["label"], reduction="none")
+        kept = given["kept"] if kind == "mask" else given["label"] != -100
+        return (each * kept).sum() / kept.sum()
+
+    if kind == "alike":
+        check_parity(make, padded, fully_shard, loss_fn=loss, world_sizes=(2,))
+        return
+    with pytest.raises(AssertionError, match=r"(?s)ranks have \d+, \d+ tokens .*composable.token_mean trains on"):
+        check_parity(make, padded, fully_shard, loss_fn=loss, world_sizes=(2,))
+
+
 def test_a_module_that_was_forgotten_is_named() -> None:
     with pytest.raises(AssertionError, match=r"^gradient of '2\.weight' differs"):
         check_parity(make, batch, lambda model: fully_shard(model[0]), world_sizes=(2,))
