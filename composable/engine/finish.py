@@ -424,8 +424,7 @@ class Agreement:
             self.riders.tell(self._sent[self._length :])
         elif self.ranks.is_alone and self.transport.carries_values:
             return
-        modes = steps = 0
-        has_run = False
+        modes, steps, has_run = 0, 0, False
         for handle in self._handles:
             modes, steps = (2 * modes + (handle.trains is not False)) % _UNKNOWN, steps + handle.stepped.steps
             has_run |= handle.trains is not None

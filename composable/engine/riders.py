@@ -5,6 +5,7 @@ bucket of ``replicate``, on its device and in its dtype. A *rider* puts some num
 of all ranks when it has come. So what ranks want to know of each other once a step costs no collective and no wait.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +38,7 @@ class HostCopy:
         return self._copy
 
 
-class Rider:
+class Rider(ABC):
     """Numbers of each rank, as many on all, that travel with each message that ends a backward.
 
     An annotation's state takes riders by ``carry``. From then on ``tell`` runs on each rank as a message starts, also
@@ -52,17 +53,17 @@ class Rider:
     is_optional = False  # A graph that cannot tell its numbers leaves them out: they are not a number.
     adjusts = False  # Reduced gradients wait for ``hear``, and ``adjust`` gets them.
 
+    @abstractmethod
     def tell(self, device: torch.device) -> torch.Tensor:
         """Return the numbers of this rank [count] in float64 on ``device``; they travel exactly."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hear(self, told: torch.Tensor, numbers: Sequence[int]) -> ComposableError | None:
         """Take the numbers of all ranks: ``told`` [ranks, count] float64, where ``tell`` had its own.
 
         ``numbers`` has the global rank of each row, those of other blocks of tensor parallelism too. Returns an error
         with which the backward ends; it has to follow from ``told`` alone, as all ranks must raise it.
         """
-        raise NotImplementedError
 
     def adjust(self, reduced: torch.Tensor, divisor: float) -> None:
         """Change ``reduced`` [any], a sum over ranks that was divided by ``divisor``, in place, after ``hear``."""

@@ -144,8 +144,7 @@ class BucketExchange:
         self.static = StaticGraph(params) if options.static_graph else None  # What the user has promised.
         self._ranks = ranks
         add_up = None if transport.carries_values else self._added_up
-        self._block_for = partial(FlagBlock, len(params), transport.rank, transport.world_size, add_up)
-        self.flag_block = self._block_for()
+        self.flag_block = FlagBlock(len(params), transport.rank, transport.world_size, add_up)
         # Each takes a key of the transport, in this order on every rank.
         self._order_key = transport.allocate_key()
         self._flags_key = transport.allocate_key()
@@ -162,7 +161,7 @@ class BucketExchange:
 
     def carry(self, riders: Riders) -> None:
         """Let ``riders``, in place of those so far, travel behind the flags, from the next round on. On all ranks."""
-        self.flag_block = self._block_for(riders)
+        self.flag_block.carry(riders)
         self.arrangement.build(tail_numel=self.flag_block.numel)
 
     def expect(self, running: Sequence[int] | None, divisor: int | None) -> None:

@@ -94,20 +94,22 @@ class FlagBlock:
     Behind them lie the bytes of ``riders``, an element each: first those of the first rank, where others add zeros.
     """
 
-    def __init__(
-        self, count: int, rank: int, world_size: int, add_up: _AddUp = None, riders: Riders | None = None
-    ) -> None:
-        self.riders = riders or Riders()
+    def __init__(self, count: int, rank: int, world_size: int, add_up: _AddUp = None) -> None:
         self._stop = count + 2 * world_size
-        self.numel = self._stop + world_size * self.riders.rank_bytes
         self._count = count
         self._rank = rank
         self._world_size = world_size
-        self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
+        self.carry(Riders())
         self._late: HostCopy | None = None
         self.is_captured = False  # A CUDA graph has written it.
         # What has added up the flags of all ranks where blocks have no values, and the sums.
         self._add_up, self._told = add_up, list[float]()
+
+    def carry(self, riders: Riders) -> None:
+        """Let ``riders``, in place of those so far, travel behind the flags of blocks [numel] from now on."""
+        self.riders = riders
+        self.numel = self._stop + self._world_size * riders.rank_bytes
+        self._plain: torch.Tensor | None = None  # The block of a rank that does not complain and ran once.
 
     def write(self, block: torch.Tensor, used: Sequence[bool] | None, complaint: int, runs: int = 1) -> None:
         """Fill ``block`` [numel], the tail of the last bucket, before it is sent.
@@ -155,8 +157,9 @@ class FlagBlock:
         On a device other than the CPU, where reading would stop this thread until the device is
         idle, return the report of the round before, if any. In a CUDA graph nothing is read.
         """
-        self.is_captured |= block.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._add_up is not None or (self.is_captured and torch.cuda.is_current_stream_capturing()):
+        captures = block.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.is_captured |= captures
+        if self._add_up is not None or captures:
             return None
         block = block[: self._stop]
         if block.device.type == "cpu":
